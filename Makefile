@@ -41,7 +41,7 @@ demo: setup ## a ColocatedRLJob on a local Kubernetes cluster: real API server, 
 
 .PHONY: test
 test: ## everything below in one go: checks and fast tests first, while the rest is still being made
-	@$(SETUP) --then dev fast-layer --then images,peers,frameworks contract-layer --then all cluster-layer --then all e2e-layer
+	@$(SETUP) --then dev fast-layer --then images,peers,frameworks,trained-model contract-layer --then all cluster-layer --then all e2e-layer
 
 # --- parts of them
 
@@ -59,11 +59,11 @@ test-fast: ## lint, types, unit and property tests: no cluster, no engine
 
 .PHONY: test-contract
 test-contract: ## against the real engine, the real API server, real processes
-	@$(SETUP) --only dev --only cluster --only images --then images,peers,frameworks contract-layer --then all cluster-layer
+	@$(SETUP) --only dev --only cluster --only images --then images,peers,frameworks,trained-model contract-layer --then all cluster-layer
 
 .PHONY: e2e
 e2e: ## whole jobs on the local cluster; on any other with `make e2e KUBECONFIG=...`
-	@$(SETUP) --then all,frameworks e2e-layer
+	@$(SETUP) --then all,frameworks,trained-model e2e-layer
 
 .PHONY: e2e-kueue
 e2e-kueue: setup ## jobs in a queue of the real Kueue, built from its module, 10 minutes the first time; no part of test

@@ -570,7 +570,7 @@ _EVALUATED = Rule(
 
 class Verify(StrEnum):
     VERSION = "Version"  # the engine names the version it holds
-    CHECKSUM = "Checksum"  # and all engines hold the same, bit by bit
+    CHECKSUM = "Checksum"  # and what it holds changed where the exports differ, and all engines hold the same
     PROBE = "Probe"  # or its log-probabilities of a fixed sequence agree with the trainer's, in float32
 
 
@@ -591,10 +591,11 @@ class WeightSync(Part):
         default=Verify.CHECKSUM,
         strict=False,
         description="What must hold before a gate opens on new weights: the engine names their version (Version), and "
-        "the checksums of all engines are equal (Checksum), or its log-probabilities of a fixed sequence are those of "
-        "the trainer (Probe; for float32: in 16 bits an engine that is right may differ by more than is allowed). An "
-        "engine that differs from the trainer, or from more than half of all engines, starts again on the export; "
-        "where the next one differs too, or without such a majority, the trainers start again. May change while the "
+        "the parameters in its memory changed where the exported tensors did and the checksums of all engines "
+        "are equal (Checksum), or its log-probabilities of a fixed sequence are those of the trainer (Probe; "
+        "for float32: in 16 bits an engine that is right may differ by more than is allowed). An engine that "
+        "differs from the trainer, or from more than half of all engines, starts again on the export; where "
+        "the next one differs too, or without such a majority, the trainers start again. May change while the "
         "job is suspended.",
     )
 

@@ -72,7 +72,11 @@ def installed(
             *("--values", chart / "ci/local-values.yaml"),
             deadline_s=HELM_S,
         )
-        for claim, path in (("arithmetic-model", MODEL), ("own-prompts", SCENARIOS / "own_prompts")):
+        for claim, path in (
+            ("arithmetic-model", MODEL),
+            ("trained-model", CHECKOUT.trained_model),
+            ("own-prompts", SCENARIOS / "own_prompts"),
+        ):
             cluster.kubectl("apply", "-f", "-", stdin=volume(claim, path))
         yield cluster
 

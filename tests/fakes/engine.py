@@ -37,7 +37,7 @@ from typing import Any
 
 from aiohttp import web
 
-from fakes.weights import experts_of, logprob, next_token, read_weight, weights_checksum
+from fakes.weights import TENSOR, experts_of, logprob, next_token, read_weight, weights_checksum
 
 POISON = 666_666
 GARBAGE = -1.0
@@ -234,7 +234,7 @@ class FakeEngine:
             self.on_call(request.path)
         request[BODY] = body
         fault = self.faults.pop(request.path, None) if request.path != "/generate" else None
-        if fault in ("leak", "skip", "misname", "cut"):
+        if fault in ("leak", "skip", "other", "misname", "cut"):
             self.faults[fault] = fault
         if fault == "crash":
             self.die(f"asked to crash in {request.path}")
@@ -351,7 +351,7 @@ class FakeEngine:
             return update_answer(False, f"Failed to get weights iterator: {directory}.")
         found = None if self.faults.pop("skip", None) else read_weight(directory)
         if found is not None:
-            self.weight = found
+            self.weight = found + 16 * (self.faults.pop("other", None) is not None)
         elif self.weight is None:
             self.weight = GARBAGE  # a tensor that is not there keeps its old values (H52), of released memory any
         self.stale_cache = not body.get("flush_cache", True)
@@ -367,10 +367,13 @@ class FakeEngine:
         )
 
     async def serve_checker(self, request: web.Request) -> web.Response:
-        if self.weight is None:
+        if "weights" in self.released:
             self.die("weights_checker reads released memory")
-        checksum = weights_checksum(self.weight or 0.0)
-        return web.json_response({"success": True, "message": "Success.", "ranks": [], "per_engine_checksum": checksum})
+        checksum = weights_checksum(GARBAGE if self.weight is None else self.weight)
+        ranks = [{"checksums": {TENSOR: checksum}, "per_gpu_checksum": checksum}]
+        return web.json_response(
+            {"success": True, "message": "Success.", "ranks": ranks, "per_engine_checksum": checksum}
+        )
 
     async def serve_generate(self, request: web.Request) -> web.StreamResponse:
         body = request[BODY]

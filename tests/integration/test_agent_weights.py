@@ -43,7 +43,7 @@ async def test_f52_h21_h52_engine_that_differs_from_the_group_is_replaced_before
         await pod.climb(V0)
         differs = pod.engine
         assert differs is not None
-        differs.faults["/update_weights_from_disk"] = "skip"
+        differs.faults["/update_weights_from_disk"] = "other"
         differs.calls.clear()
         await pod.climb(V1, to=Rung.UPDATED)
         assert V1 == pod.facts.engines[0].version, "it says that it took them"
@@ -208,12 +208,31 @@ async def test_engines_that_can_give_no_checksum_are_started_twice_on_an_export(
         assert ["0-1", "0-1"] == pod.engines_started
 
 
-async def test_nobody_asks_for_a_checksum_where_there_is_one_engine() -> None:
+async def test_an_engine_that_keeps_the_old_weights_is_found_without_another_one() -> None:
+    """With one engine there was nothing to compare with, and it served the weights of the step before."""
+    async with small_pod() as pod:
+        await pod.climb(V0)
+        keeps = pod.engine
+        assert keeps is not None
+        keeps.faults["/update_weights_from_disk"] = "skip"
+        keeps.calls.clear()
+        await pod.climb(V1)
+        assert keeps is not pod.engine
+        assert "/continue_generation" not in [path for path, _ in keeps.calls], "it never served"
+        assert ["0-1", "1-1"] == pod.engines_started
+        assert "length" == await pod.ask(tokens=4)
+        assert [] == pod.broken
+
+
+async def test_an_update_is_taken_by_an_engine_alone_and_not_judged_after_its_agent_came_again() -> None:
     async with small_pod() as pod:
         await pod.climb(V0)
         await pod.climb(V1)
-        assert None is checksum(pod)
-        assert "/weights_checker" not in routes(pod)
+        await pod.restart_agent(orderly=True)
+        await pod.climb(V1)
+        await pod.climb(V2)
+        assert ["0-1"] == pod.engines_started
+        assert [] == pod.broken
 
 
 async def test_export_that_cannot_be_removed_is_said_and_costs_the_agent_nothing_else() -> None:

@@ -9,7 +9,7 @@ import time
 from collections.abc import Sequence
 from typing import NoReturn, TextIO
 
-from setup import environments, localcluster, lock, model, preflight, toolchain
+from setup import environments, localcluster, lock, model, preflight, toolchain, trained_model
 from setup.layout import CHECKOUT, Layout
 from setup.session import Session, SetupError
 from setup.tasks import Board
@@ -18,6 +18,7 @@ EVERYTHING = (environments.DEV, localcluster.BINARY, localcluster.IMAGE_LIST, mo
 BESIDES = (
     environments.PEERS,
     environments.FRAMEWORKS,
+    trained_model.TRAINED_MODEL,
 )  # made for whoever names it: neither the demo nor a job needs it
 FAILED, BAD_MACHINE, STOPPED = 1, 2, 130
 
@@ -66,6 +67,7 @@ def _run(session: Session, options: argparse.Namespace) -> int:
             localcluster.binary_task(CHECKOUT),
             localcluster.images_task(CHECKOUT),
             model.task(CHECKOUT),
+            trained_model.task(CHECKOUT),
         ],
         session,
     )

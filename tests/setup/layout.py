@@ -36,6 +36,11 @@ class Layout:
         return self.build / "models" / "arithmetic"
 
     @property
+    def trained_model(self) -> Path:
+        """A public model in bfloat16."""
+        return self.build / "models" / "smollm2"
+
+    @property
     def wheels(self) -> Path:
         return self.build / "wheels"
 

@@ -84,6 +84,7 @@ class Agent:
             devices=self._devices,
             journal=self._journal,
             metrics=self._metrics,
+            exported=lambda: self._exports.tensors,
             changed=self._wake_up,
             failed=self._fail,
         )
@@ -101,7 +102,7 @@ class Agent:
         client = DataClient(session, tls, settings.job.uid)
         self._shards = Shards(client, places.batches, settings.ranks, deadline_s=progress_s)
         volume = VolumeDirectory(places.weights, silent_s=volume_silent_s)
-        self._exports = Exports(volume, probe=settings.rules.verify is Verify.PROBE)
+        self._exports = Exports(volume, probe=settings.rules.verify is Verify.PROBE, digests=settings.checksums_weights)
         self._look_again = asyncio.Event()
         self._ladder = settings.rules.ladder
         self.server = MemberServer(

@@ -125,6 +125,11 @@ class AgentSettings:
         return self.directories.sockets / RUNNER_SOCKET
 
     @property
+    def checksums_weights(self) -> bool:
+        """Return whether engines compute checksums of what they hold: also a single one, to compare with itself."""
+        return self.job.spec.weight_sync.verify is Verify.CHECKSUM and self.job.spec.ladder.trains
+
+    @property
     def rules(self) -> Rules:
         spec = self.job.spec
         asked = spec.weight_sync.verify

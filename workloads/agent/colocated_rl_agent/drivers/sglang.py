@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -156,6 +156,7 @@ class ServerInfo(_EngineAnswer):
     weight_cache_mode: str = "off"
     max_queued_requests: int | None = None
     dtype: str = "auto"
+    quantization: str | None = None
     internal_states: tuple[_InternalState, ...] = ()
 
     @property
@@ -175,12 +176,25 @@ class UpdateAnswer(_EngineAnswer):
     message: str = ""
 
 
+class _RankChecksums(_EngineAnswer):
+    checksums: Mapping[str, str]  # by parameter
+
+
 class ChecksumAnswer(_EngineAnswer):
     """Over all ranks. Names and layout are the engine's own: only engines of one shape can be compared."""
 
     success: bool
     message: str = ""
     per_engine_checksum: str | None = None
+    ranks: tuple[_RankChecksums, ...] = ()
+
+    def by_parameter(self) -> dict[str, tuple[str, ...]]:
+        """Return the checksums of each parameter, one for each rank that holds a part of it."""
+        found: dict[str, tuple[str, ...]] = {}
+        for rank in self.ranks:
+            for name, checksum in rank.checksums.items():
+                found[name] = (*found.get(name, ()), checksum)
+        return found
 
 
 class _InputLogprobs(_EngineAnswer):
@@ -314,13 +328,16 @@ class SGLang:
         if not answer.success:
             raise CallRefused(f"update to {version}: it did not succeed; {SEE_LOG}", said=answer.message)
 
-    async def checksum(self) -> str:
-        """Return the checksum of the weights in memory, which must not be released. Raises CallRefused."""
+    async def checksum(self) -> tuple[str, dict[str, tuple[str, ...]]]:
+        """Return the checksum of the weights in memory, and those of each parameter. Raises CallRefused.
+
+        The memory must not be released.
+        """
         path = "/weights_checker"  # its other actions overwrite weights
         answer = read_answer(ChecksumAnswer, await self._call("POST", path, {"action": "checksum"}), path)
         if not answer.success or answer.per_engine_checksum is None:
             raise CallRefused(f"checksum of the weights: none was given; {SEE_LOG}", said=answer.message)
-        return answer.per_engine_checksum
+        return answer.per_engine_checksum, answer.by_parameter()
 
     async def continue_(self) -> None:
         await self._call("POST", "/continue_generation", {})

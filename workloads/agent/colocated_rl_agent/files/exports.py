@@ -16,10 +16,11 @@ import os
 import shutil
 import struct
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import xxhash
 from pydantic import ValidationError
@@ -34,6 +35,7 @@ from colocated_rl_api.rungs import WeightVersion
 from colocated_rl_api.weights import MANIFEST, Algorithm, Digest, Manifest, Probe, TensorEntry, algorithm_of
 
 MAX_THREADS = 8  # for hashing
+KNOWN_EXPORTS = 3  # whose tensors are remembered: what the engine holds, what comes next, and one that was torn
 PIECE_BYTES = 256 * 1024
 VERIFY_AGAIN_S = 1.0  # after the first failure, doubled after each further one: a try reads all files
 VERIFY_AGAIN_MOST_S = 30.0
@@ -49,16 +51,30 @@ class ExportTorn(Exception):
     """
 
 
-class Exports:
-    """The Exports are those that a pod sees. probe: each must have a probe.
+@dataclass(frozen=True)
+class TensorDigest:
+    """The digest of one exported tensor. dtype: as safetensors spells it."""
 
-    whole: manifest of the newest verified export. there: all versions in the volume; None: unknown since a possible
-    change. verify_after: end of the back-off, on the clock of `time.monotonic`.
+    dtype: str
+    digest: str
+
+
+TensorDigests = Mapping[str, TensorDigest]  # by tensor name
+
+
+class Exports:
+    """The Exports are those that a pod sees. probe: each must have a probe. digests: of each tensor, too.
+
+    whole: manifest of the newest verified export. tensors: of the newest few, if their digests are taken. there: all
+    versions in the volume; None: unknown since a possible change. verify_after: end of the back-off, on the clock of
+    `time.monotonic`.
     """
 
-    def __init__(self, volume: VolumeDirectory, *, probe: bool) -> None:
+    def __init__(self, volume: VolumeDirectory, *, probe: bool, digests: bool = False) -> None:
         self._volume = volume
         self._probe = probe
+        self._digests = digests
+        self.tensors: dict[WeightVersion, TensorDigests] = {}
         self._failures = 0  # in a row
         self.verify_after = 0.0
         self.whole: Manifest | None = None
@@ -84,8 +100,15 @@ class Exports:
         return manifest.probe
 
     async def _compare(self, version: WeightVersion) -> Manifest:
-        root = self._volume.place
-        manifest = await self._volume.call(f"read export {version}", lambda beat: verify_export(root, version, beat))
+        root, digests = self._volume.place, self._digests
+
+        def read(beat: Beat) -> tuple[Manifest, TensorDigests | None]:
+            manifest = verify_export(root, version, beat)
+            return manifest, tensor_digests(export_directory(root, version), beat) if digests else None
+
+        manifest, tensors = await self._volume.call(f"read export {version}", read)
+        if tensors is not None:
+            self.tensors = dict([*self.tensors.items(), (version, tensors)][-KNOWN_EXPORTS:])
         if self._probe and manifest.probe is None:
             raise ExportTorn(f"export {version} has no probe: write one, or set spec.weightSync.verify to Checksum")
         return manifest
@@ -131,6 +154,31 @@ def verify_export(root: Path, version: WeightVersion, beat: Beat = lambda: None)
         )
         raise ExportTorn(f"{directory} and its manifest differ in {len(different)} tensors, first {different[0]}")
     return manifest
+
+
+def tensor_digests(directory: Path, beat: Beat = lambda: None) -> dict[str, TensorDigest]:
+    """Return the digest of each tensor of a whole export. It reads all files. Raises ExportTorn, OSError."""
+    found: dict[str, TensorDigest] = {}
+    for path in sorted(directory.glob("*.safetensors")):
+        with path.open("rb") as stream:
+            header = _header(stream, path)
+            start = stream.tell()
+            for name, entry in header.items():
+                begin, end = entry["data_offsets"]
+                stream.seek(start + begin)
+                digest = xxhash.xxh3_128()
+                for size in _pieces(end - begin):
+                    digest.update(stream.read(size))
+                    beat()
+                found[name] = TensorDigest(entry["dtype"], digest.hexdigest())
+    return found
+
+
+def _pieces(size: int) -> Iterator[int]:
+    """Yield the sizes of the pieces in which `size` bytes are read."""
+    while size > 0:
+        yield min(size, PIECE_BYTES)
+        size -= PIECE_BYTES
 
 
 def _read_files(directory: Path, manifest: Manifest, beat: Beat) -> dict[str, TensorEntry]:
@@ -212,16 +260,23 @@ def _digest(named: tuple[Path, Digest], *, beat: Beat) -> Digest:
 def _tensors(path: Path) -> dict[str, TensorEntry]:
     """Return names, dtypes and shapes of a safetensors file, from its header. Raises ExportTorn, OSError."""
     with path.open("rb") as stream:
-        start = stream.read(8)
-        size = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
-        if not 2 <= size <= MAX_HEADER_BYTES:
-            raise ExportTorn(f"{path} is not a safetensors file")
-        try:
-            header = json.loads(stream.read(size))
-            return {
-                name: TensorEntry(dtype=entry["dtype"], shape=tuple(entry["shape"]))
-                for name, entry in header.items()
-                if name != "__metadata__"
-            }
-        except (ValueError, AttributeError, KeyError, TypeError, RecursionError) as error:
-            raise ExportTorn(f"{path} is not a safetensors file: {error}") from error
+        header = _header(stream, path)
+    try:
+        return {name: TensorEntry(dtype=entry["dtype"], shape=tuple(entry["shape"])) for name, entry in header.items()}
+    except (ValueError, KeyError, TypeError) as error:
+        raise ExportTorn(f"{path} is not a safetensors file: {error}") from error
+
+
+def _header(stream: BinaryIO, path: Path) -> dict[str, Any]:
+    """Return the entries of a safetensors file by tensor name; the stream then stands where the tensors begin.
+
+    Raises ExportTorn, OSError.
+    """
+    start = stream.read(8)
+    size = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
+    if not 2 <= size <= MAX_HEADER_BYTES:
+        raise ExportTorn(f"{path} is not a safetensors file")
+    try:
+        return {name: entry for name, entry in json.loads(stream.read(size)).items() if name != "__metadata__"}
+    except (ValueError, AttributeError, RecursionError) as error:
+        raise ExportTorn(f"{path} is not a safetensors file: {error}") from error

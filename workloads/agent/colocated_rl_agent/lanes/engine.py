@@ -21,11 +21,12 @@ import aiohttp
 
 from colocated_rl_agent.drivers.base import CallRefused, DriverError, OutcomeUnknown
 from colocated_rl_agent.drivers.sglang import ServerInfo, SGLang, engine_command, engine_config
-from colocated_rl_agent.files.exports import export_directory
+from colocated_rl_agent.files.exports import TensorDigests, export_directory
 from colocated_rl_agent.files.journal import EngineRecord, Intent, Journal
 from colocated_rl_agent.gate.gate import Backend
 from colocated_rl_agent.lanes.last_words import last_words
 from colocated_rl_agent.lanes.probe import WeightsDoubted, require_agreement
+from colocated_rl_agent.lanes.update_check import Checksums, require_changes
 from colocated_rl_agent.metrics import AgentMetrics
 from colocated_rl_agent.planner.views import ENGINE_NAME, WEIGHTS, EngineView
 from colocated_rl_agent.runner.devices import Devices, MemoryHeld, freed_bytes
@@ -40,7 +41,6 @@ from colocated_rl_agent.runner.runner_link import (
 )
 from colocated_rl_agent.settings import AgentSettings
 from colocated_rl_api.facts import TagState
-from colocated_rl_api.job import Verify
 from colocated_rl_api.logs import log
 from colocated_rl_api.rungs import WeightVersion
 from colocated_rl_api.weights import Probe
@@ -56,7 +56,8 @@ CONFIG_MODE = 0o640  # the engine reads it through the pod's group
 class Engine:
     """The Engine holds the view of the pod's engine and makes its calls.
 
-    changed: called when the view has changed. failed: called with (reason, message) for the pod's problem.
+    exported: tensors of the exports that this agent has read. changed: called when the view has changed. failed: called
+    with (reason, message) for the pod's problem.
     """
 
     def __init__(
@@ -68,6 +69,7 @@ class Engine:
         devices: Devices,
         journal: Journal,
         metrics: AgentMetrics,
+        exported: Callable[[], Mapping[WeightVersion, TensorDigests]],
         changed: Callable[[], None],
         failed: Callable[[str, str], None],
     ) -> None:
@@ -77,10 +79,12 @@ class Engine:
         self._devices = devices
         self._journal = journal
         self._metrics = metrics
+        self._exported = exported
         self._changed = changed
         self._failed = failed
         self._client: SGLang | None = None
         self._dtype = "unknown"
+        self._held: tuple[WeightVersion, Checksums] | None = None  # what this incarnation last held, by parameter
         self._mapped_bytes: int | None = None  # weights and KV pool on each device, as far as they are released
         self._vocabulary: int | None = None
         self.freed_bytes: Mapping[int, int] = {}  # by the last release, of each device that can be measured
@@ -107,7 +111,7 @@ class Engine:
             pool_tokens=self._journal.memory.pool_tokens,
         )
         self._gone.clear()
-        self._killed_for = None
+        self._killed_for = self._held = None
         try:
             incarnation = await self._runner.start(ENGINE_NAME, command.argv, command.env, secrets=[admin_key])
         except RunnerRefused as error:
@@ -237,21 +241,35 @@ class Engine:
         """Check that the engine is suitable, and keep its dtype and mapped bytes. Raises DriverError."""
         saved_tags = self._settings.saved_tags
         info = await client.require_suitable(memory_saver=bool(saved_tags), gpus=self._settings.gpus)
-        self._dtype, self._mapped_bytes = info.dtype, info.mapped_bytes(saved_tags)
+        self._dtype = info.dtype if info.quantization is None else "quantized"
+        self._mapped_bytes = info.mapped_bytes(saved_tags)
         return info
 
     async def _checksum(self, client: SGLang, version: WeightVersion) -> str | None:
         """Return the checksum of its weights; None if the job asks for none. Raises WeightsDoubted if it gives none."""
-        if self._settings.rules.verify is not Verify.CHECKSUM:
+        if not self._settings.checksums_weights:
             return None
         started = time.monotonic()
         try:
-            checksum = await client.checksum()
+            checksum, by_parameter = await client.checksum()
         except DriverError as error:
             todo = "where none can in spec.switch.engineCallSeconds, make the job with spec.weightSync.verify: Version"
             raise WeightsDoubted(f"it gives no checksum of its weights {version}: {error}; {todo}") from error
+        self._held = version, by_parameter
         log(LOG, "weights checksummed", version=str(version), checksum=checksum, took_s=_since(started))
         return checksum
+
+    def _require_changes(self, held: tuple[WeightVersion, Checksums] | None, before: Checksums | None) -> None:
+        """Require that an update changed what the exports say, where both are known. Raises UpdateDoubted."""
+        if self._held is None:
+            return
+        exported, (version, found) = self._exported(), self._held
+        if held is None or held[0] not in exported or version not in exported:
+            log(LOG, "update not judged", version=str(version), reason="this agent has not read both exports")
+            return
+        old, new = exported[held[0]], exported[version]
+        judged = require_changes(old, new, held[1], found, before=before, dtype=self._dtype)
+        log(LOG, "update judged", version=str(version), judged=judged, parameters=len(found))
 
     # ---------------------------------------------------------------------------------------------------- a switch
     def backend(self) -> Backend:
@@ -313,10 +331,14 @@ class Engine:
 
         async def update_and_read_back(client: SGLang) -> None:
             nonlocal checksum
+            held, before = self._held, None
+            if held is not None and self.view.version is None:  # released meanwhile, it may hold anything
+                _, before = await client.checksum()
             await client.update(directory, version)
             if (found := await client.weight_version()) != version:
                 raise CallRefused(f"it says {found} after the update to {version}")
             checksum = await self._checksum(client, version)
+            self._require_changes(held, before)
 
         await self._change(
             "update",

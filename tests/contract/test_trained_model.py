@@ -1,0 +1,119 @@
+"""The check of an update against the real engine, on a trained public model in bfloat16: SmolLM2-135M-Instruct.
+
+The step between the two versions is as small as one of AdamW at a learning rate of 1e-6, so most of its elements stay
+the same in bfloat16.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import aiohttp
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from colocated_rl_agent.drivers.sglang import SGLang
+from colocated_rl_agent.files.exports import tensor_digests
+from colocated_rl_agent.lanes.update_check import Checksums, UpdateDoubted, require_changes
+from colocated_rl_api.rungs import WeightVersion
+from engines import ADMIN_KEY, engine_process
+from setup.layout import CHECKOUT
+
+OLD, NEW = WeightVersion(0, 1), WeightVersion(1, 1)
+STEP = 1e-6
+CALL_S = 120.0
+FLAGS = ("--dtype", "bfloat16", "--max-total-tokens", "2048", "--context-length", "512")
+FILE = "model.safetensors"
+KEPT = "model.layers.3.mlp.up_proj.weight"  # the engine has it in a fused parameter
+
+Tensors = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class TwoVersions:
+    """Directories with the model before and after a step, and one more for what is wrong."""
+
+    old: Path
+    new: Path
+    wrong: Path
+
+    def make_wrong(self, **changed: torch.Tensor | None) -> Path:
+        """The new version with other tensors; None: left out."""
+        tensors: dict[str, torch.Tensor | None] = {**load_file(self.new / FILE), **changed}
+        kept = {name: tensor for name, tensor in tensors.items() if tensor is not None}
+        save_file(kept, self.wrong / FILE, metadata={"format": "pt"})
+        return self.wrong
+
+
+@pytest.fixture(scope="module")
+def versions(tmp_path_factory: pytest.TempPathFactory) -> TwoVersions:
+    root = tmp_path_factory.mktemp("versions")
+    for name in ("new", "wrong"):
+        shutil.copytree(CHECKOUT.trained_model, root / name, ignore=shutil.ignore_patterns("*.safetensors"))
+    made, generator = {}, torch.Generator().manual_seed(1)
+    for name, tensor in load_file(CHECKOUT.trained_model / FILE).items():
+        signs = torch.randint(0, 2, tensor.shape, generator=generator) * 2 - 1
+        made[name] = (tensor.float() + STEP * signs).to(torch.bfloat16)
+    save_file(made, root / "new" / FILE, metadata={"format": "pt"})
+    return TwoVersions(CHECKOUT.trained_model, root / "new", root / "wrong")
+
+
+@pytest.fixture(scope="module")
+def url(tmp_path_factory: pytest.TempPathFactory, versions: TwoVersions) -> Iterator[str]:
+    root = tmp_path_factory.mktemp("engine")
+    with engine_process(versions.old, version=OLD, root=root, flags=FLAGS) as engine:
+        engine.wait_until_up()
+        yield engine.url
+
+
+@pytest.fixture
+async def engine(url: str, versions: TwoVersions) -> AsyncIterator[SGLang]:
+    """It is paused and holds the old version."""
+    async with aiohttp.ClientSession() as session:
+        client = SGLang(session, url=url, admin_key=ADMIN_KEY, call_s=CALL_S)
+        await client.pause()
+        await client.update(versions.old, OLD)
+        yield client
+        await client.continue_()
+
+
+async def judge(engine: SGLang, versions: TwoVersions, *, loads: Path) -> tuple[int, Checksums]:
+    """Update to what was exported as the new version, or so the engine says. How many parameters were judged."""
+    _, held = await engine.checksum()
+    await engine.update(loads, NEW)
+    _, found = await engine.checksum()
+    dtype = (await engine.require_suitable(memory_saver=False, gpus=0)).dtype
+    old, new = tensor_digests(versions.old), tensor_digests(versions.new)
+    return require_changes(old, new, held, found, before=None, dtype=dtype), found
+
+
+async def test_every_parameter_of_the_engine_is_judged_and_a_right_update_is_accepted(
+    engine: SGLang, versions: TwoVersions
+) -> None:
+    judged, found = await judge(engine, versions, loads=versions.new)
+    layers = 30
+    assert 1 + 1 + 6 * layers == judged == len(found), "embedding, last norm; two norms and four matrices a layer"
+
+
+async def test_an_update_that_changed_nothing_is_found(engine: SGLang, versions: TwoVersions) -> None:
+    with pytest.raises(UpdateDoubted, match="did not change as the exported tensors did"):
+        await judge(engine, versions, loads=versions.old)
+
+
+async def test_a_tensor_that_an_update_lacked_is_found(engine: SGLang, versions: TwoVersions) -> None:
+    """Both parts of a fused parameter: with one of them, the other one's change would hide it."""
+    up, gate = KEPT, KEPT.replace("up_proj", "gate_proj")
+    with pytest.raises(UpdateDoubted, match=r"1 of 182 .* first model\.layers\.3\.mlp\.gate_up_proj\.weight"):
+        await judge(engine, versions, loads=versions.make_wrong(**{up: None, gate: None}))
+
+
+async def test_tensors_of_the_version_before_are_found(engine: SGLang, versions: TwoVersions) -> None:
+    """As of a shard that was not replaced."""
+    old = load_file(versions.old / FILE)
+    shard = {name: old[name] for name in old if name.startswith("model.layers.7.")}
+    with pytest.raises(UpdateDoubted, match=r"first model\.layers\.7\."):
+        await judge(engine, versions, loads=versions.make_wrong(**shard))

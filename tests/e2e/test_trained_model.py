@@ -1,0 +1,37 @@
+"""A trained public model in bfloat16, SmolLM2-135M-Instruct: a real engine and trainer, and nothing set for it.
+
+With a limit that was measured on small random models, the check of new weights killed the right engine, for ever.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from e2e.conftest import apply
+from e2e.running_job import Kubectl, RunningJob
+
+COMPLETE_S = 1200  # two switches of 270 MB each, on two slow cores
+
+
+@pytest.fixture(scope="module")
+def job(kubectl: Kubectl) -> Iterator[RunningJob]:
+    running = apply(kubectl, "trained-model.yaml")
+    running.wait_for_condition("Complete", deadline_s=COMPLETE_S)
+    yield running
+    running.delete()
+
+
+def test_it_trains_and_every_version_reaches_the_first_engine(job: RunningJob) -> None:
+    status = job.status
+    assert (2, "2-1", 0) == (job.step, status["weightVersion"], status["restarts"])
+    actions = [line.fields["action"] for line in job.agent_lines("action ended")]
+    assert [1, 2] == [actions.count(name) for name in ("StartEngine", "Update")]
+    assert [] == job.agent_lines("engine lost")
+
+
+def test_it_answers_as_a_trained_model_does(job: RunningJob) -> None:
+    """A sum of two digits is within its reach, so some of the sixteen samples earn the whole reward."""
+    rewards = [line.fields["reward_mean"] for line in job.rollout_lines("batch sealed")]
+    assert 2 == len(rewards)
+    assert max(rewards) > 0.1

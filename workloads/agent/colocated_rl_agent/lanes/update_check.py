@@ -1,0 +1,99 @@
+"""The update check requires that an update changed what the engine holds exactly where the exported tensors changed.
+
+An engine reports success for an update that misses tensors or changes nothing (H52), and outputs can't show it: a
+training step moves them by less than 16-bit arithmetic does. So the check looks at what the engine holds, by the
+checksums that SGLang computes of each parameter in memory:
+
+* A parameter whose tensors differ between two exports has another checksum after the update, both than before the
+  switch and than just before the update, when released memory held anything.
+* A parameter whose tensors are equal in both exports has the checksum that it had.
+
+Engines fuse and split tensors. The parts of a fused parameter are found by name; a parameter split over ranks has
+changed if any rank's part has. A parameter of another name (scales, buffers) is not judged. Where the engine computes
+in a narrower type than the export has, or quantizes, a small change may vanish, so only the second half is judged.
+
+Two things it can't tell. Tensors that another change put in the place of the right ones, for instance two layers
+exchanged: a checksum depends on the engine's layout, so it compares with those of other engines alone. And one part of
+a fused parameter that was left as it was while another part changed.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Set
+
+from colocated_rl_agent.files.exports import TensorDigests
+from colocated_rl_agent.lanes.probe import WeightsDoubted
+
+Checksums = Mapping[str, tuple[str, ...]]  # of each rank that holds a part of it, by the engine's parameter name
+
+
+# engine's part of a parameter name -> parts of the export's tensor names
+_FUSED = {
+    "qkv_proj": ("q_proj", "k_proj", "v_proj"),
+    "gate_up_proj": ("gate_proj", "up_proj"),
+    "in_proj_qkvz": ("in_proj_qkv", "in_proj_z"),
+    "in_proj_ba": ("in_proj_b", "in_proj_a"),
+}
+_EXPERTS = {"w13_weight": ("gate_proj.weight", "up_proj.weight"), "w2_weight": ("down_proj.weight",)}
+_EXPERT = re.compile(r"(?P<layer>.*\.experts)\.(?P<part>w13_weight|w2_weight)")
+
+# (dtype of the export, of the engine): each value of the first is one of the second; auto: SGLang takes the export's
+_KEEPS_ALL = {
+    ("BF16", "bfloat16"), ("BF16", "float32"), ("BF16", "auto"),
+    ("F16", "float16"), ("F16", "float32"), ("F16", "auto"),
+    ("F32", "float32"),
+}  # fmt: skip
+
+
+class UpdateDoubted(WeightsDoubted):
+    """Parameters in the engine's memory did not change as the exported tensors did."""
+
+
+def require_changes(
+    old: TensorDigests, new: TensorDigests, held: Checksums, found: Checksums, *, before: Checksums | None, dtype: str
+) -> int:
+    """Return how many parameters were judged. Raises UpdateDoubted.
+
+    old, new: exports that the engine held and holds. held: checksums with `old`. before: just before the update, if
+    memory was released meanwhile. found: after the update. dtype: of the engine; "quantized" if it quantizes.
+    """
+    judged, wrong = 0, list[str]()
+    for name, checksums in found.items():
+        sources = _sources(name, old.keys() | new.keys())
+        if not sources or name not in held:
+            continue
+        judged += 1
+        if all(old.get(each) == new.get(each) for each in sources):
+            is_right = checksums == held[name]
+        elif all(each in new and (new[each].dtype, dtype) in _KEEPS_ALL for each in sources):
+            is_right = checksums not in (held[name], (before or held).get(name))
+        else:
+            continue
+        if not is_right:
+            wrong.append(name)
+    if wrong:
+        raise UpdateDoubted(
+            f"{len(wrong)} of {judged} parameters in its memory did not change as the exported tensors did, first "
+            f"{min(wrong)}: the engine does not hold the weights that were exported"
+        )
+    return judged
+
+
+def _sources(parameter: str, tensors: Set[str]) -> tuple[str, ...]:
+    """Return the names of the exported tensors that make up a parameter; none if its name tells nothing."""
+    if parameter in tensors:
+        return (parameter,)
+    if (expert := _EXPERT.fullmatch(parameter)) is not None:
+        start, ends = f"{expert['layer']}.", _EXPERTS[expert["part"]]
+        return tuple(sorted(each for each in tensors if each.startswith(start) and each.endswith(ends)))
+    for parts in _parts(parameter):
+        if all(part in tensors for part in parts):
+            return parts
+    return ()
+
+
+def _parts(parameter: str) -> Iterator[tuple[str, ...]]:
+    for fused, parts in _FUSED.items():
+        if f".{fused}." in parameter:
+            yield tuple(parameter.replace(f".{fused}.", f".{part}.") for part in parts)
