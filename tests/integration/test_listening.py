@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections.abc import AsyncIterator
-from contextlib import ExitStack, asynccontextmanager
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import aiohttp
@@ -19,10 +19,7 @@ from colocated_rl_api import names
 from colocated_rl_api.facts import GateFacts, PodFacts
 from colocated_rl_api.listening import EVERYWHERE, listen
 from colocated_rl_api.member_wire import Endpoint, Hello, PodTarget
-from colocated_rl_member import accepting as accepting_module
-from colocated_rl_member.accepting import accepting
 from colocated_rl_member.data import DataClient, data_application
-from colocated_rl_member.room import RoomFor
 from colocated_rl_member.server import MemberServer, Ports
 from colocated_rl_member.tls import MemberTls
 from colocated_rl_operator.clients.members import Address, Members
@@ -57,41 +54,6 @@ def test_where_the_kernel_has_no_ipv6_a_port_is_of_ipv4(monkeypatch: pytest.Monk
     monkeypatch.setattr(socket, "has_dualstack_ipv6", lambda: False)
     with listen(EVERYWHERE, 0) as listening:
         assert "0.0.0.0" == listening.getsockname()[0]
-
-
-async def test_one_peer_that_says_nothing_leaves_room_for_others_at_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It had as much of the time and room before handshakes as all others together: a member waited five seconds for
-    each round of connections that the kernel held for the port.
-    """
-    monkeypatch.setattr(accepting_module, "PATIENCE_S", 100 * DEADLINE_S)
-    tls = MemberTls.read(Authority().member_directory(tmp_path / "tls", job_uid=JOB_UID, token="t" * 32))
-    listener = listen("127.0.0.1", 0, backlog=64)
-    room = RoomFor(100, lambda: 0, asyncio.Protocol)
-    port, loop = listener.getsockname()[1], asyncio.get_running_loop()
-    with ExitStack() as sockets:
-
-        async def connect(host: str) -> socket.socket:
-            made = sockets.enter_context(socket.socket())
-            made.setblocking(False)
-            made.bind((host, 0))
-            await loop.sock_connect(made, ("127.0.0.1", port))
-            return made
-
-        async with (
-            asyncio.timeout(DEADLINE_S),
-            accepting(listener, room, at_a_time=8, context=tls.data_context(), handshake_s=100 * DEADLINE_S),
-        ):
-            modest = await connect("127.0.0.3")
-            for _ in range(40):
-                await connect("127.0.0.2")
-            _, writer = await asyncio.open_connection(
-                "127.0.0.1", port, ssl=tls.client_context(), server_hostname=names.member_server_name(JOB_UID)
-            )
-            with pytest.raises(BlockingIOError):
-                modest.recv(1)
-            writer.close()
 
 
 async def _there(_: web.Request) -> web.Response:

@@ -353,7 +353,7 @@ async def test_a_client_that_does_not_read_its_answer_is_hung_up_on(
 ) -> None:
     """The framework waited for it for ever, with the whole answer in memory."""
     body = json.dumps({"model": "job", "messages": [QUESTION], "logprobs": True}).encode()
-    head = "POST /v1/chat/completions HTTP/1.1\r\nHost: job\r\nContent-Type: application/json\r\n"
+    head = "POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     length = 60_000  # tokens, a hundred bytes each: more than the kernel keeps for a client
     async with gateway_running(tmp_path, lambda _: "a" * length, maxResponseTokens=length) as scene:
         with socket.socket() as deaf:
@@ -539,7 +539,7 @@ async def test_only_the_closing_event_of_a_stream_has_its_usage(scene: Scene) ->
 
 
 def raw(body: bytes, *headers: str) -> bytes:
-    named = ["POST /v1/chat/completions HTTP/1.1", "Host: job", "Content-Type: application/json", *headers]
+    named = ["POST /v1/chat/completions HTTP/1.1", "Host: localhost", "Content-Type: application/json", *headers]
     return "\r\n".join([*named, "", ""]).encode() + body
 
 
@@ -821,7 +821,8 @@ async def test_clients_that_are_slow_to_send_hold_up_nobody(scene: Scene) -> Non
     """Sixteen of them held all places for half a minute, and everybody else waited."""
     await scene.gate.open(V0)
     port = scene.controller.member.ports.pages
-    head = b"POST /v1/completions HTTP/1.1\r\nHost: job\r\nContent-Type: application/json\r\nContent-Length: 9\r\n\r\n{"
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    head += b"Content-Length: 9\r\n\r\n{"
     with ExitStack() as stack:
         for _ in range(40):
             stack.enter_context(socket.create_connection(("127.0.0.1", port))).sendall(head)

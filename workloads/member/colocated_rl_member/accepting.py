@@ -4,8 +4,7 @@ An event loop's own server takes whatever comes. Handshakes are then bounded by 
 connections that say nothing take every descriptor of the process; a thousand that come at once share its time, and none
 is done in time; and what failed for want of a descriptor is tried again at once, with a line in the log each time. Here
 what waits is left to the kernel until there is room, few handshakes go on at a time, first come, first served, and a
-connection that says nothing has no part in them: it makes room when others wait, and at once if its peer has more of
-such connections than its share.
+connection that says nothing has no part in them: it makes room when others wait.
 """
 
 from __future__ import annotations
@@ -15,10 +14,10 @@ import contextlib
 import logging
 import socket
 import ssl
-from collections import Counter, deque
+from collections import deque
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 from colocated_rl_api.descriptors import Seldom
 from colocated_rl_api.logs import in_words
@@ -28,8 +27,6 @@ LOG = logging.getLogger(__name__)
 
 HANDSHAKES = 64  # at a time
 PATIENCE_S = 5.0  # with a caller that does not get on, once others wait
-HASTE_S = 0.5  # with one that says nothing, whose peer has more than its share of all
-SHARES = 8  # of all that are before the end of their handshake
 AGAIN_S = 0.1  # after an accept that failed
 
 
@@ -58,14 +55,6 @@ async def accepting(
         await acceptor.end()
 
 
-class _Silent(NamedTuple):
-    """Since when a connection says nothing, who is at its other end, and what hangs up on it in the end."""
-
-    since: float
-    peer: str
-    ends: asyncio.TimerHandle
-
-
 class _Acceptor:
     """A connection is silent, then it waits for its turn, then it begins; then it is the port's own, or turned away."""
 
@@ -78,7 +67,7 @@ class _Acceptor:
         self._has_handshakes = context is not None
         self._options: dict[str, Any] = {"ssl": context, "ssl_handshake_timeout": handshake_s} if context else {}
         self._loop = asyncio.get_running_loop()
-        self._silent: dict[socket.socket, _Silent] = {}
+        self._silent: dict[socket.socket, asyncio.TimerHandle] = {}  # each until it is hung up on
         self._waiting: deque[socket.socket] = deque()
         self._beginning: dict[socket.socket, float] = {}  # since when
         self._tasks: set[asyncio.Task[None]] = set()
@@ -88,7 +77,7 @@ class _Acceptor:
         while True:
             await self._until_one_may_come()
             try:
-                connection, peer = await self._accept()
+                connection = await self._accept()
             except ConnectionError:  # it has gone again
                 continue
             except OSError as error:
@@ -97,21 +86,16 @@ class _Acceptor:
                 continue
             connection.setblocking(False)
             if self._has_handshakes:
-                ends = self._loop.call_later(self._handshake_s, self._hang_up, connection)
-                self._silent[connection] = _Silent(self._loop.time(), peer, ends)
+                self._silent[connection] = self._loop.call_later(self._handshake_s, self._hang_up, connection)
                 self._loop.add_reader(connection, self._has_spoken, connection)
             else:
                 self._begin(connection)
 
-    async def _accept(self) -> tuple[socket.socket, str]:
-        """Return a connection and its peer's address. Raises OSError.
-
-        Never loses a connection to a cancellation, as the event loop's own `sock_accept` may.
-        """
+    async def _accept(self) -> socket.socket:
+        """Raises OSError. Never loses a connection to a cancellation, as the event loop's own `sock_accept` may."""
         while True:
             try:
-                connection, address = self._listener.accept()
-                return connection, address[0]
+                return self._listener.accept()[0]
             except BlockingIOError:
                 readable = self._loop.create_future()
                 self._loop.add_reader(self._listener, _wake, readable)
@@ -140,24 +124,19 @@ class _Acceptor:
                 self._crowded.log(LOG, "connections that do not get on are ended", connections=ended)
             elif self._count() >= self._at_a_time:
                 with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(HASTE_S):
+                    async with asyncio.timeout(PATIENCE_S / 8):
                         await self._room.freed.wait()
 
     def _count(self) -> int:
         return len(self._silent) + len(self._waiting) + len(self._beginning) + len(self._room.told)
 
     def _end_silent(self) -> int:
-        now, of_peers = self._loop.time(), Counter(each.peer for each in self._silent.values())
-        share = max(1, self._at_a_time // SHARES)
-        late = [
-            connection
-            for connection, each in self._silent.items()
-            if now >= each.since + (HASTE_S if of_peers[each.peer] > share else PATIENCE_S)
-        ]
-        silent = [connection for connection in late if not _has_data(connection)]
-        for connection in silent:
+        now = self._loop.time()
+        left_s = max(0.0, self._handshake_s - PATIENCE_S)  # of one that has been silent for so long
+        late = [connection for connection, ends in self._silent.items() if ends.when() <= now + left_s]
+        for connection in late:
             self._hang_up(connection)
-        return len(silent)
+        return len(late)
 
     def _end_slow(self) -> int:
         late = [each for each, since in self._beginning.items() if self._loop.time() >= since + PATIENCE_S]
@@ -168,15 +147,15 @@ class _Acceptor:
         return len(late)
 
     def _hang_up(self, connection: socket.socket) -> None:
-        if (silent := self._silent.pop(connection, None)) is not None:
-            silent.ends.cancel()
+        if (timer := self._silent.pop(connection, None)) is not None:
+            timer.cancel()
             self._loop.remove_reader(connection)
         connection.close()
         self._room.freed.set()
 
     def _has_spoken(self, connection: socket.socket) -> None:
         self._loop.remove_reader(connection)
-        self._silent.pop(connection).ends.cancel()
+        self._silent.pop(connection).cancel()
         self._waiting.append(connection)
         self._next()
 
@@ -200,15 +179,6 @@ class _Acceptor:
             self._beginning.pop(connection, None)
             self._next()
             self._room.freed.set()
-
-
-def _has_data(connection: socket.socket) -> bool:
-    """Return whether a word, or the end, has come that a busy event loop has not noticed yet."""
-    try:
-        connection.recv(1, socket.MSG_PEEK)
-    except OSError:  # nothing yet, or it broke
-        return False
-    return True
 
 
 def _wake(readable: asyncio.Future[None]) -> None:
