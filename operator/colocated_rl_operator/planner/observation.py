@@ -8,7 +8,6 @@ in a restart costs patience (deadlines start again), never safety.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from enum import StrEnum
@@ -419,34 +418,39 @@ class Observation:
         """Return the highest epoch in the record and of every member."""
         return max([self.climb.epoch if self.climb else 0, *(member.highest_epoch for member in self.members)])
 
+    @cached_property
+    def ranks(self) -> tuple[TrainerFacts, ...]:
+        """Return the trainer ranks of all connected GPU pods."""
+        return tuple(rank for member in self.gpu_members if member.pod_facts for rank in member.pod_facts.trainers)
+
     @property
     def saved_step(self) -> int:
         """Return the step of the newest durable checkpoint that a connected rank knows of."""
-        return max((rank.saved or 0 for rank in self._ranks()), default=0)
+        return max((rank.saved or 0 for rank in self.ranks), default=0)
 
     @property
     def finished(self) -> WeightVersion | None:
         """Return the version that rank 0 has saved as the job's final model."""
-        return next((rank.finished for rank in self._ranks() if rank.rank == 0), None)
+        return next((rank.finished for rank in self.ranks if rank.rank == 0), None)
 
     @property
     def keeps_all(self) -> bool:
         """Return whether the last checkpoint is durable, and the final model saved if the trainer can save one."""
         if self.climb is None or self.saved_step < self.climb.step:
             return False
-        first = next((rank for rank in self._ranks() if rank.rank == 0 and rank.is_alive), None)
+        first = next((rank for rank in self.ranks if rank.rank == 0 and rank.is_alive), None)
         return first is not None and (not first.can_finish or first.finished == self.climb.version)
 
     @property
     def replay_step(self) -> int:
         """Return the oldest step to which a connected rank may go back: batches after it are needed."""
-        told = [rank.saved if rank.replay_from is None else rank.replay_from for rank in self._ranks()]
+        told = [rank.saved if rank.replay_from is None else rank.replay_from for rank in self.ranks]
         return min((step for step in told if step is not None), default=0)
 
     @property
     def trainer_died(self) -> bool:
         """Return whether a rank of the climb's lineage has ended, other than by an agent for another lineage."""
-        return self.climb is not None and any(_has_died(rank, self.climb) for rank in self._ranks())
+        return self.climb is not None and any(_has_died(rank, self.climb) for rank in self.ranks)
 
     @property
     def dead(self) -> tuple[Member, ...]:
@@ -462,11 +466,6 @@ class Observation:
     def memory_kills(self) -> dict[str, int]:
         """Return the memory kills of each pod that had any, by UID."""
         return {member.uid: member.memory_kills for member in self.gpu_members if member.memory_kills}
-
-    def _ranks(self) -> Iterator[TrainerFacts]:
-        for member in self.gpu_members:
-            if member.pod_facts:
-                yield from member.pod_facts.trainers
 
 
 def _has_died(rank: TrainerFacts, climb: Climb) -> bool:

@@ -121,109 +121,129 @@ def _follow(seen: Observation, *, raises: bool, message: str) -> Plan:
 # ------------------------------------------------------------------------------------------------------- the decision
 def _decide(seen: Observation) -> Decision | Hold | None:
     """Return a new climb, a hold before the next one, or None to go on with the present one."""
-    now = seen.climb
-    if now is not None and now.cause.goal is Goal.STOP:
-        return _decide_after_stop(seen, now)
+    climb = seen.climb
+    if climb is not None and climb.cause.goal is Goal.STOP:
+        return _decide_after_stop(seen, climb)
     if seen.job.spec.suspend:
         message = "members stop, then their pods go; volumes stay"
-        return None if now is None else raise_epoch(seen, now, Cause.SUSPENDED, message)
-    if (failure := _decide_by_time(seen, now)) is not None:
+        return None if climb is None else raise_epoch(seen, climb, Cause.SUSPENDED, message)
+    if (failure := _decide_by_time(seen, climb)) is not None:
         return failure
-    if now is None:
+    if climb is None:
         return _first(seen) if seen.all_answer else None
-    found = _decide_when_all_answer(seen, now) if seen.all_answer else after_loss(seen, now)
+    found = _decide_when_all_answer(seen, climb) if seen.all_answer else after_loss(seen, climb)
     if _is_contested(seen) and not isinstance(found, Decision):
-        return raise_epoch(seen, now, Cause.TAKEOVER, "the operator looks at the job for the first time, or again")
+        return raise_epoch(seen, climb, Cause.TAKEOVER, "the operator looks at the job for the first time, or again")
     return found
 
 
-def _decide_after_stop(seen: Observation, now: Climb) -> Decision | Hold | None:
+def _decide_after_stop(seen: Observation, climb: Climb) -> Decision | Hold | None:
     """Finish a rest that has begun before the job goes on: a member's target to stop can't be taken back."""
-    if (told := after_failure(seen)) is not None:
-        return told
-    if now.cause.rests and not seen.members:
-        return _decide_at_rest(seen, now)
-    return raise_epoch(seen, now, now.cause, "the end is told again") if _is_contested(seen) else None
+    if (retried := after_failure(seen)) is not None:
+        return retried
+    if climb.cause.rests and not seen.members:
+        return _decide_at_rest(seen, climb)
+    return raise_epoch(seen, climb, climb.cause, "the end is told again") if _is_contested(seen) else None
 
 
-def _decide_at_rest(seen: Observation, now: Climb) -> Decision | Hold | None:
-    is_queued = now.cause is Cause.PODS_NOT_READY
+def _decide_at_rest(seen: Observation, climb: Climb) -> Decision | Hold | None:
     if seen.job.spec.suspend:
-        is_new = now.cause is not Cause.SUSPENDED
-        return raise_epoch(seen, now, Cause.SUSPENDED, "it has no pods") if is_new else None
-    if is_queued:
-        if (late := _decide_by_time(seen, now)) is not None:
+        is_new = climb.cause is not Cause.SUSPENDED
+        return raise_epoch(seen, climb, Cause.SUSPENDED, "it has no pods") if is_new else None
+    if climb.cause is Cause.PODS_NOT_READY:
+        if (late := _decide_by_time(seen, climb)) is not None:
             return late
-        until = seen.memory.epoch_at + queue_s(seen, now)
+        until = seen.memory.epoch_at + queue_s(seen, climb)
         if seen.now < until:
             active_until = _active_until(seen)
             return Hold(until if active_until is None else min(until, active_until), "", Waiting.QUEUE)
-    return raise_epoch(seen, replace(now, group=""), Cause.RESUMED, "the job goes on: its pods are made again")
+    return raise_epoch(seen, replace(climb, group=""), Cause.RESUMED, "the job goes on: its pods are made again")
 
 
-def _decide_by_time(seen: Observation, now: Climb | None) -> Decision | None:
+def _decide_by_time(seen: Observation, climb: Climb | None) -> Decision | None:
     """Return the climb of a job that has run, or waited for its members, for longer than its spec allows."""
     spec, awaited_since, active_until = seen.job.spec, seen.memory.awaited_since, _active_until(seen)
     if active_until is not None and seen.now >= active_until:
         message = f"not complete {spec.active_deadline_seconds} s after its start: activeDeadlineSeconds is over"
         message += f"; {how_to_retry(seen)}"
-        return raise_epoch(seen, now, Cause.DEADLINE, message)
+        return raise_epoch(seen, climb, Cause.DEADLINE, message)
     if awaited_since is not None and seen.now >= awaited_since + spec.pods_ready_deadline_seconds:
         why = _absentees(seen) + (f"; {seen.hindrance}" if seen.hindrance else "")
         message = f"not every member answered within {spec.pods_ready_deadline_seconds} s: {why}"
-        return after_absence(seen, now, message)
+        return after_absence(seen, climb, message)
     return None
 
 
-def _decide_when_all_answer(seen: Observation, now: Climb) -> Decision | Hold | None:
-    if not now.lineage or _has_fallen_back(seen, now):
-        return _first(seen, now)
-    if not now.group:
-        climb = replace(now, lineage=seen.next_lineage, group=seen.group or "")
-        cause = Cause.POD_REPLACED if now.cause is Cause.POD_REPLACED else Cause.RESUMED
-        return raise_epoch(seen, climb, cause, f"every member answers again: {starts(seen)}")
-    if seen.group != now.group:
-        return after_replacement(seen, now)
-    if (decision := after_loss(seen, now)) is not None:
+def _decide_when_all_answer(seen: Observation, climb: Climb) -> Decision | Hold | None:
+    if not climb.lineage or _has_fallen_back(seen, climb):
+        return _first(seen, climb)
+    if not climb.group:
+        regrouped = replace(climb, lineage=seen.next_lineage, group=seen.group or "")
+        cause = Cause.POD_REPLACED if climb.cause is Cause.POD_REPLACED else Cause.RESUMED
+        return raise_epoch(seen, regrouped, cause, f"every member answers again: {starts(seen)}")
+    if seen.group != climb.group:
+        return after_replacement(seen, climb)
+    if (decision := after_loss(seen, climb)) is not None:
         return decision
-    if seen.slowest is not Rung.UNKNOWN and (decision := _decide_for_whole_group(seen, now)):
+    if seen.slowest is not Rung.UNKNOWN and (decision := _decide_for_whole_group(seen, climb)):
         return decision
     if not seen.is_up and seen.now >= _deadline(seen):
         where = f"{_laggards(seen)} stayed at {seen.slowest} for {seen.now - seen.memory.progress_at:.0f} s"
-        return after_standstill(seen, now, _deadline(seen), where)
+        return after_standstill(seen, climb, _deadline(seen), where)
     return None
 
 
-def _decide_for_whole_group(seen: Observation, now: Climb) -> Decision | Hold | None:
+def _decide_for_whole_group(seen: Observation, climb: Climb) -> Decision | Hold | None:
     """Decide for a group whose every member has reported under this epoch."""
-    spec, up = seen.job.spec, seen.is_up
     if not seen.job.ladder.trains:
-        is_recorded = seen.recorded_step >= spec.steps and _evaluating(seen) is None
-        message = f"all {spec.steps} batches are recorded"
-        return raise_epoch(seen, now, Cause.ALL_STEPS_DONE, message) if is_recorded else None
-    if words := _rejections(seen, now):
-        return after_difference(seen, now, f"weights {now.version} are served by none of {words}")
-    updated = _holds_new_weights(seen)
-    if updated and seen.job.spec.compares_engines and _agreed(seen, now) is None:
-        held = listed([f"{name} {str(checksum)[:12]}" for name, checksum in _checksums(seen, now).items()])
-        return after_difference(seen, now, f"engines hold different weights {now.version} ({held})")
-    evaluated = _evaluating(seen) is None
-    may_train = evaluated or seen.job.ladder.serves_on  # with `serves_on`, only the update waits
-    if up and now.step < spec.steps and _has_next_batch(seen, now) and may_train:
-        following = replace(now, step=now.step + 1)
-        if seen.trainer_died:
-            return after_death(seen, following)
-        if (hold := rest_after_roll_back(seen, following)) is not None:
-            return hold
-        return raise_epoch(seen, following, Cause.NEXT_STEP, f"step {following.step}")
-    is_last = up and now.step >= spec.steps
-    if is_last and seen.keeps_all and evaluated:
-        return raise_epoch(seen, now, Cause.ALL_STEPS_DONE, f"all {spec.steps} steps are done")
-    if seen.trainer_died and (not updated or (is_last and not seen.keeps_all)):
-        return after_death(seen, now)
-    if is_last and not seen.keeps_all and seen.now >= _deadline(seen):
-        what = "model" if seen.saved_step >= now.step else "checkpoint"
-        return after_standstill(seen, now, _deadline(seen), f"the last {what} is not durable in time")
+        return _decide_without_trainers(seen, climb)
+    if difference := _difference(seen, climb):
+        return after_difference(seen, climb, difference)
+    if seen.is_up and climb.step >= seen.job.spec.steps:
+        return _decide_after_last_step(seen, climb)
+    if seen.is_up and _may_begin_next_step(seen, climb):
+        return _begin_next_step(seen, replace(climb, step=climb.step + 1))
+    return after_death(seen, climb) if seen.trainer_died and not _holds_new_weights(seen) else None
+
+
+def _decide_without_trainers(seen: Observation, climb: Climb) -> Decision | None:
+    steps = seen.job.spec.steps
+    if seen.recorded_step < steps or _evaluating(seen) is not None:
+        return None
+    return raise_epoch(seen, climb, Cause.ALL_STEPS_DONE, f"all {steps} batches are recorded")
+
+
+def _difference(seen: Observation, climb: Climb) -> str:
+    """Say which engines serve other weights than the climb's, or hold different ones; "" if none does."""
+    if words := _rejections(seen, climb):
+        return f"weights {climb.version} are served by none of {words}"
+    if not (seen.job.spec.compares_engines and _holds_new_weights(seen)) or _agreed(seen, climb) is not None:
+        return ""
+    held = listed([f"{name} {str(checksum)[:12]}" for name, checksum in _checksums(seen, climb).items()])
+    return f"engines hold different weights {climb.version} ({held})"
+
+
+def _may_begin_next_step(seen: Observation, climb: Climb) -> bool:
+    """Return whether the next batch is sealed, and no evaluation must end first: only updates wait with `serves_on`."""
+    return seen.recorded_step > climb.step and (seen.job.ladder.serves_on or _evaluating(seen) is None)
+
+
+def _begin_next_step(seen: Observation, following: Climb) -> Decision | Hold | None:
+    if seen.trainer_died:
+        return after_death(seen, following)
+    hold = rest_after_roll_back(seen, following)
+    return hold or raise_epoch(seen, following, Cause.NEXT_STEP, f"step {following.step}")
+
+
+def _decide_after_last_step(seen: Observation, climb: Climb) -> Decision | Hold | None:
+    """End the job once its last weights are durable and evaluated. Saving has a deadline."""
+    if seen.keeps_all and _evaluating(seen) is None:
+        return raise_epoch(seen, climb, Cause.ALL_STEPS_DONE, f"all {seen.job.spec.steps} steps are done")
+    if seen.trainer_died and not (seen.keeps_all and _holds_new_weights(seen)):
+        return after_death(seen, climb)
+    if not seen.keeps_all and seen.now >= _deadline(seen):
+        what = "model" if seen.saved_step >= climb.step else "checkpoint"
+        return after_standstill(seen, climb, _deadline(seen), f"the last {what} is not durable in time")
     return None
 
 
@@ -233,38 +253,30 @@ def _holds_new_weights(seen: Observation) -> bool:
     return ladder.serves and ladder.reaches(seen.slowest, Rung.UPDATED)
 
 
-def _has_fallen_back(seen: Observation, now: Climb) -> bool:
+def _has_fallen_back(seen: Observation, climb: Climb) -> bool:
     """Return whether trainers are beyond the recorded climb: the API server's store was restored from before it."""
-    ranks = [rank for member in seen.gpu_members if member.pod_facts for rank in member.pod_facts.trainers]
-    return any((rank.lineage or 0, rank.step or 0) > (now.lineage, now.step) for rank in ranks if rank.lineage)
+    recorded = (climb.lineage, climb.step)
+    return any((rank.lineage, rank.step or 0) > recorded for rank in seen.ranks if rank.lineage)
 
 
-def _first(seen: Observation, now: Climb | None = None) -> Decision:
+def _first(seen: Observation, recorded: Climb | None = None) -> Decision:
     """Return the first climb of a job that is new, or whose status was lost: then the members' facts are the record."""
-    ranks = [rank for member in seen.gpu_members if member.pod_facts for rank in member.pod_facts.trainers]
     trained = seen.rollout_facts.trained_step if seen.rollout_facts else 0
     climb = replace(
-        now or Climb(epoch=0, step=0, lineage=0, group="", cause=Cause.FIRST_START),
-        step=max([trained, *(rank.step or 0 for rank in ranks)]),
+        recorded or Climb(epoch=0, step=0, lineage=0, group="", cause=Cause.FIRST_START),
+        step=max([trained, *(rank.step or 0 for rank in seen.ranks)]),
         lineage=seen.next_lineage,
         group=seen.group or "",
     )
-    why = (
-        f"trainers are beyond {now.version}, which is recorded: as after a restore of etcd"
-        if now and now.lineage
-        else ""
-    )
-    return raise_epoch(seen, climb, Cause.FIRST_START, f"{why or 'every member answers'}: {starts(seen)}")
+    why = "every member answers"
+    if recorded and recorded.lineage:
+        why = f"trainers are beyond {recorded.version}, which is recorded: as after a restore of etcd"
+    return raise_epoch(seen, climb, Cause.FIRST_START, f"{why}: {starts(seen)}")
 
 
 def _is_contested(seen: Observation) -> bool:
     """Return whether this process has not raised the epoch yet, or a member has accepted a higher one."""
     return seen.climb is not None and (not seen.memory.raised or seen.highest_epoch > seen.climb.epoch)
-
-
-def _has_next_batch(seen: Observation, now: Climb) -> bool:
-    facts = seen.rollout_facts
-    return facts is not None and facts.sealed is not None and facts.sealed.step > now.step
 
 
 @dataclass(frozen=True)
@@ -470,28 +482,20 @@ def _stop(seen: Observation, climb: Climb, *, since: float) -> Plan:
     back.
     """
     running = [member for member in seen.current.values() if not _has_stopped(seen, member)]
-    references = [member for member in running if member.is_reference]
-    running = [member for member in running if not member.is_reference]
-    if not (running or references):
+    if not running:
         return _leave(seen) if seen.rests else Plan(climb=climb, standings=seen.standings, is_over=True)
-    gpus = [member for member in running if member.seat != ROLLOUT_SEAT]
-    told, until = (gpus, since + STOP_DEADLINE_S) if gpus else (running, since + 2 * STOP_DEADLINE_S)
-    stops = _stop_targets(seen, climb, told)
-    goes_on = {
-        member.name: _rollout_target(seen, climb).model_copy(update={"evaluate": None})
-        for member in running
-        if gpus and member.seat == ROLLOUT_SEAT and member.facts
-    }
+    references = [member for member in running if member.is_reference]
+    members = [member for member in running if not member.is_reference]
+    gpus = [member for member in members if member.seat != ROLLOUT_SEAT]
+    until = since + STOP_DEADLINE_S * (1 if gpus else 2)
     late = seen.now >= until
+    ends = [_end(member) for member in gpus or members if late or member.phase is PodPhase.PENDING]
     return Plan(
         climb=climb,
         standings=seen.standings,
-        targets=stops | goes_on,
-        pods=(
-            *(_end(member) for member in told if late or member.phase is PodPhase.PENDING),
-            *(_let_go(member) for member in references),
-        ),
-        wait=WaitFor(Waiting.STOPPING, tuple(member.name for member in (*running, *references))),
+        targets=_stop_targets(seen, climb, members, rollout_goal=Goal.CLIMB if gpus else Goal.STOP),
+        pods=(*ends, *map(_let_go, references)),
+        wait=WaitFor(Waiting.STOPPING, tuple(member.name for member in (*members, *references))),
         wake_at=None if late else until,
     )
 
@@ -524,15 +528,13 @@ def _leave(seen: Observation) -> Plan:
     return Plan(climb=seen.climb, standings=seen.standings, pods=pods, wait=wait, wake_at=wake_at)
 
 
-def _stop_targets(seen: Observation, climb: Climb, members: Iterable[Member]) -> dict[str, PodTarget | RolloutTarget]:
+def _stop_targets(
+    seen: Observation, climb: Climb, members: Iterable[Member], *, rollout_goal: Goal = Goal.STOP
+) -> dict[str, PodTarget | RolloutTarget]:
     lowest = seen.job.ladder.next_barrier(Rung.UNKNOWN)
     stop = PodTarget(epoch=climb.epoch, goal=Goal.STOP, step=climb.step, lineage=climb.lineage, rung=lowest)
-    last = {"goal": Goal.STOP, "evaluate": None}
-    return {
-        member.name: _rollout_target(seen, climb).model_copy(update=last) if member.seat == ROLLOUT_SEAT else stop
-        for member in members
-        if member.facts
-    }
+    rollout = _rollout_target(seen, climb).model_copy(update={"goal": rollout_goal, "evaluate": None})
+    return {member.name: rollout if member.seat == ROLLOUT_SEAT else stop for member in members if member.facts}
 
 
 # -------------------------------------------------------------------------------------------------------- for messages
