@@ -12,8 +12,11 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime
+from functools import cached_property
+from typing import Any
 
 from colocated_rl_api.facts import Problem
 from colocated_rl_api.job_status import (
@@ -101,64 +104,107 @@ def report(
 
     before: the status written last. at: wall clock, for people. stall: set if an object was refused.
     """
-    climb, now, ladder = plan.climb, seen.climb, seen.job.ladder
-    is_resting = rests(seen.job, climb)
-    # what was reached counts, even if the same pass leads to the next climb, under which no member has answered yet
-    served = now.version if now and seen.is_up else seen.served
-    step = before.step
-    if not ladder.trains:
-        step = max(step or 0, seen.recorded_step)
-    elif now and seen.is_finished:
-        step = max(seen.trained_step, now.step)
-    slowest = Rung.UNKNOWN if plan.raises else seen.slowest
-    if is_resting:
-        served = None
-    model = _model(seen) or before.model
-    answering = seen.all_answer or is_brief_outage(seen, before)
-    phase = _phase(seen, plan, slowest, served, before, answering=answering)
-    if _backs_off(plan) and phase is not Phase.ROLLOUT:
-        phase = Phase.RECOVERING
+    told = _Pass(seen, plan, before, stall)
+    stamp = _Stamp(before.conditions, seen.job.generation, at)
     return ColocatedRLJobStatus(
         observed_generation=seen.job.generation,
-        phase=phase,
+        phase=told.phase,
         operator=before.operator,
-        step=step,
-        weight_version=str(served) if served else None,
-        epoch=climb.epoch if climb else None,
-        lineage=climb.lineage if climb else None,
-        target_step=climb.step if climb else None,
-        cause=climb.cause if climb else None,
-        group=climb.group if climb else None,
-        restarts=climb.restarts if climb else None,
-        retries=climb.retries if climb else None,
-        failures=_failures(climb.tally) if climb else None,
-        placement=ladder.placement,
-        gpu_holder=_holder(phase, ladder),
-        rung=slowest.value if climb and not plan.is_over and not is_resting else None,
-        ready=before.ready if answering and not seen.all_answer else _ready(seen),
+        step=told.step,
+        weight_version=str(told.served) if told.served else None,
+        **_climb_figures(plan.climb),
+        placement=seen.job.ladder.placement,
+        gpu_holder=_holder(told.phase, seen.job.ladder),
+        rung=told.slowest.value if plan.climb and not plan.is_over and not told.rests else None,
+        ready=before.ready if told.answering and not seen.all_answer else _ready(seen),
         pods_by_rung={rung.value: pods for rung, pods in Counter(plan.standings.values()).items()},
         out_of_line=_out_of_line(seen, plan),
         rollout=_rollout(seen) or before.rollout,
         reference=_reference(seen),
         evaluation=_evaluation(seen) or before.evaluation,
         checkpoint=_checkpoint(seen, before, at),
-        model=model,
+        model=told.model,
         last_switch_seconds=_rounded(seen.memory.last_switch_s) or before.last_switch_seconds,
-        start_time=None if is_resting and phase is not Phase.QUEUED else before.start_time or at,
+        start_time=None if told.rests and told.phase is not Phase.QUEUED else before.start_time or at,
         completion_time=(before.completion_time or at) if plan.is_over else None,
-        conditions=_conditions(
-            seen,
-            plan,
-            phase,
-            served,
-            before.conditions,
-            at,
-            stall,
-            answering=answering,
-            whole=not seen.absent or is_brief_outage(seen, before),
-            model=model,
-        ),
+        conditions=[stamp(kind, *tell(told)) for kind, tell in CONDITIONS.items()],
     )
+
+
+@dataclass(frozen=True)
+class _Pass:
+    """What one pass saw, decided and found written, with what several fields of the status say of it."""
+
+    seen: Observation
+    plan: Plan
+    before: ColocatedRLJobStatus
+    stall: Stall | None
+
+    @property
+    def rests(self) -> bool:
+        return rests(self.seen.job, self.plan.climb)
+
+    @property
+    def cause(self) -> Cause | None:
+        return self.plan.climb.cause if self.plan.climb else None
+
+    @cached_property
+    def served(self) -> WeightVersion | None:
+        """Return what engines serve. A top that was reached counts, even if the same pass leads to the next climb."""
+        if self.rests:
+            return None
+        return self.seen.climb.version if self.seen.climb and self.seen.is_up else self.seen.served
+
+    @property
+    def step(self) -> int | None:
+        """Return the newest finished step, which counts like `served`."""
+        seen = self.seen
+        if not seen.job.ladder.trains:
+            return max(self.before.step or 0, seen.recorded_step)
+        return max(seen.trained_step, seen.climb.step) if seen.climb and seen.is_finished else self.before.step
+
+    @property
+    def slowest(self) -> Rung:
+        return Rung.UNKNOWN if self.plan.raises else self.seen.slowest
+
+    @cached_property
+    def answering(self) -> bool:
+        """Return whether every member answers that a climb waits for."""
+        return self.seen.all_answer or is_brief_outage(self.seen, self.before)
+
+    @property
+    def model(self) -> str | None:
+        job, version = self.seen.job, self.seen.finished
+        return f"{job.claim_name('checkpoints')}/{finished_model(version.step)}" if version else self.before.model
+
+    @property
+    def backs_off(self) -> bool:
+        return self.plan.wait is not None and self.plan.wait.reason is Waiting.BACKOFF
+
+    @cached_property
+    def phase(self) -> Phase:
+        phase = _phase(self)
+        return Phase.RECOVERING if self.backs_off and phase is not Phase.ROLLOUT else phase
+
+    @cached_property
+    def readiness(self) -> tuple[bool, Told]:
+        is_ready, reason = _readiness(self.phase, self.cause, self.seen.job.ladder)
+        return is_ready, Reason.BACKING_OFF if self.backs_off and not is_ready else reason
+
+    @cached_property
+    def waiting(self) -> str:
+        """Say what the job waits for; "" if nothing."""
+        if self.phase is Phase.QUEUED:
+            return self.plan.message
+        return self.plan.wait.message if self.plan.wait and (self.backs_off or not self.answering) else ""
+
+    @cached_property
+    def failure(self) -> str:
+        """Say why the job has failed, as the pass said that decided it; "" if it has not."""
+        if self.phase is not Phase.FAILED:
+            return ""
+        said = (item.message for item in self.before.conditions if item.type == ConditionType.FAILED)
+        return next(said, "") or self.plan.message
 
 
 def all_done(job: Job, model: str | None) -> str:
@@ -215,38 +261,33 @@ def _key(status: ColocatedRLJobStatus) -> object:
 
 
 # --------------------------------------------------------------------------------------------------------------- words
-def _phase(
-    seen: Observation,
-    plan: Plan,
-    slowest: Rung,
-    served: WeightVersion | None,
-    before: ColocatedRLJobStatus,
-    *,
-    answering: bool,
-) -> Phase:
-    climb = plan.climb
-    if rests(seen.job, climb):
+def _phase(told: _Pass) -> Phase:
+    seen, plan, climb = told.seen, told.plan, told.plan.climb
+    if told.rests:
         return _phase_at_rest(seen, climb)
     if climb is None:
         return Phase.PENDING
     if climb.cause.is_failure:
         return Phase.FAILED
     if climb.cause is Cause.ALL_STEPS_DONE:
-        return Phase.COMPLETE if plan.is_over else (before.phase or Phase.ROLLOUT)
+        return Phase.COMPLETE if plan.is_over else (told.before.phase or Phase.ROLLOUT)
     if not climb.group and climb.cause is not Cause.POD_REPLACED:
         return Phase.PENDING  # resumed, and not all members are back
-    if not answering:
-        return Phase.RECOVERING
-    if slowest is seen.job.ladder.top:
-        return Phase.ROLLOUT if seen.job.ladder.serves else Phase.TRAINING
-    is_new = plan.raises and climb.cause is not Cause.TAKEOVER
+    return _phase_of_group(told, climb) if told.answering else Phase.RECOVERING
+
+
+def _phase_of_group(told: _Pass, climb: Climb) -> Phase:
+    slowest, served, ladder = told.slowest, told.served, told.seen.job.ladder
+    if slowest is ladder.top:
+        return Phase.ROLLOUT if ladder.serves else Phase.TRAINING
+    is_new = told.plan.raises and climb.cause is not Cause.TAKEOVER
     if slowest is Rung.UNKNOWN and not is_new:
-        return before.phase or Phase.RECOVERING  # until the members have answered under this epoch
+        return told.before.phase or Phase.RECOVERING  # until the members have answered under this epoch
     if served is None:
         return Phase.STARTING
     if served.lineage != climb.lineage or served == climb.version:
         return Phase.RECOVERING
-    return Phase.TRAINING if slowest in seen.job.ladder.training else Phase.SWITCHING
+    return Phase.TRAINING if slowest in ladder.training else Phase.SWITCHING
 
 
 def _phase_at_rest(seen: Observation, climb: Climb | None) -> Phase:
@@ -282,10 +323,6 @@ class _Stamp:
         self._generation = generation
         self._at = at
 
-    def words_of(self, kind: ConditionType) -> str:
-        """Return the condition's last message."""
-        return self._before[kind].message if kind in self._before else ""
-
     def __call__(self, kind: ConditionType, value: bool, reason: Told, message: str) -> Condition:
         status = ConditionStatus.TRUE if value else ConditionStatus.FALSE
         old = self._before.get(kind)
@@ -299,84 +336,6 @@ class _Stamp:
             last_transition_time=old.last_transition_time if old and old.status is status else self._at,
             observed_generation=self._generation,
         )
-
-
-def _conditions(
-    seen: Observation,
-    plan: Plan,
-    phase: Phase,
-    served: WeightVersion | None,
-    before: list[Condition],
-    at: datetime,
-    stall: Stall | None,
-    *,
-    answering: bool,
-    whole: bool,
-    model: str | None,
-) -> list[Condition]:
-    """Return all conditions.
-
-    answering: every member answers that a climb waits for. whole: so does a reference on devices of its own.
-    """
-    stamp = _Stamp(before, seen.job.generation, at)
-    is_complete, is_failed = phase is Phase.COMPLETE, phase is Phase.FAILED
-    cause = plan.climb.cause if plan.climb else None
-    ready = _readiness(phase, cause, seen.job.ladder)
-    waiting = plan.wait.message if plan.wait and not answering else ""
-    if _backs_off(plan) and plan.wait:
-        waiting = plan.wait.message
-        ready = (ready[0], ready[1] if ready[0] else Reason.BACKING_OFF)
-    done = all_done(seen.job, model) if is_complete else ""
-    failure = (stamp.words_of(ConditionType.FAILED) or plan.message) if is_failed else ""
-    stalled: tuple[bool, Told, str] = (False, Reason.NOT_STALLED, "")
-    if stall is not None:
-        stalled = (True, stall.reason, stall.message)
-    elif is_failed and cause:
-        stalled = (True, cause, failure)
-    if phase is Phase.QUEUED:
-        waiting = plan.message
-    reason, shared = SHARING[seen.job.ladder.placement]
-    if (reference := _reference(seen)) is not None:
-        shared += SCORING[reference.placement]
-    is_suspended = phase is Phase.SUSPENDED
-    suspended: Told = Reason.NOT_SUSPENDED
-    missing = plan.wait.message if plan.wait and not whole else waiting
-    pods_ready = _pods_ready(plan, missing, answering=whole, is_deaf=seen.is_deaf)
-    if phase in (Phase.SUSPENDING, Phase.SUSPENDED):
-        suspended = ready[1]
-    if phase in (Phase.SUSPENDING, Phase.SUSPENDED, Phase.QUEUED):
-        pods_ready = (False, ready[1], waiting if phase is Phase.QUEUED else "")
-    kept = "its pods are gone, its volumes are kept: it goes on when spec.suspend is false" if is_suspended else ""
-    return [
-        stamp(ConditionType.READY, ready[0], ready[1], failure or waiting),
-        stamp(
-            ConditionType.RECONCILING,
-            *_reconciles(plan, ready, is_at_rest=is_failed or is_suspended),
-            waiting,
-        ),
-        stamp(ConditionType.STALLED, *stalled),
-        stamp(ConditionType.PODS_READY, *pods_ready),
-        stamp(ConditionType.GPU_SHARING_READY, served is not None and not plan.is_over, reason, shared),
-        stamp(ConditionType.SUSPENDED, is_suspended, suspended, kept),
-        stamp(ConditionType.COMPLETE, is_complete, Reason.COMPLETED if is_complete else Reason.STEPS_REMAIN, done),
-        stamp(ConditionType.FAILED, is_failed, cause if is_failed and cause else Reason.NOT_FAILED, failure),
-    ]
-
-
-def _backs_off(plan: Plan) -> bool:
-    return plan.wait is not None and plan.wait.reason is Waiting.BACKOFF
-
-
-def _reconciles(plan: Plan, ready: tuple[bool, Told], *, is_at_rest: bool) -> tuple[bool, Told]:
-    return (True, Reason.BACKING_OFF) if _backs_off(plan) else (not ready[0] and not is_at_rest, ready[1])
-
-
-def _pods_ready(plan: Plan, waiting: str, *, answering: bool, is_deaf: bool) -> tuple[bool, Told, str]:
-    if plan.is_over:
-        return False, Reason.JOB_ENDED, ""
-    if answering:
-        return True, Reason.MEMBERS_ANSWER, ""
-    return False, Reason.OPERATOR_CUT_OFF if is_deaf else Reason.PODS_STARTING, waiting
 
 
 def _readiness(phase: Phase, cause: Cause | None, ladder: Ladder) -> tuple[bool, Told]:
@@ -399,12 +358,69 @@ def _readiness(phase: Phase, cause: Cause | None, ladder: Ladder) -> tuple[bool,
             return False, cause or Reason.CLIMBING
 
 
+def _reconciling(told: _Pass) -> tuple[bool, Told, str]:
+    if told.backs_off:
+        return True, Reason.BACKING_OFF, told.waiting
+    is_ready, reason = told.readiness
+    return not is_ready and told.phase not in (Phase.FAILED, Phase.SUSPENDED), reason, told.waiting
+
+
+def _stalled(told: _Pass) -> tuple[bool, Told, str]:
+    if told.stall is not None:
+        return True, told.stall.reason, told.stall.message
+    is_failed, cause, why = _failed(told)
+    return (True, cause, why) if is_failed and told.cause else (False, Reason.NOT_STALLED, "")
+
+
+def _pods_ready(told: _Pass) -> tuple[bool, Told, str]:
+    if told.phase in (Phase.SUSPENDING, Phase.SUSPENDED, Phase.QUEUED):
+        return False, told.readiness[1], told.waiting if told.phase is Phase.QUEUED else ""
+    if told.plan.is_over:
+        return False, Reason.JOB_ENDED, ""
+    if not told.seen.absent or is_brief_outage(told.seen, told.before):  # a reference on its own devices answers too
+        return True, Reason.MEMBERS_ANSWER, ""
+    reason = Reason.OPERATOR_CUT_OFF if told.seen.is_deaf else Reason.PODS_STARTING
+    return False, reason, told.plan.wait.message if told.plan.wait else told.waiting
+
+
+def _gpu_sharing(told: _Pass) -> tuple[bool, Told, str]:
+    reason, shared = SHARING[told.seen.job.ladder.placement]
+    reference = _reference(told.seen)
+    scoring = SCORING[reference.placement] if reference else ""
+    return told.served is not None and not told.plan.is_over, reason, shared + scoring
+
+
+def _suspended(told: _Pass) -> tuple[bool, Told, str]:
+    if told.phase is Phase.SUSPENDED:
+        kept = "its pods are gone, its volumes are kept: it goes on when spec.suspend is false"
+        return True, told.readiness[1], kept
+    return False, told.readiness[1] if told.phase is Phase.SUSPENDING else Reason.NOT_SUSPENDED, ""
+
+
+def _complete(told: _Pass) -> tuple[bool, Told, str]:
+    if told.phase is Phase.COMPLETE:
+        return True, Reason.COMPLETED, all_done(told.seen.job, told.model)
+    return False, Reason.STEPS_REMAIN, ""
+
+
+def _failed(told: _Pass) -> tuple[bool, Told, str]:
+    is_failed = told.phase is Phase.FAILED
+    return is_failed, (told.cause if is_failed else None) or Reason.NOT_FAILED, told.failure
+
+
+CONDITIONS: dict[ConditionType, Callable[[_Pass], tuple[bool, Told, str]]] = {
+    ConditionType.READY: lambda told: (*told.readiness, told.failure or told.waiting),
+    ConditionType.RECONCILING: _reconciling,
+    ConditionType.STALLED: _stalled,
+    ConditionType.PODS_READY: _pods_ready,
+    ConditionType.GPU_SHARING_READY: _gpu_sharing,
+    ConditionType.SUSPENDED: _suspended,
+    ConditionType.COMPLETE: _complete,
+    ConditionType.FAILED: _failed,
+}
+
+
 # ------------------------------------------------------------------------------------------------------------- figures
-def _model(seen: Observation) -> str | None:
-    version = seen.finished
-    return f"{seen.job.claim_name('checkpoints')}/{finished_model(version.step)}" if version else None
-
-
 def _checkpoint(seen: Observation, before: ColocatedRLJobStatus, at: datetime) -> CheckpointStatus | None:
     """Return the newest durable checkpoint: as recorded, while no trainer knows of another."""
     step, known = seen.saved_step, before.checkpoint
@@ -437,6 +453,22 @@ def _most_common(seen: Observation, plan: Plan, role: str) -> Rung | None:
     of_role = (plan.standings.get(member.name) for member in seen.gpu_members if role_of(member.seat) == role)
     rungs = Counter(rung for rung in of_role if rung is not None)
     return rungs.most_common(1)[0][0] if rungs else None
+
+
+def _climb_figures(climb: Climb | None) -> dict[str, Any]:
+    """Return the fields that record the climb; all are None before the first."""
+    if climb is None:
+        return {}
+    return {
+        "epoch": climb.epoch,
+        "lineage": climb.lineage,
+        "target_step": climb.step,
+        "cause": climb.cause,
+        "group": climb.group,
+        "restarts": climb.restarts,
+        "retries": climb.retries,
+        "failures": _failures(climb.tally),
+    }
 
 
 def _failures(tally: FailureTally) -> FailuresStatus | None:
