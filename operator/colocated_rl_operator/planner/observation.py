@@ -462,6 +462,10 @@ class Observation:
             if climb and member.pod_facts and any(_has_died(rank, climb) for rank in member.pod_facts.trainers)
         )
 
+    def has_stopped(self, member: Member) -> bool:
+        """Return whether the member has reported that it stopped, perhaps before its connection ended."""
+        return member.uid in self.memory.stopped or (member.facts is not None and member.facts.stopped)
+
     @property
     def memory_kills(self) -> dict[str, int]:
         """Return the memory kills of each pod that had any, by UID."""
@@ -474,47 +478,11 @@ def _has_died(rank: TrainerFacts, climb: Climb) -> bool:
 
 def remember(seen: Observation) -> Observation:
     """Return the observation with its memory brought up to its `now`."""
-    memory, now, ladder = seen.memory, seen.now, seen.job.ladder
-    epoch = seen.climb.epoch if seen.climb else 0
+    memory, epoch = seen.memory, seen.climb.epoch if seen.climb else 0
     if epoch != memory.epoch:
-        memory = in_epoch(epoch, seen, memory, now=now)
-    memory = _remember_losses(seen, _remember_deaths(seen, memory))
-    highest, standings, place = dict[str, Rung](), seen.standings, ladder.place
-    for member in seen.gpu_members:
-        rung, before = standings[member.name], memory.highest.get(member.uid, Rung.UNKNOWN)
-        highest[member.uid] = before if rung is before or place(before) > place(rung) else rung
-    progress = _progress(seen, highest)
-    progress_at = memory.progress_at if progress == memory.progress else now
-    stood = [rung for rung in ladder.rungs if ladder.reaches(seen.slowest, rung) or rung in memory.reached]
-    reached = {rung: memory.reached.get(rung, now) for rung in stood}
-    is_switch, last_switch_s = seen.climb is not None and seen.climb.cause is Cause.NEXT_STEP, memory.last_switch_s
-    if is_switch and Rung.SERVING in reached and Rung.SERVING not in memory.reached:
-        last_switch_s = _switch_s(ladder, memory.epoch_at, reached)
-    attempts = dict(memory.attempts)
-    for member in seen.members:
-        attempts[member.seat] = max(member.attempt, attempts.get(member.seat, 0))
-    is_unready = bool(seen.absent) and not seen.rests
-    unready_since = (now if memory.unready_since is None else memory.unready_since) if is_unready else None
-    awaited_since = (now if memory.awaited_since is None else memory.awaited_since) if is_unready else None
-    if awaited_since is not None and (seen.is_deaf or seen.is_queued):
-        awaited_since = now
-    stopped = frozenset(
-        member.uid
-        for member in seen.members
-        if member.uid in memory.stopped or (member.facts is not None and member.facts.stopped)
-    )
-    memory = replace(
-        memory,
-        reached=reached,
-        highest=highest,
-        progress=progress,
-        progress_at=progress_at,
-        unready_since=unready_since,
-        awaited_since=awaited_since,
-        last_switch_s=last_switch_s,
-        attempts=attempts,
-        stopped=stopped,
-    )
+        memory = in_epoch(epoch, seen, memory, now=seen.now)
+    for bring_up in (_remember_deaths, _remember_losses, _remember_rungs, _remember_absence, _remember_pods):
+        memory = bring_up(seen, memory)
     found = replace(seen, memory=memory)
     vars(found).update({name: value for name, value in vars(seen).items() if name not in vars(found)})
     return found  # keep values derived from the members: memory changes none of them
@@ -552,10 +520,48 @@ def _remember_losses(seen: Observation, memory: Memory) -> Memory:
     return replace(memory, losses=memory.losses | told) if told else memory
 
 
-def _switch_s(ladder: Ladder, epoch_at: float, reached: dict[Rung, float]) -> float:
-    """Return the seconds from the raise of the epoch until every gate is open, less those of waiting for trainers."""
+def _remember_rungs(seen: Observation, memory: Memory) -> Memory:
+    """Record where each pod and the group have stood in this epoch, and when anything got on last."""
+    now, ladder, highest = seen.now, seen.job.ladder, dict[str, Rung]()
+    for member in seen.gpu_members:
+        rung, before = seen.standings[member.name], memory.highest.get(member.uid, Rung.UNKNOWN)
+        highest[member.uid] = rung if rung is before else max(before, rung, key=ladder.place)
+    progress = _progress(seen, highest)
+    progress_at = memory.progress_at if progress == memory.progress else now
+    stood = [rung for rung in ladder.rungs if ladder.reaches(seen.slowest, rung) or rung in memory.reached]
+    reached = {rung: memory.reached.get(rung, now) for rung in stood}
+    memory = replace(memory, last_switch_s=_last_switch_s(seen, memory, reached))
+    return replace(memory, reached=reached, highest=highest, progress=progress, progress_at=progress_at)
+
+
+def _remember_absence(seen: Observation, memory: Memory) -> Memory:
+    """Record since when members are awaited. Their deadline does not run while the operator or a queue is at fault."""
+    if not seen.absent or seen.rests:
+        return replace(memory, unready_since=None, awaited_since=None)
+    unready_since = seen.now if memory.unready_since is None else memory.unready_since
+    begins = memory.awaited_since is None or seen.is_deaf or seen.is_queued
+    return replace(memory, unready_since=unready_since, awaited_since=seen.now if begins else memory.awaited_since)
+
+
+def _remember_pods(seen: Observation, memory: Memory) -> Memory:
+    """Record the highest attempt of each seat, and which members have stopped."""
+    attempts = dict(memory.attempts)
+    for member in seen.members:
+        attempts[member.seat] = max(member.attempt, attempts.get(member.seat, 0))
+    stopped = frozenset(member.uid for member in seen.members if seen.has_stopped(member))
+    return replace(memory, attempts=attempts, stopped=stopped)
+
+
+def _last_switch_s(seen: Observation, memory: Memory, reached: dict[Rung, float]) -> float | None:
+    """Return the seconds of the newest whole switch: from the raise of the epoch until every gate is open, less those
+    of waiting for trainers.
+    """
+    is_switch = seen.climb is not None and seen.climb.cause is Cause.NEXT_STEP
+    if not is_switch or Rung.SERVING not in reached or Rung.SERVING in memory.reached:
+        return memory.last_switch_s
+    ladder = seen.job.ladder
     training_s = sum(reached[ladder.next_barrier(rung)] - reached[rung] for rung in ladder.training)
-    return reached[Rung.SERVING] - epoch_at - training_s
+    return reached[Rung.SERVING] - memory.epoch_at - training_s
 
 
 def _progress(seen: Observation, highest: dict[str, Rung]) -> int:

@@ -481,7 +481,7 @@ def _stop(seen: Observation, climb: Climb, *, since: float) -> Plan:
     ended stay for their logs, unless the job is suspended. A reference loses its pod at once: it has nothing to hand
     back.
     """
-    running = [member for member in seen.current.values() if not _has_stopped(seen, member)]
+    running = [member for member in seen.current.values() if not seen.has_stopped(member)]
     if not running:
         return _leave(seen) if seen.rests else Plan(climb=climb, standings=seen.standings, is_over=True)
     references = [member for member in running if member.is_reference]
@@ -498,11 +498,6 @@ def _stop(seen: Observation, climb: Climb, *, since: float) -> Plan:
         wait=WaitFor(Waiting.STOPPING, tuple(member.name for member in (*members, *references))),
         wake_at=None if late else until,
     )
-
-
-def _has_stopped(seen: Observation, member: Member) -> bool:
-    """Return whether the member has reported that it stopped, perhaps before its connection ended."""
-    return member.uid in seen.memory.stopped or (member.facts is not None and member.facts.stopped)
 
 
 def _end(member: Member) -> DeletePod:
