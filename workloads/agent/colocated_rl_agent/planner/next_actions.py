@@ -69,7 +69,7 @@ from colocated_rl_agent.planner.actions import (
     VerifyExport,
     Wait,
 )
-from colocated_rl_agent.planner.views import WEIGHTS, PodView
+from colocated_rl_agent.planner.views import WEIGHTS, EngineView, PodView, RankView
 from colocated_rl_api.facts import EngineState, TagState, TrainerState
 from colocated_rl_api.job import Verify
 from colocated_rl_api.ladder import Ladder
@@ -169,10 +169,8 @@ def _take_turns(pod: PodView, target: PodTarget, rules: Rules) -> Action | Wait:
 def _lower(pod: PodView, target: PodTarget, rules: Rules) -> Action | Wait | None:
     """Take the engine from Sealed to Released. Return None once it maps no memory or is on its way up already."""
     engine = pod.engine
-    if pod.gate_open:
-        return CloseGate()
-    if pod.in_flight > 0:
-        return _settle(pod, rules)
+    if (action := _close(pod, rules)) is not None:
+        return action
     if engine.is_absent or engine.is_released or _may_rise(pod, target, rules):
         return None
     if engine.state is EngineState.STARTING:
@@ -187,14 +185,12 @@ def _lower(pod: PodView, target: PodTarget, rules: Rules) -> Action | Wait | Non
         return KillEngine("it is neither whole nor released, and nothing is released twice behind one closed gate")
     if not (engine.drained and engine.flushed):  # drained perhaps before its memory came back, by an earlier agent
         return Flush()
-    if not rules.asks_for(target, Rung.RELEASED):
-        return Wait()
-    return Release()
+    return Release() if rules.asks_for(target, Rung.RELEASED) else Wait()
 
 
 def _train(pod: PodView, target: PodTarget, rules: Rules) -> Action | Wait | None:
     """Take the trainers to the export of the target's version. Return None once it is whole."""
-    ranks, at = pod.ranks, target.version
+    at = target.version
     if not rules.lets_trainers_work(target):
         return Wait()
     if target.rendezvous is None or target.batches is None:
@@ -203,21 +199,25 @@ def _train(pod: PodView, target: PodTarget, rules: Rules) -> Action | Wait | Non
         )
     if (action := _form_group(pod, at.lineage)) is not None:
         return action
-    step = min(rank.step for rank in ranks if rank.step is not None)
-    if max(rank.step for rank in ranks if rank.step is not None) > at.step:
-        return Wait(reason="TrainerAhead", message=f"trainers stand at step {step}, step {at.step} is wanted")
-    if step < at.step:
-        return _step(pod, target, step, rules)
+    steps = [rank.step for rank in pod.ranks if rank.step is not None]
+    if max(steps) > at.step:
+        return Wait(reason="TrainerAhead", message=f"trainers stand at step {min(steps)}, step {at.step} is wanted")
+    return _step(pod, target, min(steps), rules) if min(steps) < at.step else _export(pod, target, rules)
+
+
+def _export(pod: PodView, target: PodTarget, rules: Rules) -> Action | Wait | None:
+    """Write the weights of a finished step and verify them. Return None once that is done."""
+    at = target.version
     if not rules.asks_for(target, Rung.EXPORTED):
         return Wait()
-    if any(rank.exported != at for rank in ranks):
-        kept = target.weights if rules.ladder.placement is Placement.DISAGGREGATED else pod.whole  # engines serve it
-        if pod.crowded is None:
-            return Wait()  # the agent is listing the volume
-        if pod.crowded and kept is not None:  # left by an abandoned switch: there is no room for all
-            return RemoveExports(keep=kept)
-        return Onload() if _any_offloaded(pod) else Export(at)
-    return VerifyExport(at) if pod.whole != at else None
+    if all(rank.exported == at for rank in pod.ranks):
+        return VerifyExport(at) if pod.whole != at else None
+    if pod.crowded is None:
+        return Wait()  # the agent is listing the volume
+    kept = target.weights if rules.ladder.placement is Placement.DISAGGREGATED else pod.whole  # engines serve it
+    if pod.crowded and kept is not None:  # left by an abandoned switch: there is no room for all
+        return RemoveExports(keep=kept)
+    return Onload() if _any_offloaded(pod) else Export(at)
 
 
 def _form_group(pod: PodView, lineage: int) -> Action | Wait | None:
@@ -280,22 +280,20 @@ def _raise(pod: PodView, target: PodTarget, rules: Rules) -> Action | Wait:
 
 def _may_rise(pod: PodView, target: PodTarget, rules: Rules) -> bool:
     """Return whether the engine may take the devices and the weights for it are there."""
-    at: WeightVersion = target.version
-    offloaded = all(
-        rank.state is TrainerState.OFFLOADED
-        and rank.lineage == at.lineage
-        and rank.step == at.step
-        and rank.exported == at
-        for rank in pod.ranks
-    )
-    engine = pod.engine
-    clean = (
-        engine.is_absent
-        or engine.is_released
-        or (engine.state is EngineState.STARTING and engine.starts_on == at)
-        or (engine.version is None and engine.paused and engine.drained)
-    )
-    return offloaded and pod.whole == at and clean and rules.asks_for(target, Rung.UPDATED)
+    is_free = all(rank.state is TrainerState.OFFLOADED and _has_made(rank, target.version) for rank in pod.ranks)
+    is_written = is_free and pod.whole == target.version
+    return is_written and _makes_way(pod.engine, target.version) and rules.asks_for(target, Rung.UPDATED)
+
+
+def _has_made(rank: RankView, version: WeightVersion) -> bool:
+    return rank.lineage == version.lineage and rank.step == version.step and rank.exported == version
+
+
+def _makes_way(engine: EngineView, version: WeightVersion) -> bool:
+    """Return whether the engine maps no memory, or only memory for this very version."""
+    starts = engine.state is EngineState.STARTING and engine.starts_on == version
+    is_to_load = engine.version is None and engine.paused and engine.drained
+    return engine.is_absent or engine.is_released or starts or is_to_load
 
 
 # ----------------------------------------------------------------------------------------------------------- resident
@@ -333,10 +331,8 @@ def _start_on_whole(pod: PodView, target: PodTarget, rules: Rules) -> Action | W
 def _push(pod: PodView, target: PodTarget, rules: Rules) -> Action | Wait:
     """Take the engine from Exported to Updated: it loads new weights into memory that stays mapped."""
     engine = pod.engine
-    if pod.gate_open:
-        return CloseGate()
-    if pod.in_flight > 0:
-        return _settle(pod, rules)
+    if (action := _close(pod, rules)) is not None:
+        return action
     if not engine.paused:
         return Pause() if rules.asks_for(target, Rung.PAUSED) else Wait()
     if not rules.asks_for(target, Rung.DRAINED):
@@ -455,6 +451,13 @@ def _end(pod: PodView, rules: Rules, *, code: int) -> Action | Wait:
     if any(rank.is_alive for rank in pod.ranks):
         return StopTrainers("the pod ends")
     return EndPod(code)
+
+
+def _close(pod: PodView, rules: Rules) -> Action | Wait | None:
+    """Close the gate for a switch. Return None once nothing is in flight behind it."""
+    if pod.gate_open:
+        return CloseGate()
+    return _settle(pod, rules) if pod.in_flight > 0 else None
 
 
 def _settle(pod: PodView, rules: Rules) -> Action | Wait:
