@@ -102,21 +102,25 @@ def _stands_time_sliced(pod: PodFacts, at: WeightVersion) -> Rung:
         return Rung.SERVING if _serves(pod) else Rung.RESTORED
     if pod.gate.open:
         return Rung.SEALED
-    if not pod.gate.settled:
-        return Rung.CLOSED
-    if not all(engine.is_absent or engine.is_paused for engine in pod.engines):
+    return _stands_closed(pod, at) if pod.gate.settled else Rung.CLOSED
+
+
+def _stands_closed(pod: PodFacts, at: WeightVersion) -> Rung:
+    """Return the rung from Settled to Offloaded. An engine that is absent holds none of them back."""
+    engines = [engine for engine in pod.engines if not engine.is_absent]
+    if not all(engine.is_paused for engine in engines):
         # an engine that is starting on this very version was let in by Offloaded; any other one is simply not paused
         return Rung.OFFLOADED if _starts_on(pod, at) else Rung.SETTLED
-    if not all(engine.is_absent or engine.is_drained for engine in pod.engines):
+    if not all(engine.is_drained for engine in engines):
         return Rung.PAUSED
-    if not all(engine.is_absent or engine.is_released for engine in pod.engines):
+    if not all(engine.is_released for engine in engines):
         # weights that were resumed for the update are mapped, and belong to no version until it is confirmed
         return Rung.OFFLOADED if _is_offloaded(pod, at) else Rung.DRAINED
+    if _is_offloaded(pod, at):
+        return Rung.OFFLOADED
     if not _is_trained(pod, at):
         return Rung.RELEASED
-    if not _is_exported(pod, at):
-        return Rung.TRAINED
-    return Rung.OFFLOADED if _is_offloaded(pod, at) else Rung.EXPORTED
+    return Rung.EXPORTED if _is_exported(pod, at) else Rung.TRAINED
 
 
 def _starts_on(pod: PodFacts, at: WeightVersion) -> bool:
@@ -144,9 +148,9 @@ def _stands_aside(pod: PodFacts, at: WeightVersion) -> Rung:
         return Rung.EXPORTED
     if not pod.gate.settled:
         return Rung.CLOSED
-    if not all(engine.is_absent or engine.is_paused or _is_starting(engine) for engine in pod.engines):
+    if not all(engine.is_paused for engine in pod.engines if engine.is_ready):
         return Rung.SETTLED
-    if not all(engine.is_absent or engine.is_drained or _is_starting(engine) for engine in pod.engines):
+    if not all(engine.is_drained for engine in pod.engines if engine.is_ready):
         return Rung.PAUSED
     return Rung.DRAINED
 
