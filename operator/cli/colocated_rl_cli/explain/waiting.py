@@ -120,23 +120,32 @@ def _batch(seen: Evidence, status: ColocatedRLJobStatus, rollout: RolloutFacts |
         return "the last checkpoint, the model that the job leaves and the last evaluation"
     if not spec.ladder.serves:
         return f"the recorded batch of step {step + 1}"
-    samples = (rollout.samples if rollout else status.rollout.samples if status.rollout else {}) or {}
     if spec.ladder.trains and rollout and rollout.sealed and rollout.sealed.step > step:
-        evaluated = rollout.evaluated.step if rollout.evaluated else None
-        if spec.evaluation and evaluated != step and not spec.ladder.serves_on:
-            return (
-                f"batch {rollout.sealed.step} is sealed; the evaluation of step {step} has to end first (at most "
-                f"{spec.evaluation.deadline_seconds} s: evaluation.deadlineSeconds)"
-            )
-        return f"batch {rollout.sealed.step} is sealed: the {_begins(spec)} begins"
+        return _sealed(spec, step, rollout.sealed.step, rollout.evaluated.step if rollout.evaluated else None)
+    return _filling(spec, step + 1, status, rollout)
+
+
+def _sealed(spec: ColocatedRLJobSpec, step: int, sealed: int, evaluated: int | None) -> str:
+    if spec.evaluation and evaluated != step and not spec.ladder.serves_on:
+        return (
+            f"batch {sealed} is sealed; the evaluation of step {step} has to end first (at most "
+            f"{spec.evaluation.deadline_seconds} s: evaluation.deadlineSeconds)"
+        )
+    return f"batch {sealed} is sealed: the {_begins(spec)} begins"
+
+
+def _filling(spec: ColocatedRLJobSpec, batch: int, status: ColocatedRLJobStatus, rollout: RolloutFacts | None) -> str:
+    """Say how far rollout is, by its own facts or else by the status."""
+    figures, scoring = rollout or status.rollout, rollout or status.reference
+    samples = (figures and figures.samples) or {}
     wanted = spec.rollout.batch_size * spec.rollout.group_size
     done = samples.get("completed", 0)
     under_way = sum(samples.get(state, 0) for state in ("running", "interrupted", "scoring"))
-    rate = rollout.tokens_per_second if rollout else status.rollout.tokens_per_second if status.rollout else None
+    rate = figures and figures.tokens_per_second
     pace = f", {rate:.0f} tokens/s" if rate else ""  # 0 only means that no response ended recently
-    unscored = rollout.unscored if rollout else status.reference.unscored if status.reference else None
+    unscored = scoring and scoring.unscored
     scored = f", {unscored} of them wait for the reference" if unscored else ""
-    return f"rollout fills batch {step + 1}: {done} of {wanted} samples finished{scored}, {under_way} under way{pace}"
+    return f"rollout fills batch {batch}: {done} of {wanted} samples finished{scored}, {under_way} under way{pace}"
 
 
 def _begins(spec: ColocatedRLJobSpec) -> str:
