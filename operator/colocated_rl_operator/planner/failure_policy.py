@@ -79,7 +79,8 @@ class Verdict:
         return "" if self.rule is None else f" (failurePolicy.rules[{self.rule}])"
 
 
-def answer(seen: Observation, failure: Failure) -> Verdict:
+def judge(seen: Observation, failure: Failure) -> Verdict:
+    """Return the verdict of the first rule that matches, or else the usual one of the cause."""
     for number, rule in enumerate(seen.job.spec.failure_policy.rules):
         is_for_rung = rule.at_rungs is None or failure.rung in rule.at_rungs
         has_tries = rule.max_tries is None or failure.tries < rule.max_tries
@@ -96,114 +97,119 @@ def still_counting(counted: tuple[int, ...], *, step: int, window: int) -> tuple
     return tuple(failed for failed in counted if step - failed < window)
 
 
-def raise_epoch(seen: Observation, now: Climb | None, cause: Cause, message: str) -> Decision:
+def raise_epoch(seen: Observation, climb: Climb | None, cause: Cause, message: str) -> Decision:
     """Return the next climb. It answers every retry that was asked for, unless a failed job's end is told again."""
     retries = seen.job.spec.retries
-    now = now or Climb(epoch=0, step=0, lineage=0, group="", cause=cause, retries=retries)
-    tally = replace(now.tally, counted=_counted(seen, now))
-    if now.cause.is_failure and cause.is_failure:
-        retries = now.retries
-    return Decision(replace(now, epoch=seen.highest_epoch + 1, cause=cause, tally=tally, retries=retries), message)
+    climb = climb or Climb(epoch=0, step=0, lineage=0, group="", cause=cause, retries=retries)
+    tally = replace(climb.tally, counted=_counted(seen, climb))
+    if climb.cause.is_failure and cause.is_failure:
+        retries = climb.retries
+    return Decision(replace(climb, epoch=seen.highest_epoch + 1, cause=cause, tally=tally, retries=retries), message)
 
 
 # -------------------------------------------------------------------------------------------------------- what follows
-def after_death(seen: Observation, now: Climb) -> Decision | Hold | None:
-    return _answer(seen, now, Cause.TRAINER_DIED, death(seen, step=now.step, tries=now.tally.tries_at(now.step)))
+def after_death(seen: Observation, climb: Climb) -> Decision | Hold | None:
+    return _carry_out(
+        seen, climb, Cause.TRAINER_DIED, death(seen, step=climb.step, tries=climb.tally.tries_at(climb.step))
+    )
 
 
-def after_standstill(seen: Observation, now: Climb, since: float, message: str) -> Decision | Hold | None:
-    failure = standstill(seen, since=since, tries=now.tally.tries_at(now.step), message=message)
-    return _answer(seen, now, Cause.RUNG_DEADLINE, failure)
+def after_standstill(seen: Observation, climb: Climb, since: float, message: str) -> Decision | Hold | None:
+    failure = standstill(seen, since=since, tries=climb.tally.tries_at(climb.step), message=message)
+    return _carry_out(seen, climb, Cause.RUNG_DEADLINE, failure)
 
 
-def after_difference(seen: Observation, now: Climb, message: str) -> Decision | Hold | None:
+def after_difference(seen: Observation, climb: Climb, message: str) -> Decision | Hold | None:
     """Answer a difference between the engines' weights, or weights not confirmed.
 
     The answer never waits for a back-off: meanwhile those weights would be served.
     """
-    failure = Failure(FailureCause.WEIGHTS_DIFFER, message, (), seen.now, now.tally.tries_at(now.step))
-    return _answer(seen, now, Cause.WEIGHTS_DIFFER, failure)
+    failure = Failure(FailureCause.WEIGHTS_DIFFER, message, (), seen.now, climb.tally.tries_at(climb.step))
+    return _carry_out(seen, climb, Cause.WEIGHTS_DIFFER, failure)
 
 
-def after_loss(seen: Observation, now: Climb) -> Decision | Hold | None:
+def after_loss(seen: Observation, climb: Climb) -> Decision | Hold | None:
     """Answer the loss of engines and pods, where a rule asks for more than agents and roster do anyway."""
     if not seen.job.spec.failure_policy.rules:
         return None
-    failures = [*lost_pods(seen, tries=now.tally.tries_at(now.step))]
+    failures = [*lost_pods(seen, tries=climb.tally.tries_at(climb.step))]
     if seen.all_answer:
         failures += lost_engines(seen)
     for failure in failures:
-        said = answer(seen, failure)
-        if said.rule is None or said.action is FailureAction.RESTART_ENGINE:
+        verdict = judge(seen, failure)
+        if verdict.rule is None or verdict.action is FailureAction.RESTART_ENGINE:
             continue
-        avoids_more = said.action is FailureAction.REPLACE_POD_ELSEWHERE and failure.pods[0].node not in (
-            None,
-            *now.tally.avoids,
-        )
-        is_first = bool(now.group) or said.action is FailureAction.FAIL_JOB
-        if avoids_more or (is_first and not _has_had_its_answer(seen, now, failure)):
-            return _answer(seen, now, Cause.POD_REPLACED, failure)
+        if _avoids_more(climb, failure, verdict) or _is_due(seen, climb, failure, verdict):
+            return _carry_out(seen, climb, Cause.POD_REPLACED, failure)
     return None
 
 
-def _answer(seen: Observation, now: Climb, cause: Cause, failure: Failure) -> Decision | Hold | None:
+def _carry_out(seen: Observation, climb: Climb, cause: Cause, failure: Failure) -> Decision | Hold | None:
     """Start the trainers together again after a back-off, in these pods or in others, or end the job."""
-    said = answer(seen, failure)
-    if said.action is FailureAction.FAIL_JOB:
-        return _fail(seen, now, failure, said)
-    counts = said.counts and bool(now.group)
-    if _is_used_up(seen, now, counts=counts):
-        return _give_up(seen, now, failure.message)
-    replaces = bool(failure.pods) and said.action in (FailureAction.RESTART_POD, FailureAction.REPLACE_POD_ELSEWHERE)
-    then = _then(seen, now, failure, said, replaces=replaces)
+    verdict = judge(seen, failure)
+    if verdict.action is FailureAction.FAIL_JOB:
+        return _fail(seen, climb, failure, verdict)
+    counts = verdict.counts and bool(climb.group)
+    if _is_used_up(seen, climb, counts=counts):
+        return _give_up(seen, climb, failure.message)
+    replaces = bool(failure.pods) and verdict.action in (FailureAction.RESTART_POD, FailureAction.REPLACE_POD_ELSEWHERE)
+    then = _then(seen, climb, failure, verdict, replaces=replaces)
     due = failure.since + seen.job.spec.failure_policy.backoff_s(failure.tries)
-    may_wait = cause in (Cause.TRAINER_DIED, Cause.RUNG_DEADLINE) and said.action is not FailureAction.ROLL_BACK
+    may_wait = cause in (Cause.TRAINER_DIED, Cause.RUNG_DEADLINE) and verdict.action is not FailureAction.ROLL_BACK
     if may_wait and seen.now < due:
         return Hold(due, f"{failure.message}: {then}, {due - failure.since:.0f} s later")
-    climb = replace(now, tally=_tallied(seen, now, failure, said, replaces=replaces))
-    message = f"{failure.message}: {then}{'' if said.counts else UNCOUNTED}"
+    following = replace(climb, tally=_tallied(seen, climb, failure, verdict, replaces=replaces))
+    message = f"{failure.message}: {then}{'' if verdict.counts else UNCOUNTED}"
     if replaces:
-        pods = () if failure.cause is FailureCause.MEMBER_SILENT else _deletions(seen, failure, message)
-        climb = replace(climb, group="") if _has_trainers(seen, failure) else climb
-        return replace(raise_epoch(seen, climb, Cause.POD_REPLACED, message), pods=pods)
-    if said.action is FailureAction.ROLL_BACK:
-        climb = replace(climb, step=_finished(seen, now))
-    return raise_epoch(seen, replace(climb, lineage=seen.next_lineage, group=seen.group or now.group), cause, message)
+        return _replace_pods(seen, following, failure, message)
+    if verdict.action is FailureAction.ROLL_BACK:
+        following = replace(following, step=_finished(seen, climb))
+    following = replace(following, lineage=seen.next_lineage, group=seen.group or climb.group)
+    return raise_epoch(seen, following, cause, message)
 
 
-def after_absence(seen: Observation, now: Climb | None, message: str) -> Decision:
+def _replace_pods(seen: Observation, climb: Climb, failure: Failure, message: str) -> Decision:
+    """Delete the pods at fault that still fill their seats; a silent one is left to the roster."""
+    current = {member.uid for member in seen.current.values()}
+    at_fault = () if failure.cause is FailureCause.MEMBER_SILENT else failure.pods
+    pods = tuple(DeletePod(pod.name, pod.uid, None, message) for pod in at_fault if pod.uid in current)
+    climb = replace(climb, group="") if _has_trainers(seen, failure) else climb
+    return replace(raise_epoch(seen, climb, Cause.POD_REPLACED, message), pods=pods)
+
+
+def after_absence(seen: Observation, climb: Climb | None, message: str) -> Decision:
     """Answer pods that did not come: all pods go, so that no device waits for them."""
-    now = now or Climb(epoch=0, step=0, lineage=0, group="", cause=Cause.PODS_NOT_READY)
-    failure = Failure(FailureCause.PODS_NOT_READY, message, (), seen.now, now.tally.tries_at(now.step))
-    said = answer(seen, failure)
-    if said.action is FailureAction.FAIL_JOB:
-        return _fail(seen, now, failure, said)
-    if _is_used_up(seen, now, counts=said.counts):
-        return _give_up(seen, now, message)
+    climb = climb or Climb(epoch=0, step=0, lineage=0, group="", cause=Cause.PODS_NOT_READY)
+    failure = Failure(FailureCause.PODS_NOT_READY, message, (), seen.now, climb.tally.tries_at(climb.step))
+    verdict = judge(seen, failure)
+    if verdict.action is FailureAction.FAIL_JOB:
+        return _fail(seen, climb, failure, verdict)
+    if _is_used_up(seen, climb, counts=verdict.counts):
+        return _give_up(seen, climb, message)
     tally = replace(
-        _answered(now.tally, failure, said),
-        pod_restarts=now.tally.pod_restarts + said.counts,
-        step=max(now.step, now.tally.step),
+        _judged(climb.tally, failure, verdict),
+        pod_restarts=climb.tally.pod_restarts + verdict.counts,
+        step=max(climb.step, climb.tally.step),
         tries=failure.tries + 1,
-        counted=_counted(seen, now, adds=said.counts),
+        counted=_counted(seen, climb, adds=verdict.counts),
     )
-    decision = raise_epoch(seen, replace(now, tally=tally), Cause.PODS_NOT_READY, message)
+    decision = raise_epoch(seen, replace(climb, tally=tally), Cause.PODS_NOT_READY, message)
     wait_s = queue_s(seen, decision.climb)
-    return replace(decision, message=f"{message}: all pods go, and the job tries again in {wait_s:.0f} s{said.by}")
+    return replace(decision, message=f"{message}: all pods go, and the job tries again in {wait_s:.0f} s{verdict.by}")
 
 
-def queue_s(seen: Observation, now: Climb) -> float:
+def queue_s(seen: Observation, climb: Climb) -> float:
     """Return the seconds a job stays queued: jobs that wait for each other's devices must not come back at one moment.
 
     Of jobs that gave up equally often, the oldest comes back first: while it is queued, others wait into the later half
     of their range. They wait no longer, or an old job for which there is never room would hold up all others.
     """
-    digest = hashlib.sha256(f"{seen.job.uid} {now.epoch}".encode()).digest()
+    digest = hashlib.sha256(f"{seen.job.uid} {climb.epoch}".encode()).digest()
     share = (int.from_bytes(digest[:4]) / 2**32 + seen.has_elder) / 2
-    return min(QUEUE_S * 2.0 ** min(now.tally.tries - 1, 32), MAX_QUEUE_S) * (1 + share)
+    return min(QUEUE_S * 2.0 ** min(climb.tally.tries - 1, 32), MAX_QUEUE_S) * (1 + share)
 
 
-def after_replacement(seen: Observation, now: Climb) -> Decision:
+def after_replacement(seen: Observation, climb: Climb) -> Decision:
     """Answer pods that were lost and made again without a rule that matched.
 
     The restart counts if one of them failed by itself. A pod that the cluster took away, that a person deleted, or
@@ -212,27 +218,37 @@ def after_replacement(seen: Observation, now: Climb) -> Decision:
     message, losses = _replaced(seen), [cause for cause in seen.memory.losses.values() if cause is not None]
     cause = next((cause for cause in losses if cause.counts), losses[0] if losses else None)
     counts = cause is not None and cause.counts
-    if _is_used_up(seen, now, counts=counts):
-        return _give_up(seen, now, message)
+    if _is_used_up(seen, climb, counts=counts):
+        return _give_up(seen, climb, message)
     tally = replace(
-        now.tally,
-        pod_restarts=now.tally.pod_restarts + 1,
+        climb.tally,
+        pod_restarts=climb.tally.pod_restarts + 1,
         cause=cause or "",
         action=FailureAction.RESTART_POD,
         rule=None,
-        counted=_counted(seen, now, adds=counts),
+        counted=_counted(seen, climb, adds=counts),
     )
     if counts:
-        tally = replace(tally, step=max(now.step, tally.step), tries=now.tally.tries_at(now.step) + 1)
-    climb = replace(now, lineage=seen.next_lineage, group=seen.group or now.group, tally=tally)
+        tally = replace(tally, step=max(climb.step, tally.step), tries=climb.tally.tries_at(climb.step) + 1)
+    following = replace(climb, lineage=seen.next_lineage, group=seen.group or climb.group, tally=tally)
     then = f"{starts(seen)} together again{'' if counts else UNCOUNTED}"
-    return raise_epoch(seen, climb, Cause.POD_REPLACED, f"{message}: {then}")
+    return raise_epoch(seen, following, Cause.POD_REPLACED, f"{message}: {then}")
 
 
-def _has_had_its_answer(seen: Observation, now: Climb, failure: Failure) -> bool:
-    """Return whether the epoch was already raised for pods that are gone; with trainers, only while no group exists."""
+def _avoids_more(climb: Climb, failure: Failure, verdict: Verdict) -> bool:
+    """Return whether the pod is to be made elsewhere, and its node is not avoided yet."""
+    node = failure.pods[0].node
+    return verdict.action is FailureAction.REPLACE_POD_ELSEWHERE and node not in (None, *climb.tally.avoids)
+
+
+def _is_due(seen: Observation, climb: Climb, failure: Failure, verdict: Verdict) -> bool:
+    """Return whether the verdict is to be carried out: not again for pods that were gone when the epoch was raised,
+    unless a group has lost trainers with them, and not while a group forms unless the job fails.
+    """
+    if not climb.group and verdict.action is not FailureAction.FAIL_JOB:
+        return False
     is_known = failure.tries > 0 and all(pod.uid in seen.memory.gone for pod in failure.pods)
-    return is_known and not (now.group and _has_trainers(seen, failure))
+    return not is_known or bool(climb.group and _has_trainers(seen, failure))
 
 
 def _has_trainers(seen: Observation, failure: Failure) -> bool:
@@ -241,25 +257,25 @@ def _has_trainers(seen: Observation, failure: Failure) -> bool:
     return any(role_of(pod.seat) == lineage for pod in failure.pods)
 
 
-def _fail(seen: Observation, now: Climb, failure: Failure, said: Verdict) -> Decision:
-    climb = replace(seen.climb or now, tally=_answered(now.tally, failure, said))
-    message = f"{failure.message}: the job fails{said.by}; {how_to_retry(seen)}"
-    return raise_epoch(seen, climb, Cause.FAILURE_POLICY, message)
+def _fail(seen: Observation, climb: Climb, failure: Failure, verdict: Verdict) -> Decision:
+    failed = replace(seen.climb or climb, tally=_judged(climb.tally, failure, verdict))
+    message = f"{failure.message}: the job fails{verdict.by}; {how_to_retry(seen)}"
+    return raise_epoch(seen, failed, Cause.FAILURE_POLICY, message)
 
 
-def _answered(tally: FailureTally, failure: Failure, said: Verdict) -> FailureTally:
-    return replace(tally, cause=failure.cause, action=said.action, rule=said.rule)
+def _judged(tally: FailureTally, failure: Failure, verdict: Verdict) -> FailureTally:
+    return replace(tally, cause=failure.cause, action=verdict.action, rule=verdict.rule)
 
 
-def _is_used_up(seen: Observation, now: Climb, *, counts: bool) -> bool:
+def _is_used_up(seen: Observation, climb: Climb, *, counts: bool) -> bool:
     """Return whether backoffLimit is used up. An uncounted failure never ends a job, even if the limit was lowered."""
-    return counts and len(_counted(seen, now)) >= seen.job.spec.backoff_limit
+    return counts and len(_counted(seen, climb)) >= seen.job.spec.backoff_limit
 
 
-def _counted(seen: Observation, now: Climb, *, adds: bool = False) -> tuple[int, ...]:
-    """Return the steps of the failures that count in the climb `now`, with one more if `adds`."""
-    step = now.step if seen.job.ladder.trains else seen.recorded_step
-    found = still_counting(now.tally.counted, step=step, window=seen.job.spec.backoff_window_steps)
+def _counted(seen: Observation, climb: Climb, *, adds: bool = False) -> tuple[int, ...]:
+    """Return the steps of the failures that count in the climb, with one more if `adds`."""
+    step = climb.step if seen.job.ladder.trains else seen.recorded_step
+    found = still_counting(climb.tally.counted, step=step, window=seen.job.spec.backoff_window_steps)
     return (*found, max((step, *found))) if adds else found
 
 
@@ -268,17 +284,17 @@ def after_failure(seen: Observation) -> Decision | None:
 
     Its members stop and its pods go first, as in a suspension. Then it starts as a job that is resumed.
     """
-    now, spec = seen.climb, seen.job.spec
-    if now is None or not now.cause.is_failure:
+    climb, spec = seen.climb, seen.job.spec
+    if climb is None or not climb.cause.is_failure:
         return None
-    if spec.retries > now.retries:
-        tally, why = replace(now.tally, counted=(), tries=0), "spec.retries is raised"
-    elif now.cause is Cause.BACKOFF_LIMIT and spec.backoff_limit > now.restarts:
-        tally = replace(now.tally, counted=_counted(seen, now, adds=True))
+    if spec.retries > climb.retries:
+        tally, why = replace(climb.tally, counted=(), tries=0), "spec.retries is raised"
+    elif climb.cause is Cause.BACKOFF_LIMIT and spec.backoff_limit > climb.restarts:
+        tally = replace(climb.tally, counted=_counted(seen, climb, adds=True))
         why = f"backoffLimit is {spec.backoff_limit} now"
     else:
         return None
-    return raise_epoch(seen, replace(now, tally=tally), Cause.RETRIED, f"{why}: the job goes on, with new pods")
+    return raise_epoch(seen, replace(climb, tally=tally), Cause.RETRIED, f"{why}: the job goes on, with new pods")
 
 
 def how_to_retry(seen: Observation) -> str:
@@ -286,11 +302,11 @@ def how_to_retry(seen: Observation) -> str:
     return f"it goes on where it stood with: kubectl crlj retry -n {seen.job.namespace} {seen.job.name}"
 
 
-def _give_up(seen: Observation, now: Climb, message: str) -> Decision:
-    spec, used = seen.job.spec, len(_counted(seen, now))
+def _give_up(seen: Observation, climb: Climb, message: str) -> Decision:
+    spec, used = seen.job.spec, len(_counted(seen, climb))
     told = f"backoffLimit {spec.backoff_limit} is used up by {_count(used, 'failure')} within "
     told += _count(spec.backoff_window_steps, "step")
-    if (others := now.tally.pod_restarts + now.tally.step_retries - used) > 0:
+    if (others := climb.tally.pod_restarts + climb.tally.step_retries - used) > 0:
         told += f" ({others} more do not count)"
     todo = f"read the pods' logs and put right what fails; {how_to_retry(seen)}, or with a backoffLimit above {used}"
     return raise_epoch(seen, seen.climb, Cause.BACKOFF_LIMIT, f"{message}, but {told}: {todo}")
@@ -300,47 +316,41 @@ def _count(number: int, one: str, more: str | None = None) -> str:
     return f"{number} {one if number == 1 else more or one + 's'}"
 
 
-def _then(seen: Observation, now: Climb, failure: Failure, said: Verdict, *, replaces: bool) -> str:
-    match said.action:
+def _then(seen: Observation, climb: Climb, failure: Failure, verdict: Verdict, *, replaces: bool) -> str:
+    match verdict.action:
         case FailureAction.ROLL_BACK:
-            return f"back to step {_finished(seen, now)}{said.by}"
+            return f"back to step {_finished(seen, climb)}{verdict.by}"
         case FailureAction.RESTART_POD | FailureAction.REPLACE_POD_ELSEWHERE if replaces:
             pods = listed([pod.name for pod in failure.pods])
             nodes = listed(sorted({pod.node for pod in failure.pods if pod.node}))
-            elsewhere = f", not on {nodes}" if said.action is FailureAction.REPLACE_POD_ELSEWHERE and nodes else ""
-            return f"{pods} made again{elsewhere}{said.by}"
+            elsewhere = f", not on {nodes}" if verdict.action is FailureAction.REPLACE_POD_ELSEWHERE and nodes else ""
+            return f"{pods} made again{elsewhere}{verdict.by}"
         case _:
-            return f"{starts(seen)} together again{said.by}"
+            return f"{starts(seen)} together again{verdict.by}"
 
 
-def _tallied(seen: Observation, now: Climb, failure: Failure, said: Verdict, *, replaces: bool) -> FailureTally:
-    tally, avoids = now.tally, now.tally.avoids
-    if replaces and said.action is FailureAction.REPLACE_POD_ELSEWHERE:
+def _tallied(seen: Observation, climb: Climb, failure: Failure, verdict: Verdict, *, replaces: bool) -> FailureTally:
+    tally, avoids = climb.tally, climb.tally.avoids
+    if replaces and verdict.action is FailureAction.REPLACE_POD_ELSEWHERE:
         nodes = dict.fromkeys(pod.node for pod in failure.pods if pod.node)
         avoids = (*(node for node in avoids if node not in nodes), *nodes)[-MAX_AVOIDED:]
-    is_first = bool(now.group)  # without a group, its pods are being made again already, for another failure
+    is_first = bool(climb.group)  # without a group, its pods are being made again already, for another failure
     return FailureTally(
         pod_restarts=tally.pod_restarts + (replaces and is_first),
         step_retries=tally.step_retries + (not replaces),
-        step=max(now.step, tally.step),
-        tries=tally.tries_at(now.step) + is_first,
+        step=max(climb.step, tally.step),
+        tries=tally.tries_at(climb.step) + is_first,
         cause=failure.cause,
-        action=said.action,
-        rule=said.rule,
+        action=verdict.action,
+        rule=verdict.rule,
         avoids=avoids,
-        counted=_counted(seen, now, adds=said.counts and is_first),
+        counted=_counted(seen, climb, adds=verdict.counts and is_first),
     )
 
 
-def _deletions(seen: Observation, failure: Failure, message: str) -> tuple[PodAction, ...]:
-    """Return the deletions of the pods at fault that still fill their seats."""
-    current = {member.uid for member in seen.current.values()}
-    return tuple(DeletePod(pod.name, pod.uid, None, message) for pod in failure.pods if pod.uid in current)
-
-
-def _finished(seen: Observation, now: Climb) -> int:
+def _finished(seen: Observation, climb: Climb) -> int:
     """Return the last finished step that the record or any member knows of."""
-    done = now.step if seen.is_finished else now.step - 1
+    done = climb.step if seen.is_finished else climb.step - 1
     return max(0, done, seen.trained_step, seen.rollout_facts.trained_step if seen.rollout_facts else 0)
 
 
