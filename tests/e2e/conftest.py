@@ -6,6 +6,7 @@ with the chart, the images and the model of this checkout, and ended with the se
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import shlex
@@ -41,7 +42,9 @@ def pytest_runtest_makereport(
     """Beside a failure: what the operator said, of this run of it and of the one before."""
     report = yield
     kubectl = getattr(item, "funcargs", {}).get("kubectl")
-    if report.failed and kubectl is not None:
+    if (
+        report.failed and kubectl is not None and not asyncio.iscoroutinefunction(getattr(item, "obj", None))
+    ):  # theirs is one too
         for which in ("--previous=false", "--previous"):
             try:
                 said = kubectl("-n", OPERATOR_NAMESPACE, "logs", "deploy/colocated-rl", "--tail=200", which)

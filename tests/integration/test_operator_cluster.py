@@ -27,7 +27,7 @@ from real_world import CANDIDATE, DEADLINE_S, LEASE, LEASE_PATH, World, open_rea
 from builders import make_job, make_manifest
 from colocated_rl_api import names
 from colocated_rl_api.ladder import TIME_SLICED
-from colocated_rl_api.member_wire import PodTarget, RolloutTarget
+from colocated_rl_api.member_wire import Goal, PodTarget, RolloutTarget
 from colocated_rl_api.rungs import Rung
 from colocated_rl_operator.clients.authority import SECRET_NAME, Authority
 from colocated_rl_operator.clients.cluster import ClusterAccess
@@ -320,7 +320,10 @@ async def test_an_out_of_memory_is_answered_by_suspend_edit_and_resume(world: Wo
             await edit(spec)
         return str(refused.value)
 
-    world.kubelet.hold("rollout", under=lambda target: isinstance(target, RolloutTarget) and target.trained_step == 1)
+    def begins_step_2(target: PodTarget | RolloutTarget) -> bool:
+        return isinstance(target, RolloutTarget) and target.goal is Goal.CLIMB and target.trained_step == 1
+
+    world.kubelet.hold("rollout", under=begins_step_2)
     async with world.operator():
         await world.until(lambda: world.status.get("step") == 1 and world.status["phase"] == "Rollout")
         said = await refusal(MORE_MEMORY)
