@@ -42,9 +42,8 @@ def pytest_runtest_makereport(
     """Beside a failure: what the operator said, of this run of it and of the one before."""
     report = yield
     kubectl = getattr(item, "funcargs", {}).get("kubectl")
-    if (
-        report.failed and kubectl is not None and not asyncio.iscoroutinefunction(getattr(item, "obj", None))
-    ):  # theirs is one too
+    is_async = asyncio.iscoroutinefunction(getattr(item, "obj", None))  # then so is its kubectl
+    if report.failed and kubectl is not None and not is_async:
         for which in ("--previous=false", "--previous"):
             try:
                 said = kubectl("-n", OPERATOR_NAMESPACE, "logs", "deploy/colocated-rl", "--tail=200", which)
