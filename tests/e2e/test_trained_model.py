@@ -31,7 +31,7 @@ def test_it_trains_and_every_version_reaches_the_first_engine(job: RunningJob) -
 
 
 def test_it_answers_as_a_trained_model_does(job: RunningJob) -> None:
-    """A sum of two digits is within its reach, so some of the sixteen samples earn the whole reward."""
+    """About a third of its answers end with the right sum; a random model would never write one."""
     rewards = [line.fields["reward_mean"] for line in job.rollout_lines("batch sealed")]
-    assert 2 == len(rewards)
-    assert max(rewards) > 0.1
+    assert len(rewards) >= job.step
+    assert min(rewards) > 0
