@@ -13,9 +13,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import aiohttp
+import numpy as np
 import pytest
 import xxhash
 from aiohttp import web
+from safetensors.numpy import save_file
 
 from colocated_rl_agent.__main__ import install_runner
 from colocated_rl_agent.files.batches import (
@@ -27,8 +29,10 @@ from colocated_rl_agent.files.batches import (
 )
 from colocated_rl_agent.files.exports import (
     ExportTorn,
+    TensorDigest,
     exports_in,
     remove_exports,
+    tensor_digests,
     verify_export,
 )
 from colocated_rl_api.batch import DIGEST_HEADER
@@ -48,6 +52,31 @@ VERSION = WeightVersion(3, 1)
 def export(tmp_path: Path) -> Path:
     write_export(tmp_path / "3-1", version="3-1", weight=1.5)
     return tmp_path / "3-1"
+
+
+def test_each_tensor_of_an_export_has_a_digest_of_its_own_bytes(tmp_path: Path) -> None:
+    large = np.arange(300_000, dtype=np.float32)
+    save_file({"a": large, "b": np.zeros(3, dtype=np.float16)}, tmp_path / "1.safetensors")
+    save_file({"c": large}, tmp_path / "2.safetensors")
+    whole, small = (xxhash.xxh3_128(data).hexdigest() for data in (large.tobytes(), bytes(6)))
+    expected = {"a": TensorDigest("F32", whole), "b": TensorDigest("F16", small), "c": TensorDigest("F32", whole)}
+    assert expected == tensor_digests(tmp_path)
+
+
+@pytest.mark.parametrize("entry", [{"dtype": "F32", "shape": [1]}, {"dtype": "F32", "data_offsets": [0]}, 7])
+def test_a_header_that_names_no_bytes_is_a_torn_export(tmp_path: Path, entry: object) -> None:
+    """It ended the agent."""
+    header = json.dumps({"weight": entry}).encode()
+    (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + bytes(4))
+    with pytest.raises(ExportTorn, match="is not a safetensors file"):
+        tensor_digests(tmp_path)
+
+
+def test_a_file_that_can_not_be_read_any_more_is_a_torn_export(tmp_path: Path) -> None:
+    """It ended the agent."""
+    (tmp_path / "model.safetensors").mkdir()
+    with pytest.raises(ExportTorn, match="can't be read"):
+        tensor_digests(tmp_path)
 
 
 def edit_manifest(export: Path, change: Callable[[dict[str, object]], object]) -> None:

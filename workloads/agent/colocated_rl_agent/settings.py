@@ -126,8 +126,9 @@ class AgentSettings:
 
     @property
     def checksums_weights(self) -> bool:
-        """Return whether engines compute checksums of what they hold: also a single one, to compare with itself."""
-        return self.job.spec.weight_sync.verify is Verify.CHECKSUM and self.job.spec.ladder.trains
+        """Return whether the pod's engine computes checksums of what it holds: also a single one, to compare itself."""
+        spec = self.job.spec
+        return self.has_engine and spec.weight_sync.verify is Verify.CHECKSUM and spec.ladder.trains
 
     @property
     def rules(self) -> Rules:

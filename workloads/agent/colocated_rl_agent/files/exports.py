@@ -15,8 +15,9 @@ import json
 import os
 import shutil
 import struct
+import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -35,7 +36,7 @@ from colocated_rl_api.rungs import WeightVersion
 from colocated_rl_api.weights import MANIFEST, Algorithm, Digest, Manifest, Probe, TensorEntry, algorithm_of
 
 MAX_THREADS = 8  # for hashing
-KNOWN_EXPORTS = 3  # whose tensors are remembered: what the engine holds, what comes next, and one that was torn
+KNOWN_EXPORTS = 3  # whose tensors are remembered: what the engine holds, what comes next, and one rolled back
 PIECE_BYTES = 256 * 1024
 VERIFY_AGAIN_S = 1.0  # after the first failure, doubled after each further one: a try reads all files
 VERIFY_AGAIN_MOST_S = 30.0
@@ -157,28 +158,47 @@ def verify_export(root: Path, version: WeightVersion, beat: Beat = lambda: None)
 
 
 def tensor_digests(directory: Path, beat: Beat = lambda: None) -> dict[str, TensorDigest]:
-    """Return the digest of each tensor of a whole export. It reads all files. Raises ExportTorn, OSError."""
+    """Return the digest of each tensor of a whole export. It reads all files. Raises ExportTorn."""
+    files = sorted(directory.glob("*.safetensors"))
     found: dict[str, TensorDigest] = {}
-    for path in sorted(directory.glob("*.safetensors")):
-        with path.open("rb") as stream:
-            header = _header(stream, path)
-            start = stream.tell()
-            for name, entry in header.items():
-                begin, end = entry["data_offsets"]
-                stream.seek(start + begin)
-                digest = xxhash.xxh3_128()
-                for size in _pieces(end - begin):
-                    digest.update(stream.read(size))
-                    beat()
-                found[name] = TensorDigest(entry["dtype"], digest.hexdigest())
+    try:
+        for each in in_threads("digest tensors", partial(_tensor_digests, beat=beat), files, at_once=_threads()):
+            found |= each
+    except OSError as error:  # removed meanwhile, or a disk that fails
+        raise ExportTorn(f"{directory} can't be read: {error}") from error
     return found
 
 
-def _pieces(size: int) -> Iterator[int]:
-    """Yield the sizes of the pieces in which `size` bytes are read."""
-    while size > 0:
-        yield min(size, PIECE_BYTES)
-        size -= PIECE_BYTES
+def _tensor_digests(path: Path, *, beat: Beat) -> dict[str, TensorDigest]:
+    """Return the digest of each tensor of one file. Raises ExportTorn, OSError."""
+    found: dict[str, TensorDigest] = {}
+    with path.open("rb") as stream:
+        header = _header(stream, path)
+        start = stream.tell()
+        for name, entry in header.items():
+            try:
+                begin, end = map(int, entry["data_offsets"])
+                dtype = str(entry["dtype"])
+            except (ValueError, KeyError, TypeError) as error:
+                raise ExportTorn(f"{path} is not a safetensors file: {error!r} of tensor {name}") from error
+            stream.seek(start + begin)
+            digest = xxhash.xxh3_128()
+            _feed(digest, stream, end - begin, beat)
+            found[name] = TensorDigest(dtype, digest.hexdigest())
+    return found
+
+
+def _feed(digest: Any, stream: Any, size: int, beat: Beat) -> None:
+    """Hash the next `size` bytes of a stream, or as many as there are."""
+    piece = memoryview(bytearray(PIECE_BYTES))
+    while size > 0 and (read := stream.readinto(piece[: min(size, PIECE_BYTES)])):
+        digest.update(piece[:read])
+        size -= read
+        beat()
+
+
+def _threads() -> int:
+    return min(os.cpu_count() or 1, MAX_THREADS)
 
 
 def _read_files(directory: Path, manifest: Manifest, beat: Beat) -> dict[str, TensorEntry]:
@@ -188,9 +208,7 @@ def _read_files(directory: Path, manifest: Manifest, beat: Beat) -> dict[str, Te
         raise ExportTorn(f"{directory} holds {sorted(files)}, its manifest names {sorted(manifest.digests)}")
     _require_that_index_names(directory, files)
     named = [(directory / name, digest) for name, digest in manifest.digests.items()]
-    found = in_threads(
-        "hash an export", partial(_digest, beat=beat), named, at_once=min(os.cpu_count() or 1, MAX_THREADS)
-    )
+    found = in_threads("hash an export", partial(_digest, beat=beat), named, at_once=_threads())
     tensors: dict[str, TensorEntry] = {}
     for (path, digest), read in zip(named, found, strict=True):
         if read != digest:
@@ -249,11 +267,9 @@ def _digest(named: tuple[Path, Digest], *, beat: Beat) -> Digest:
     """Return the digest of a file, by the algorithm of the digest named with it."""
     path, other = named
     algorithm = algorithm_of(other)
-    digest, piece = _HASHES[algorithm](), memoryview(bytearray(PIECE_BYTES))
+    digest = _HASHES[algorithm]()
     with path.open("rb", buffering=0) as stream:
-        while size := stream.readinto(piece):
-            digest.update(piece[:size])
-            beat()
+        _feed(digest, stream, sys.maxsize, beat)
     return f"{algorithm}:{digest.hexdigest()}"
 
 
