@@ -24,16 +24,13 @@ from typing import Any
 import aiohttp
 import uvloop
 from aiohttp import web
-from prometheus_client import CollectorRegistry
 
 from colocated_rl_agent.gate.data_port import DataPort
 from colocated_rl_agent.gate.gate import Backend, Gate
 from colocated_rl_api import descriptors, logs, names
-from colocated_rl_api.facts import GateFacts, PodFacts
-from colocated_rl_api.member_wire import Endpoint, Hello, PodTarget
+from colocated_rl_api.member_wire import Endpoint
 from colocated_rl_api.rungs import WeightVersion
 from colocated_rl_member.data import DataClient
-from colocated_rl_member.server import MemberServer, Ports
 from colocated_rl_member.tls import MemberTls
 from colocated_rl_rollout.engines.engine_client import (
     EngineClient,
@@ -42,8 +39,8 @@ from colocated_rl_rollout.engines.engine_client import (
     gate_connector,
 )
 from fakes.authority import Authority
+from fakes.idle_member import JOB_UID, idle_member
 
-JOB_UID = "2f6c1f5e-0f0e-4a39-8f0f-1f2e3d4c5b6a"
 SOFT = 1024
 VERSION = WeightVersion(1, 1)
 PATIENCE_S = 60.0
@@ -65,21 +62,7 @@ async def gate(directory: Path, engine: str) -> None:
 
     made = Gate()
     made.open(Backend(engine, "a", VERSION, abort))
-    facts = PodFacts(gate=GateFacts(open=True, settled=True), engines=(), trainers=())
-    hello = Hello(
-        pod="job-gpu-0-0", pod_uid="uid-0", job_uid=JOB_UID, role=names.ROLE_GPU, incarnation="a", highest_epoch=0
-    )
-    async with MemberServer(
-        hello=hello,
-        kind=PodTarget,
-        tls=tls,
-        facts=lambda: facts,
-        accept=lambda _: None,
-        remember_epoch=lambda _: None,
-        data=DataPort(made.serve, admits=tls.admits),
-        ports=Ports(control=0, data=0, metrics=0, pages=0, host="127.0.0.1"),
-        registry=CollectorRegistry(),
-    ) as member:
+    async with idle_member(tls, DataPort(made.serve, admits=tls.admits), host="127.0.0.1", gate_open=True) as member:
         print(json.dumps([member.ports.data, member.ports.control]), file=sys.stderr, flush=True)  # noqa: T201
         await asyncio.to_thread(sys.stdin.read)
 

@@ -16,11 +16,10 @@ from prometheus_client import CollectorRegistry
 from colocated_rl_agent.gate.call import Call
 from colocated_rl_agent.gate.data_port import DataPort
 from colocated_rl_api import names
-from colocated_rl_api.facts import GateFacts, PodFacts
 from colocated_rl_api.listening import EVERYWHERE, listen
-from colocated_rl_api.member_wire import Endpoint, Hello, PodTarget
+from colocated_rl_api.member_wire import Endpoint, PodTarget
 from colocated_rl_member.data import DataClient, data_application
-from colocated_rl_member.server import MemberServer, Ports
+from colocated_rl_member.server import MemberServer
 from colocated_rl_member.tls import MemberTls
 from colocated_rl_operator.clients.members import Address, Members
 from colocated_rl_operator.metrics import OperatorMetrics
@@ -28,8 +27,8 @@ from colocated_rl_operator.probes import Probes
 from colocated_rl_trainer.ref_policy.figures import ScoreCounts
 from colocated_rl_trainer.ref_policy.ports import MetricsPort
 from fakes.authority import Authority
+from fakes.idle_member import JOB_UID, idle_member
 
-JOB_UID = "2f6c1f5e-0f0e-4a39-8f0f-1f2e3d4c5b6a"
 DEADLINE_S = 60.0
 LOOPBACKS = ["127.0.0.1", *(["::1"] if socket.has_dualstack_ipv6() else [])]
 
@@ -67,21 +66,7 @@ async def member(directory: Path) -> AsyncIterator[tuple[MemberServer[PodTarget]
     tls = MemberTls.read(authority.member_directory(directory / "tls", job_uid=JOB_UID, token="t" * 32))
     data = data_application(tls, max_request_bytes=1024)
     data.router.add_get("/there", _there)
-    facts = PodFacts(gate=GateFacts(open=False, settled=True), engines=(), trainers=())
-    hello = Hello(
-        pod="job-gpu-0-0", pod_uid="uid-0", job_uid=JOB_UID, role=names.ROLE_GPU, incarnation="a", highest_epoch=0
-    )
-    async with MemberServer(
-        hello=hello,
-        kind=PodTarget,
-        tls=tls,
-        facts=lambda: facts,
-        accept=lambda _: None,
-        remember_epoch=lambda _: None,
-        data=data,
-        ports=Ports(control=0, data=0, metrics=0, pages=0),
-        registry=CollectorRegistry(),
-    ) as server:
+    async with idle_member(tls, data) as server:
         yield server, tls, authority
 
 
