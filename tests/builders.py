@@ -44,7 +44,7 @@ CREATED = datetime(2026, 1, 1, tzinfo=UTC)
 # ------------------------------------------------------------------------------------------------------------- the job
 ROLLOUT: dict[str, Any] = {"prompts": {"reasoningGym": {"name": "chain_sum"}}, "batchSize": 4, "groupSize": 2}
 RESIDENT_ROLLOUT = ROLLOUT | {"offload": []}
-OWN_ROLLOUT = ROLLOUT | {"colocateWith": "", "replicas": 1}
+OWN_ROLLOUT = ROLLOUT | {"placement": "OwnDevices", "replicas": 1}
 PLACED: dict[Placement, dict[str, Any]] = {  # parts of a spec that lead to each placement
     Placement.TIME_SLICED: {"rollout": ROLLOUT},
     Placement.RESIDENT: {"rollout": RESIDENT_ROLLOUT},

@@ -15,7 +15,6 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 from pydantic.alias_generators import to_camel
 
-from colocated_rl_api.colocation import COLOCATIONS, ROLE_MAX, TRAINER
 from colocated_rl_api.failure import FailurePolicy
 from colocated_rl_api.job_status import ColocatedRLJobStatus
 from colocated_rl_api.ladder import Ladder, ladder_for
@@ -35,7 +34,7 @@ from colocated_rl_api.parts import (
 )
 from colocated_rl_api.pod_template import PodTemplates
 from colocated_rl_api.prompts import Prompts
-from colocated_rl_api.rungs import Placement
+from colocated_rl_api.rungs import Placement, RolePlacement
 
 MANY_STEPS = 1_000_000
 JOB_NAME_MAX = 40  # longest derived name: NAME-trainer-REPLICA-ATTEMPT, at most 63 characters
@@ -138,20 +137,20 @@ _IS_OWNED = (
     + "].exists(flag, flag.startsWith(a.split('=')[0]))"
 )
 _OWNED_FLAGS = Rule(
-    field="engineArgs",
-    rule=f"!has(self.engineArgs) || !self.engineArgs.exists(a, {_IS_OWNED})",
-    message="engineArgs may not set " + ", ".join(OWNED_ENGINE_FLAGS) + ", nor an abbreviation of one",
-    said="'engineArgs has %s, which is or abbreviates a flag that the operator sets, that no switch survives "
+    field="engine.args",
+    rule=f"!has(self.engine.args) || !self.engine.args.exists(a, {_IS_OWNED})",
+    message="engine.args may not set " + ", ".join(OWNED_ENGINE_FLAGS) + ", nor an abbreviation of one",
+    said="'engine.args has %s, which is or abbreviates a flag that the operator sets, that no switch survives "
     "or that is not supported yet: "
-    f"remove it'.format([self.engineArgs.filter(a, {_IS_OWNED})[0]])",
+    f"remove it'.format([self.engine.args.filter(a, {_IS_OWNED})[0]])",
 )
 _HAS_WORDS = "a.startsWith('--') && a.split('=')[0].contains(' ')"
-_WORDS_SAID = "engineArgs has %s, more than one word: write --flag=value, or --flag and value as two items"
+_WORDS_SAID = "engine.args has %s, more than one word: write --flag=value, or --flag and value as two items"
 _WORDS = Rule(
-    field="engineArgs",
-    rule=f"!has(self.engineArgs) || !self.engineArgs.exists(a, {_HAS_WORDS})",
-    message="engineArgs has one item for each word: --flag=value, or --flag and value as two items",
-    said=f"'{_WORDS_SAID}'.format([self.engineArgs.filter(a, {_HAS_WORDS})[0]])",
+    field="engine.args",
+    rule=f"!has(self.engine.args) || !self.engine.args.exists(a, {_HAS_WORDS})",
+    message="engine.args has one item for each word: --flag=value, or --flag and value as two items",
+    said=f"'{_WORDS_SAID}'.format([self.engine.args.filter(a, {_HAS_WORDS})[0]])",
 )
 _CONCURRENCY = Rule(
     field="maxConcurrency",
@@ -162,13 +161,15 @@ _CONCURRENCY = Rule(
 )
 
 
-_OWN_WORDS = 'replicas is the number of %s pods with devices of their own: give it with colocateWith "", and only there'
-_OWN_GPUS_WORDS = 'gpus are the devices of %s pods of their own: give them with colocateWith "", and only there'
+_OWN_WORDS = (
+    "replicas is the number of %s pods with devices of their own: give it with placement OwnDevices, and only there"
+)
+_OWN_GPUS_WORDS = "gpus are the devices of %s pods of their own: give them with placement OwnDevices, and only there"
 
 
 def _own(what: str) -> tuple[Rule, Rule]:
     """Of a role that may have pods and devices of its own: both fields are of those."""
-    is_apart = "has(self.colocateWith) && self.colocateWith == ''"
+    is_apart = f"has(self.placement) && self.placement == '{RolePlacement.OWN_DEVICES}'"
     return (
         Rule("replicas", f"has(self.replicas) == ({is_apart})", _OWN_WORDS % what),
         Rule("gpus", f"!has(self.gpus) || {is_apart}", _OWN_GPUS_WORDS % what),
@@ -186,6 +187,22 @@ class Interruption(StrEnum):
     RESUME = "Resume"  # partial tokens kept and continued
     RETRY = "Retry"  # start over
     WAIT = "Wait"  # let finish, in time
+
+
+class EngineType(StrEnum):
+    SGLANG = "SGLang"
+
+
+class RolloutEngine(Part):
+    """The server that generates, one in each pod of engines."""
+
+    type: EngineType = Field(default=EngineType.SGLANG, strict=False, description="Which server.")
+    args: list[Annotated[str, Field(max_length=256)]] = Field(
+        default_factory=list,
+        max_length=64,
+        description="Further flags of the server, one list item each word. Without --tp-size and --pp-size an "
+        "engine spans all devices of its pod by tensor parallelism. May change while the job is suspended.",
+    )
 
 
 class EngineMemory(StrEnum):
@@ -250,7 +267,7 @@ class Rollout(Part):
             _OFFLOAD,
             *_own("engine"),
             *fixed(
-                *("colocateWith", "replicas", "offload", "prompts"),
+                *("placement", "engine.type", "replicas", "offload", "prompts"),
                 *("maxPromptTokens", "maxResponseTokens"),
                 *("batchSize", "groupSize", "maxStaleness", "atMaxStaleness", "interruption", "filters"),
                 *("maxFilteredPerBatch", "minRolloutSeconds", "overlongPenalty"),
@@ -258,12 +275,12 @@ class Rollout(Part):
         )
     )
 
-    colocate_with: str = Field(
-        default=TRAINER,
-        max_length=ROLE_MAX,
-        description='Role whose devices the engines share, the trainer; offload says how. "" gives engines pods and '
-        "devices of their own: nothing is offloaded, rollout goes on beside training, and weights travel over a volume "
-        "that all of these pods share.",
+    placement: RolePlacement = Field(
+        default=RolePlacement.WITH_TRAINER,
+        strict=False,
+        description="WithTrainer: engines share the trainers' devices; offload says how. OwnDevices: they have pods "
+        "and devices of their own, nothing is offloaded, rollout goes on beside training, and weights travel over a "
+        "volume that all of these pods share.",
     )
     replicas: int | None = Field(
         default=None, ge=1, le=1024, description="Engine pods, where engines have devices of their own."
@@ -281,12 +298,7 @@ class Rollout(Part):
         "what stays. None ([]), and both stay on the devices: rollout goes on beside training, and weights are pushed "
         "under a short pause.",
     )
-    engine_args: list[Annotated[str, Field(max_length=256)]] = Field(
-        default_factory=list,
-        max_length=64,
-        description="Further flags of the SGLang server, one list item each word. Without --tp-size and --pp-size an "
-        "engine spans all devices of its pod by tensor parallelism. May change while the job is suspended.",
-    )
+    engine: RolloutEngine = Field(default_factory=RolloutEngine, description="The server that generates.")
     prompts: Prompts = Field(description="Source of prompts and rewards.")
     max_prompt_tokens: int = Field(default=1024, ge=1, le=10_000_000, description="Longer prompts are not used.")
     max_response_tokens: int = Field(
@@ -352,16 +364,9 @@ class Rollout(Part):
     )
 
     @property
-    def placement(self) -> Placement:
-        """Who computes when follows from it; nobody picks that by hand."""
-        if self.is_apart:
-            return Placement.DISAGGREGATED
-        return Placement.TIME_SLICED if self.offload else Placement.RESIDENT
-
-    @property
     def is_apart(self) -> bool:
         """Engines have pods and devices of their own."""
-        return self.colocate_with == ""
+        return self.placement is RolePlacement.OWN_DEVICES
 
     @property
     def concurrency(self) -> int:
@@ -375,13 +380,13 @@ class Rollout(Part):
 
     @model_validator(mode="after")
     def _cross_field_rules(self) -> Self:
-        for arg in self.engine_args:
+        for arg in self.engine.args:
             if arg.startswith("--") and any(flag.startswith(arg.split("=")[0]) for flag in OWNED_ENGINE_FLAGS):
                 raise ValueError(
-                    f"engineArgs has {arg}, which is or abbreviates a flag that the operator sets, that no switch "
+                    f"engine.args has {arg}, which is or abbreviates a flag that the operator sets, that no switch "
                     "survives or that is not supported yet: remove it"
                 )
-        for arg in self.engine_args:
+        for arg in self.engine.args:
             if arg.startswith("--") and " " in arg.split("=")[0]:
                 raise ValueError(_WORDS_SAID % arg)
         if len(set(self.offload)) != len(self.offload):
@@ -456,12 +461,12 @@ class Reference(Part):
 
     model_config = ConfigDict(json_schema_extra=rules(*_own("reference")))
 
-    colocate_with: str = Field(
-        default=TRAINER,
-        max_length=ROLE_MAX,
-        description="Role whose devices it shares, the trainer: the trainers keep a copy of it in host memory, and "
-        'each batch is scored before its step. "" gives it pods and devices of its own: what rollout has finished is '
-        "scored at once, batches are sealed with the scores, and no step waits for them.",
+    placement: RolePlacement = Field(
+        default=RolePlacement.WITH_TRAINER,
+        strict=False,
+        description="WithTrainer: the trainers keep a copy of it in host memory, and each batch is scored before its "
+        "step. OwnDevices: it has pods and devices of its own, what rollout has finished is scored at once, batches "
+        "are sealed with the scores, and no step waits for them.",
     )
     replicas: int | None = Field(
         default=None, ge=1, le=100, description="Reference pods, where it has devices of its own."
@@ -474,7 +479,7 @@ class Reference(Part):
     @property
     def is_apart(self) -> bool:
         """It has pods and devices of its own."""
-        return self.colocate_with == ""
+        return self.placement is RolePlacement.OWN_DEVICES
 
     @model_validator(mode="after")
     def _has_what_is_its_own(self) -> Self:
@@ -664,14 +669,14 @@ _TEN_YEARS_S = 315_360_000
 _ROOM_FLAGS = ("--mem-fraction-static", "--max-total-tokens")
 _ROOM_WORDS = (
     "with offload [] engine and trainer are on the GPUs together: add --mem-fraction-static and its value to "
-    "engineArgs, so that the engine leaves the trainer its memory"
+    "engine.args, so that the engine leaves the trainer its memory"
 )
 _ROOM = Rule(
-    field="rollout.engineArgs",
+    field="rollout.engine.args",
     rule="!has(self.gpus) || self.gpus.count == 0 || !has(self.rollout.offload) || size(self.rollout.offload) > 0 || "
-    "has(self.rollout.colocateWith) && self.rollout.colocateWith == '' || "
+    f"has(self.rollout.placement) && self.rollout.placement == '{RolePlacement.OWN_DEVICES}' || "
     f"has(self.mode) && self.mode != '{Mode.FULL}' || "
-    "has(self.rollout.engineArgs) && self.rollout.engineArgs.exists(a, "
+    "has(self.rollout.engine.args) && self.rollout.engine.args.exists(a, "
     + " || ".join(f"a.startsWith('{flag}')" for flag in _ROOM_FLAGS)
     + ")",
     message=_ROOM_WORDS,
@@ -686,7 +691,6 @@ class ColocatedRLJobSpec(Part):
             _ROOM,
             _RECORDED,
             _EVALUATED,
-            *(colocation.rule for colocation in COLOCATIONS),
             *fixed(
                 *("mode", "recorded", "model", "reference", "trainer", "storage", "managedBy"),
                 *(f"{gpus}.{field}" for gpus in ("gpus", "rollout.gpus?") for field in DEVICES),
@@ -694,7 +698,7 @@ class ColocatedRLJobSpec(Part):
             ),
             *fixed_while_running(
                 *(f"{gpus}.{field}" for gpus in ("gpus", "rollout.gpus?") for field in ("image", "resources")),
-                *("rollout.engineArgs", "rollout.resources", "weightSync.sizeLimit", "weightSync.verify"),
+                *("rollout.engine.args", "rollout.resources", "weightSync.sizeLimit", "weightSync.verify"),
                 *("checkpoint.everySteps", "checkpoint.keep", "switch", "podTemplates"),
             ),
         )
@@ -807,8 +811,10 @@ class ColocatedRLJobSpec(Part):
     def placement(self) -> Placement:
         """Who computes when."""
         match self.mode:
+            case Mode.FULL if self.rollout.is_apart:
+                return Placement.DISAGGREGATED
             case Mode.FULL:
-                return self.rollout.placement
+                return Placement.TIME_SLICED if self.rollout.offload else Placement.RESIDENT
             case Mode.ROLLOUT_ONLY:
                 return Placement.ROLLOUT_ONLY
             case Mode.TRAIN_ONLY:
@@ -846,18 +852,6 @@ class ColocatedRLJobSpec(Part):
         return ladder_for(self.placement, scores=self.reference is not None and not self.reference.is_apart)
 
     @model_validator(mode="after")
-    def _roles_share_devices_that_there_are(self) -> Self:
-        named = {"rollout": self.rollout.colocate_with}
-        if self.reference is not None:
-            named["reference"] = self.reference.colocate_with
-        for colocation in COLOCATIONS:
-            if colocation.role in named:
-                words = colocation.refusal(named[colocation.role], peers=named.get(colocation.peer))
-                if words is not None:
-                    raise ValueError(words)
-        return self
-
-    @model_validator(mode="after")
     def _one_side_alone(self) -> Self:
         if (self.recorded is not None) != (self.mode is Mode.TRAIN_ONLY):
             raise ValueError(_RECORDED_WORDS)
@@ -872,7 +866,7 @@ class ColocatedRLJobSpec(Part):
             self.gpus.count
             and self.mode is Mode.FULL
             and not (rollout.offload or rollout.is_apart)
-            and not any(arg.startswith(_ROOM_FLAGS) for arg in rollout.engine_args)
+            and not any(arg.startswith(_ROOM_FLAGS) for arg in rollout.engine.args)
         ):
             raise ValueError(_ROOM_WORDS)
         return self

@@ -9,7 +9,7 @@ from typing import Annotated
 from pydantic import ConfigDict, Field
 
 from colocated_rl_api.parts import Part
-from colocated_rl_api.rungs import Placement
+from colocated_rl_api.rungs import Placement, RolePlacement
 
 
 class Phase(StrEnum):
@@ -72,17 +72,10 @@ class RolloutStatus(StatusPart):
     samples: dict[str, int] = Field(default_factory=dict, max_length=16, description="Samples by state.")
 
 
-class ReferencePlacement(StrEnum):
-    """Where the reference is, and so what waits for it."""
-
-    WITH_TRAINER = "WithTrainer"  # each step waits for its batch to be scored, at rung Scored
-    OWN_DEVICES = "OwnDevices"  # what is finished is scored beside rollout; a batch is sealed with its scores
-
-
 class ReferenceStatus(StatusPart):
     """The frozen policy that KL is measured against."""
 
-    placement: ReferencePlacement = Field(
+    placement: RolePlacement = Field(
         description="WithTrainer: a step waits until its whole batch is scored (rung Scored). OwnDevices: samples are "
         "scored as they are finished, sealing a batch waits for its last one, and no step does."
     )
@@ -188,8 +181,7 @@ class ColocatedRLJobStatus(StatusPart):
     failures: FailuresStatus | None = Field(default=None, description="Absent while there were none.")
     placement: Placement | None = Field(
         default=None,
-        description="How engines and trainer share the GPUs, derived from mode, rollout.colocateWith and "
-        "rollout.offload.",
+        description="How engines and trainer share the GPUs, derived from mode, rollout.placement and rollout.offload.",
     )
     gpu_holder: Holder | None = Field(default=None, description="Who computes on the GPUs.")
     rung: str | None = Field(default=None, max_length=32, description="Rung of the slowest pod.")

@@ -63,3 +63,10 @@ class Placement(StrEnum):
     DISAGGREGATED = "Disaggregated"  # each has its own, in pods of its own; engines take new weights under a pause
     ROLLOUT_ONLY = "RolloutOnly"  # no trainers: engines serve the model as it is
     TRAIN_ONLY = "TrainOnly"  # no engines: trainers train recorded batches
+
+
+class RolePlacement(StrEnum):
+    """Whose devices a role computes on: `placement` of rollout and of the reference."""
+
+    WITH_TRAINER = "WithTrainer"  # in the trainers' pods, on their devices
+    OWN_DEVICES = "OwnDevices"  # in pods of its own

@@ -84,7 +84,7 @@ class ScoreRequest(Wire):
 
 
 class ExportRequest(Wire):
-    """Every rank is asked, local rank 0 writes; where pods share the directory (`rollout.colocateWith: ""`), rank 0."""
+    """Every rank is asked, local rank 0 writes; where pods share the directory (placement OwnDevices), rank 0."""
 
     version: Version
     directory: str  # made by the trainer; complete when `weights.MANIFEST` is there

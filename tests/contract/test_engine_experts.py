@@ -86,7 +86,7 @@ async def scene(tmp_path: Path) -> AsyncIterator[Scene]:
     for version in VERSIONS:
         write_engine_export(exports / str(version), version=version, seed=version.step, mixture=True)
     root.mkdir()
-    job = JobOnDisk.write(tmp_path, make_spec(maxResponseTokens=LIMIT, engineArgs=[FLAG]))
+    job = JobOnDisk.write(tmp_path, make_spec(maxResponseTokens=LIMIT, engine={"args": [FLAG]}))
     for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
         shutil.copyfile(exports / str(OLD) / name, tmp_path / "model" / name)
     gate = Gate()

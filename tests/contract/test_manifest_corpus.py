@@ -154,7 +154,7 @@ MAY_CHANGE_WHILE_SUSPENDED = {
     "replicas": 7,
     "gpus.image": "registry.example.com/rl/gpu:1.1",
     "gpus.resources.limits.memory": "96Gi",
-    "rollout.engineArgs": ["--mem-fraction-static", "0.7"],
+    "rollout.engine.args": ["--mem-fraction-static", "0.7"],
     "rollout.resources.limits.memory": "7Gi",
     "weightSync.sizeLimit": "7Gi",
     "weightSync.verify": "Version",
@@ -192,7 +192,7 @@ MAY_NOT_CHANGE = {
 }
 ONLY_ELSEWHERE = {
     "recorded",
-    "rollout.colocateWith",
+    "rollout.placement",
     "rollout.replicas",
     "rollout.gpus",
 }  # in another mode or placement
@@ -242,7 +242,7 @@ def field_of(path: str) -> str:
     first, _, rest = path.partition(".")
     if first == "rollout":
         return f"rollout.{field_of(rest)}"
-    return ".".join(path.split(".")[: 2 if first in ("gpus", "weightSync", "checkpoint") else 1])
+    return ".".join(path.split(".")[: 2 if first in ("gpus", "engine", "weightSync", "checkpoint") else 1])
 
 
 @pytest.mark.parametrize("path", MAY_NOT_CHANGE)
@@ -273,9 +273,9 @@ def test_a_job_keeps_its_engine_pods(api: ApiServer, path: str) -> None:
 
 
 def test_a_job_keeps_its_placement(api: ApiServer, stored_job: Document) -> None:
-    apart = changed(changed(stored_job, "rollout.colocateWith", ""), "rollout.replicas", 2)
+    apart = changed(changed(stored_job, "rollout.placement", "OwnDevices"), "rollout.replicas", 2)
     answer = api.request("PUT", f"{JOBS}/stored?{DRY_RUN}", apart)
-    assert {"spec.rollout.colocateWith", "spec.rollout.replicas"} == {*answer.fields}
+    assert {"spec.rollout.placement", "spec.rollout.replicas"} == {*answer.fields}
 
 
 @pytest.mark.parametrize("path", MAY_CHANGE)

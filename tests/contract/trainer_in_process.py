@@ -22,7 +22,7 @@ def only_rank(
     (folder / "checkpoints").mkdir(exist_ok=True)
     job = job_file(has_reference=has_reference)
     if is_apart:
-        job["spec"] = {**cast(dict[str, object], job["spec"]), "reference": {"colocateWith": "", "replicas": 1}}
+        job["spec"] = {**cast(dict[str, object], job["spec"]), "reference": {"placement": "OwnDevices", "replicas": 1}}
     (folder / "job.json").write_text(json.dumps(job))
     (folder / "trainer.json").write_text(json.dumps(config))
     return RankSettings(

@@ -647,7 +647,7 @@ async def small_group(
     volume: how its files are reached.
     """
     root = Path(tempfile.mkdtemp(prefix="g"))
-    rollout = {"colocateWith": "", "replicas": 1} | changes.pop("rollout", {})
+    rollout = {"placement": "OwnDevices", "replicas": 1} | changes.pop("rollout", {})
     job = _job(PATIENT_S, rollout=rollout, replicas=replicas, **changes)
     shared = volume(root / "weights" / "exports")
     try:

@@ -227,7 +227,7 @@ async def test_switch_that_is_given_up_opens_the_gate_on_the_weights_that_are_th
 
 async def test_memory_of_devices_is_nobodys_business_where_nothing_is_released(net: Network, tmp_path: Any) -> None:
     """Engine and trainer hold their memory together; nothing is measured against what a release had freed."""
-    rollout = {"offload": [], "engineArgs": ["--mem-fraction-static", "0.4"]}
+    rollout = {"offload": [], "engine": {"args": ["--mem-fraction-static", "0.4"]}}
     async with pod(net, make_job(rollout=rollout, gpus={"count": 1}), device=Device(tmp_path)) as it:
         group = Group([it])
         await group.climb(V0)

@@ -302,7 +302,7 @@ async def test_a_job_is_suspended_and_resumed_by_kubectl(world: World, kubectl: 
 
 MORE_MEMORY = {
     "gpus": {"resources": {"limits": {"memory": "48Gi"}}},
-    "rollout": {"engineArgs": ["--mem-fraction-static=0.5"]},
+    "rollout": {"engine": {"args": ["--mem-fraction-static=0.5"]}},
     "checkpoint": {"everySteps": 1},
     "weightSync": {"sizeLimit": "3Gi"},
 }
@@ -327,7 +327,7 @@ async def test_an_out_of_memory_is_answered_by_suspend_edit_and_resume(world: Wo
     async with world.operator():
         await world.until(lambda: world.status.get("step") == 1 and world.status["phase"] == "Rollout")
         said = await refusal(MORE_MEMORY)
-        for field in ("gpus.resources", "rollout.engineArgs", "checkpoint.everySteps", "weightSync.sizeLimit"):
+        for field in ("gpus.resources", "rollout.engine.args", "checkpoint.everySteps", "weightSync.sizeLimit"):
             assert f"{field} can't change while the job runs: set suspend to true, change it" in said
         await edit({"suspend": True})
         await seen_by_kubectl(world, kubectl, "Suspended")
@@ -344,7 +344,7 @@ async def test_an_out_of_memory_is_answered_by_suspend_edit_and_resume(world: Wo
     assert "3Gi" == weights["emptyDir"]["sizeLimit"]
     config = await world.api.call("GET", f"/api/v1/namespaces/{NAMESPACE}/configmaps/{config_name(world)}")
     read = json.loads(config["data"][names.JOB_FILE.rpartition("/")[2]])["spec"]
-    assert (["--mem-fraction-static=0.5"], 1) == (read["rollout"]["engineArgs"], read["checkpoint"]["everySteps"])
+    assert (["--mem-fraction-static=0.5"], 1) == (read["rollout"]["engine"]["args"], read["checkpoint"]["everySteps"])
     assert {1: [1], 2: [1, 2, 3]} == world.group.trained_in
 
 

@@ -10,7 +10,7 @@ from builders import RESIDENT_ROLLOUT
 from colocated_rl_api.member_wire import RolloutTarget
 from fakes.world import World, change, condition, stay_in_rollout
 
-REFERENCE: dict[str, Any] = {"reference": {"colocateWith": "", "replicas": 2}}
+REFERENCE: dict[str, Any] = {"reference": {"placement": "OwnDevices", "replicas": 2}}
 apart = pytest.mark.parametrize("world", [REFERENCE], indirect=True, ids=["time-sliced"])
 
 

@@ -99,7 +99,7 @@ class Scene:
 
 @pytest.fixture
 async def scene(tmp_path: Path) -> AsyncIterator[Scene]:
-    spec = make_spec(maxResponseTokens=LIMIT, engineArgs=["--enable-return-routed-experts"])
+    spec = make_spec(maxResponseTokens=LIMIT, engine={"args": ["--enable-return-routed-experts"]})
     job = JobOnDisk.write(tmp_path, spec)
     write_export(tmp_path / "export", version="0-1", weight=0.0)
     async with AsyncExitStack() as stack:

@@ -498,7 +498,7 @@ def test_pod_without_devices_has_one_rank(tmp_path: Path) -> None:
 def test_pods_with_one_side_have_its_devices_and_rank_0_alone_tends_the_exports(
     tmp_path: Path, role: str, replica: int, gpus: int, ranks: list[int], tends: bool, reads: bool
 ) -> None:
-    write_job(tmp_path, gpus={"count": 2}, rollout={"colocateWith": "", "replicas": 2, "gpus": {"count": 4}})
+    write_job(tmp_path, gpus={"count": 2}, rollout={"placement": "OwnDevices", "replicas": 2, "gpus": {"count": 4}})
     here = {names.ENV_ROLE: role, names.ENV_REPLICA: str(replica)}
     settings = read_settings(["--root", str(tmp_path)], ENVIRONMENT | here)
     assert (gpus, ranks) == (settings.gpus, list(settings.ranks))
@@ -511,7 +511,7 @@ def test_trainers_that_nobody_reads_from_tend_the_exports_of_their_own_pod(tmp_p
         tmp_path,
         mode="TrainOnly",
         recorded={"claimName": "recording"},
-        rollout={"colocateWith": "", "replicas": 1},
+        rollout={"placement": "OwnDevices", "replicas": 1},
     )
     settings = read_settings(["--root", str(tmp_path)], ENVIRONMENT | {names.ENV_ROLE: names.ROLE_TRAINER})
     assert (True, False) == (settings.tends_exports, settings.has_engine)

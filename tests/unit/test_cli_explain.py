@@ -108,7 +108,7 @@ def test_a_job_in_rollout_waits_for_its_batch() -> None:
     assert {"sums-gpu-0-0": "Serving", "sums-gpu-1-0": "Serving"} == found.rungs
 
 
-APART: Body = {"reference": {"colocateWith": "", "replicas": 1}}
+APART: Body = {"reference": {"placement": "OwnDevices", "replicas": 1}}
 READY = {"conditions": [{"type": "Ready", "status": "True"}]}
 
 

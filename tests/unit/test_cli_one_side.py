@@ -58,7 +58,7 @@ def test_a_training_job_trains_what_the_first_has_kept(keeps: dict[str, Any]) ->
 
 def test_scores_of_a_reference_with_devices_of_its_own_come_with_the_recording() -> None:
     """So the job that records has its pods, and the one that trains neither them nor a rung for it."""
-    first = job(step=4, reference={"colocateWith": "", "replicas": 2}, storage={"keepBatches": True})
+    first = job(step=4, reference={"placement": "OwnDevices", "replicas": 2}, storage={"keepBatches": True})
     recording = made(one_side.rollout_only(first, name=None, steps=None)).spec
     training = made(one_side.train_only(first, name=None, steps=None, recorded=None)).spec
     assert recording.reference == training.reference == ColocatedRLJob.read({**first, "status": None}).spec.reference

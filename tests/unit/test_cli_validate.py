@@ -85,7 +85,7 @@ def test_a_typo_is_told_with_the_name_that_was_meant() -> None:
         ("steps: 3", 'steps: "3"', "should be a whole number, not '3': write it without quotes"),
         ("steps: 3", "steps: three", "should be a whole number, not 'three'"),
         ("steps: 3", "steps: 3\n  suspend: 1", "should be true or false, not 1"),
-        ("batchSize: 8", "batchSize: 8\n    engineArgs: --tp-size=8", "should be a list, not '--tp-size=8'"),
+        ("batchSize: 8", "batchSize: 8\n    engine: {args: --tp-size=8}", "should be a list, not '--tp-size=8'"),
         ("{name: chain_sum}", "chain_sum", "not 'chain_sum'"),
         ("name: sums", "name: My_Sums", "My_Sums must be at most 40 of"),
     ],
@@ -286,12 +286,10 @@ def test_a_job_without_gpus_has_the_engines_flags_for_a_cpu() -> None:
     """Its engine looked for a GPU, and ended. These are the demo's, of which it has more to be small."""
     written = yaml.safe_load(manifest(Wishes(name="sums", model="m", task="chain_sum", gpus=0)))
     demo = yaml.safe_load((CHECKOUT.root / "examples/arithmetic/job.yaml").read_text())
-    flags = written["spec"]["rollout"]["engineArgs"]
+    flags = written["spec"]["rollout"]["engine"]["args"]
     assert "--device=cpu" in flags
-    assert set(flags) <= set(demo["spec"]["rollout"]["engineArgs"])
-    assert (
-        "engineArgs" not in yaml.safe_load(manifest(Wishes(name="s", model="m", task="chain_sum")))["spec"]["rollout"]
-    )
+    assert set(flags) <= set(demo["spec"]["rollout"]["engine"]["args"])
+    assert "engine" not in yaml.safe_load(manifest(Wishes(name="s", model="m", task="chain_sum")))["spec"]["rollout"]
 
 
 def test_prompts_of_ones_own_are_a_file_and_a_reward() -> None:

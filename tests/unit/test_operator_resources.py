@@ -59,7 +59,7 @@ def test_every_container_requests_the_memory_that_it_may_take(seat: str) -> None
     """Agents asked for 512Mi and were allowed 2Gi: under pressure a node evicts first who is over its request."""
     limits = {"resources": {"limits": {"memory": "9Gi"}}}
     rollout = OWN_ROLLOUT | limits | {"prompts": OWN_ROLLOUT["prompts"] | limits, "gpus": {"count": 2} | limits}
-    reference = {"colocateWith": "", "replicas": 1, "gpus": {"count": 1} | limits}
+    reference = {"placement": "OwnDevices", "replicas": 1, "gpus": {"count": 1} | limits}
     body = pod(seat, gpus={"count": 2} | limits, rollout=rollout, reference=reference)
     for each in containers(body):
         asked, most = each["resources"]["requests"], each["resources"]["limits"]

@@ -1,4 +1,4 @@
-"""Plan and status of a job whose engines have pods and devices of their own (`rollout.colocateWith: ""`)."""
+"""Plan and status of a job whose engines have pods and devices of their own (`rollout.placement: OwnDevices`)."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_one_side_alone_has_pods_of_that_side(mode: str, seats: tuple[str, ...])
 @pytest.mark.parametrize(
     ("rollout", "words"),
     [
-        ({"colocateWith": ""}, "replicas is the number of engine pods with devices of their own"),
+        ({"placement": "OwnDevices"}, "replicas is the number of engine pods with devices of their own"),
         ({"replicas": 2}, "replicas is the number of engine pods with devices of their own"),
         ({"gpus": {"count": 1}}, "gpus are the devices of engine pods of their own"),
     ],

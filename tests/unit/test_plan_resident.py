@@ -73,8 +73,8 @@ def test_builders_stand_where_they_say(rung: Rung) -> None:
 
 
 def test_placement_follows_from_what_engines_offload() -> None:
-    assert (Placement.TIME_SLICED, TIME_SLICED) == (make_job().spec.rollout.placement, make_job().ladder)
-    assert (Placement.RESIDENT, RESIDENT) == (make_resident_job().spec.rollout.placement, make_resident_job().ladder)
+    assert (Placement.TIME_SLICED, TIME_SLICED) == (make_job().spec.placement, make_job().ladder)
+    assert (Placement.RESIDENT, RESIDENT) == (make_resident_job().spec.placement, make_resident_job().ladder)
 
 
 def test_nothing_is_released_on_the_resident_ladder_and_nothing_can_be_said_of_it() -> None:

@@ -184,16 +184,16 @@ def _file(folder: Path, config: object) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("mode", "colocate_with", "writers"),
-    [("Full", "trainer", [0, 2]), ("Full", "", [0]), ("TrainOnly", "", [0, 2])],
+    ("mode", "placement", "writers"),
+    [("Full", "WithTrainer", [0, 2]), ("Full", "OwnDevices", [0]), ("TrainOnly", "OwnDevices", [0, 2])],
 )
 def test_one_rank_of_each_pod_writes_weights_and_rank_0_alone_where_pods_share_a_volume(
-    tmp_path: Path, mode: str, colocate_with: str, writers: list[int]
+    tmp_path: Path, mode: str, placement: str, writers: list[int]
 ) -> None:
     job: Any = job_file()
     job["spec"]["mode"] = mode
-    job["spec"]["rollout"]["colocateWith"] = colocate_with
-    if colocate_with == "":
+    job["spec"]["rollout"]["placement"] = placement
+    if placement == "OwnDevices":
         job["spec"]["rollout"]["replicas"] = 1
     if mode == "TrainOnly":
         job["spec"]["recorded"] = {"claimName": "recording"}

@@ -29,12 +29,11 @@ from colocated_rl_api.job_status import (
     Holder,
     Phase,
     PodOutOfLine,
-    ReferencePlacement,
     ReferenceStatus,
     RolloutStatus,
 )
 from colocated_rl_api.ladder import Ladder
-from colocated_rl_api.rungs import Placement, Rung, WeightVersion
+from colocated_rl_api.rungs import Placement, RolePlacement, Rung, WeightVersion
 from colocated_rl_api.seats import role_of
 from colocated_rl_api.weights import finished_model
 from colocated_rl_operator.planner.observation import (
@@ -82,9 +81,9 @@ SHARING: dict[Placement, tuple[Reason, str]] = {
 }
 
 
-SCORING: dict[ReferencePlacement, str] = {
-    ReferencePlacement.WITH_TRAINER: "; the reference scores each batch on the trainers' GPUs before its step",
-    ReferencePlacement.OWN_DEVICES: "; the reference has GPUs of its own: it scores what rollout has finished, and a "
+SCORING: dict[RolePlacement, str] = {
+    RolePlacement.WITH_TRAINER: "; the reference scores each batch on the trainers' GPUs before its step",
+    RolePlacement.OWN_DEVICES: "; the reference has GPUs of its own: it scores what rollout has finished, and a "
     "batch is sealed with its scores",
 }
 
@@ -508,12 +507,12 @@ def _reference(seen: Observation) -> ReferenceStatus | None:
     """Return the reference's status; None without one, or if it scores nothing: no training, or no rollout."""
     job, facts = seen.job, seen.rollout_facts
     if job.ladder.scores:
-        return ReferenceStatus(placement=ReferencePlacement.WITH_TRAINER)
+        return ReferenceStatus(placement=RolePlacement.WITH_TRAINER)
     if not job.reference_seats:
         return None
     answering = sum(member.answers for member in seen.reference_members)
     return ReferenceStatus(
-        placement=ReferencePlacement.OWN_DEVICES,
+        placement=RolePlacement.OWN_DEVICES,
         ready=f"{answering}/{len(job.reference_seats)}",
         unscored=facts.unscored if facts else None,
     )

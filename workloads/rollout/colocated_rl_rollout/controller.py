@@ -151,7 +151,7 @@ class Controller:
             longest=spec.rollout.max_prompt_tokens + spec.rollout.max_response_tokens,
             temperature=spec.rollout.sampling.temperature,
             created=int(job.created.timestamp()),
-            says_experts=SAYS_EXPERTS in spec.rollout.engine_args,
+            says_experts=SAYS_EXPERTS in spec.rollout.engine.args,
         )
         self._reference: ReferencePods | None = None
         if spec.seals_with_scores and settings.recording is None:

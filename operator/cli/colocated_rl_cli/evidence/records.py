@@ -15,7 +15,7 @@ import pydantic
 
 from colocated_rl_api.job import ColocatedRLJobSpec
 from colocated_rl_api.ladder import TIME_SLICED, Ladder, ladder_for
-from colocated_rl_api.rungs import Placement
+from colocated_rl_api.rungs import Placement, RolePlacement
 
 
 def ladder_of(job: Mapping[str, Any]) -> Ladder:
@@ -23,7 +23,7 @@ def ladder_of(job: Mapping[str, Any]) -> Ladder:
     placement = job.get("status", {}).get("placement")
     if placement in set(Placement):
         reference = job.get("spec", {}).get("reference")
-        is_trainers = reference is not None and reference.get("colocateWith") != ""
+        is_trainers = reference is not None and reference.get("placement") != RolePlacement.OWN_DEVICES
         return ladder_for(Placement(placement), scores=is_trainers)
     try:
         return ColocatedRLJobSpec.model_validate(job.get("spec")).ladder

@@ -15,7 +15,7 @@ import pydantic
 from colocated_rl_api import names
 from colocated_rl_api.facts import PodFacts, Problem, RolloutFacts
 from colocated_rl_api.job_status import ColocatedRLJobStatus, ConditionStatus, FailuresStatus, Phase
-from colocated_rl_api.rungs import Rung
+from colocated_rl_api.rungs import RolePlacement, Rung
 from colocated_rl_api.seats import seats_for
 from colocated_rl_cli.base.errors import CliError
 from colocated_rl_cli.evidence.evidence import (
@@ -176,7 +176,7 @@ def _of_pods(seen: Evidence, status: ColocatedRLJobStatus) -> Iterator[Finding]:
 def _seats(spec: Object) -> tuple[str, ...]:
     """Return the seats of a spec, even if another version's fields make it unreadable."""
     rollout, reference = spec.get("rollout", {}), spec.get("reference") or {}
-    engines = rollout.get("replicas", 0) if rollout.get("colocateWith") == "" else None
+    engines = rollout.get("replicas", 0) if rollout.get("placement") == RolePlacement.OWN_DEVICES else None
     sizes = {"replicas": spec.get("replicas", 1), "engines": engines, "references": reference.get("replicas", 0)}
     return seats_for(spec.get("mode", ""), **sizes).all
 

@@ -61,7 +61,7 @@ class Fault:
     """One thing that the API server would refuse."""
 
     place: Position
-    field: str  # as the server writes it: spec.rollout.engineArgs[1]; "" for the whole document
+    field: str  # as the server writes it: spec.rollout.engine.args[1]; "" for the whole document
     message: str
 
 
@@ -191,7 +191,7 @@ def _model_at(path: Path) -> Model | None:
 
 
 def spelled(path: Path) -> str:
-    """Return a path as the API server writes it: `spec.rollout.engineArgs[1]`."""
+    """Return a path as the API server writes it: `spec.rollout.engine.args[1]`."""
     text = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path)
     return text.removeprefix(".")
 

@@ -78,7 +78,7 @@ def _document(wishes: Wishes) -> dict[str, Any]:
             "model": _at_claim(wishes.model),
             "gpus": gpus,
             "rollout": {
-                **({} if wishes.gpus else {"engineArgs": list(ENGINE_ON_CPU)}),
+                **({} if wishes.gpus else {"engine": {"args": list(ENGINE_ON_CPU)}}),
                 "prompts": _prompts(wishes),
                 "maxPromptTokens": 1024,
                 "maxResponseTokens": 1024,

@@ -60,7 +60,7 @@ def engine_command(
 ) -> EngineCommand:
     """Return the command of an engine.
 
-    `config`: written by `engine_config`. `extra`: spec.rollout.engineArgs, which may not set any flag set here.
+    `config`: written by `engine_config`. `extra`: spec.rollout.engine.args, which may not set any flag set here.
     `saved_tags`: device memory that the engine will release and resume; other memory avoids the cost of that.
     `pool_tokens`: KV pool of the pod's first engine, for its replacements: budgets were checked with that one, and a
     replacement starts beside the trainer's remaining memory on the device.
@@ -259,7 +259,7 @@ class SGLang:
             (info.dp_size != 1, "--dp-size must be 1: use more replicas instead"),
             (
                 gpus > 0 and spanned != gpus,
-                f"it spans {spanned} of the pod's {gpus} devices: leave --tp-size and --pp-size out of engineArgs, or "
+                f"it spans {spanned} of the pod's {gpus} devices: leave --tp-size and --pp-size out of engine.args, or "
                 "let their product be gpus.count; for smaller engines use more replicas with fewer devices",
             ),
             (info.tokenizer_worker_num != 1, "--tokenizer-worker-num must be 1: a pause would return early"),

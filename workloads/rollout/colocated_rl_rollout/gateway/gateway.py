@@ -251,7 +251,7 @@ class Gateway:
             )
             raise RequestRefused(400, message, param="temperature", code="unsupported_value")
         if asking.experts and not self._says_experts:
-            message = f"return_routed_experts: the job's engines don't say them without {SAYS_EXPERTS} in engineArgs"
+            message = f"return_routed_experts: the job's engines don't say them without {SAYS_EXPERTS} in engine.args"
             raise RequestRefused(400, message, param="return_routed_experts", code="unsupported_value")
         reply = CompletionReply(form, asking, self._model, int(time.time()), uuid.uuid4().hex)
         engine = place.parent.engine if place and place.parent else None

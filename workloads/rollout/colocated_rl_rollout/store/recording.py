@@ -66,7 +66,7 @@ def take_batch(
     if needs_scores and not header.has_reference:
         raise RecordingUnusable(
             f"batch {step} in {recording} was sealed without the scores of a reference: let trainers score it "
-            "(spec.reference.colocateWith: trainer)"
+            "(spec.reference.placement: WithTrainer)"
         )
     if header.shards == shards:
         bodies = [shard_path(recording, step, shard).read_bytes() for shard in range(shards)]

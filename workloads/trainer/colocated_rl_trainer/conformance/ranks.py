@@ -293,7 +293,7 @@ def job_file(*, keep: int = 2, has_reference: bool = False, is_apart: bool = Fal
         "spec": {
             "steps": 10,
             "model": {"claimName": "model"},
-            "rollout": {**rollout, "colocateWith": "", "replicas": 1} if is_apart else rollout,
+            "rollout": {**rollout, "placement": "OwnDevices", "replicas": 1} if is_apart else rollout,
             "switch": {"trainerStartSeconds": 100, "trainerProgressSeconds": 60},
             "checkpoint": {"keep": keep},
             **({"reference": {}} if has_reference else {}),
