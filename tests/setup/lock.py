@@ -4,7 +4,9 @@ One resolution of everything together, into `tests/requirements.txt`; each part'
 no library has two versions in the project. What only tests compare with is beside it, under the same pins; what asks
 for other versions, and runs in processes of its own, is resolved alone. Pins that satisfy what is asked stay: to move
 one, remove its line first.
-No file names an index: whoever installs decides where packages come from.
+No file names an index: whoever installs decides where packages come from. Each pin has the hashes of its project's
+files, so that they are those wherever they come from. `workloads/gpu/engine.txt` and
+`tests/trained_model/requirements.txt`, of one pin each, are written by hand.
 """
 
 from collections.abc import Sequence
@@ -25,7 +27,10 @@ SELECTIONS = {
     "tests/website/requirements.txt": ("tests/website/requirements.in",),
     "workloads/gpu/requirements.txt": ("workloads/gpu/requirements.in", "workloads/trainer/pyproject.toml"),
 }
-ALONE = {"tests/frameworks/requirements.txt": ("tests/frameworks/requirements.in",)}
+ALONE = {
+    "tests/frameworks/requirements.txt": ("tests/frameworks/requirements.in",),
+    "tests/fuzz/requirements.txt": ("tests/fuzz/requirements.in",),
+}
 
 
 # what the vendor's image of the engine brings: a list to compare with, that nothing here installs
@@ -48,7 +53,7 @@ def _compile(layout: Layout, session: Session, words: Sequence[str], *, into: st
     session.run(
         "lock",
         [
-            *(layout.uv, "pip", "compile", "--quiet", "--universal", "--python-version", PYTHON),
+            *(layout.uv, "pip", "compile", "--quiet", "--universal", "--python-version", PYTHON, "--generate-hashes"),
             *(["--all-extras"] if any(word.endswith("pyproject.toml") for word in words) else []),
             *(
                 "--no-header",

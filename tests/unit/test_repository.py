@@ -27,10 +27,16 @@ def output_of(program: str, *, cwd: Path = ROOT) -> str:
 
 
 def pins(path: Path) -> Iterator[tuple[str, str]]:
-    for line in path.read_text().splitlines():
-        requirement = line.split("#")[0].strip()
-        if requirement:
-            yield requirement.partition("==")[0], requirement
+    """Yield name and requirement, without its hashes."""
+    for requirement, _ in hashed_pins(path):
+        yield requirement.partition("==")[0], requirement
+
+
+def hashed_pins(path: Path) -> Iterator[tuple[str, list[str]]]:
+    text = re.sub(r"#.*", "", path.read_text()).replace("\\\n", " ")
+    for line in filter(None, map(str.strip, text.splitlines())):
+        requirement, *hashes = map(str.strip, line.split("--hash="))
+        yield requirement, hashes
 
 
 @pytest.mark.parametrize("place", [ROOT, ROOT / "operator"], ids=["root", "operator"])
@@ -106,6 +112,14 @@ def test_trainer_helper_is_imported_without_any_library_of_tensors() -> None:
 
 
 @pytest.mark.parametrize("path", [*REQUIREMENTS, ENGINE], ids=lambda path: str(path.relative_to(ROOT)))
+def test_each_pin_has_the_hashes_of_its_files(path: Path) -> None:
+    found = list(hashed_pins(path))
+    assert found
+    assert [] == [pin for pin, hashes in found if not hashes]
+    assert [] == [one for _, hashes in found for one in hashes if not re.fullmatch(r"sha256:[0-9a-f]{64}", one)]
+
+
+@pytest.mark.parametrize("path", [*REQUIREMENTS, ENGINE], ids=lambda path: str(path.relative_to(ROOT)))
 def test_requirement_files_pin_everything_and_name_no_index(path: Path) -> None:
     unpinned = [requirement for name, requirement in pins(path) if "==" not in requirement or name.startswith("-")]
     assert [] == unpinned
@@ -115,7 +129,7 @@ def test_no_library_has_two_versions_in_the_project() -> None:
     everything = {requirement.partition(" ;")[0] for _, requirement in pins(ROOT / "tests/requirements.txt")}
     ours = {pin.partition("==")[0] for pin in everything}
     besides = {
-        ROOT / f"tests/{name}/requirements.txt" for name in ("peers", "website", "trained_model")
+        ROOT / f"tests/{name}/requirements.txt" for name in ("peers", "website", "trained_model", "fuzz")
     }  # what only they have is no part of it
     alone = ROOT / "tests/frameworks/requirements.txt"  # asks for other versions, and is in no process of ours
     others = {
