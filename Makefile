@@ -85,6 +85,11 @@ test-images: ## operator, agent and rollout built by podman, and started; needs 
 explore: setup-dev ## every state of a job within BOUNDS="--pods 3 --deaths 1 --of agent", and its number; no part of test
 	@PYTHONPATH=tests python -m fakes.explore $(BOUNDS)
 
+.PHONY: fuzz
+fuzz: setup-dev ## strangers' bytes against every parser, an hour of all targets; FUZZ_S=60, TARGETS="journal target"; no part of test
+	@cd tests && VIRTUAL_ENV='$(CURDIR)/.build/env/dev' $(CURDIR)/.build/tools/bin/uv run --quiet --no-project --active \
+	  --with-requirements fuzz/requirements.txt python -m fuzz --seconds $(or $(FUZZ_S),3600) $(TARGETS)
+
 .PHONY: lint
 lint: ## form, likely bugs, who imports whom, shell scripts, Go
 	@$(SETUP) --only dev --only cluster --then all lint-layer --then all vet-layer

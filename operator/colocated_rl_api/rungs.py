@@ -7,6 +7,8 @@ from enum import StrEnum
 from functools import lru_cache
 from typing import NamedTuple, Never, NoReturn
 
+_VERSION = re.compile(r"(0|[1-9][0-9]{0,8})-(0|[1-9][0-9]{0,8})")  # one spelling for each: it names a directory too
+
 
 class WeightVersion(NamedTuple):
     """Name of one set of weights: the optimizer step that made it, in the lineage that made it.
@@ -25,7 +27,7 @@ class WeightVersion(NamedTuple):
     @lru_cache(maxsize=64)  # each of a thousand pods says the same few
     def parse(cls, text: str) -> WeightVersion:
         """Inverse of str(). Raises ValueError for anything else, the engine's own "default" included (H22)."""
-        match = re.fullmatch(r"(\d{1,9})-(\d{1,9})", text)
+        match = _VERSION.fullmatch(text)
         if match is None:
             raise ValueError(f"weight version {text!r} is not STEP-LINEAGE: was the engine updated without a version?")
         return cls(int(match[1]), int(match[2]))

@@ -11,9 +11,14 @@ from colocated_rl_api.rungs import WeightVersion
 
 
 class Wire(BaseModel):
-    """Base of every message: camelCase on the wire, immutable, unknown fields ignored so that versions can meet."""
+    """Base of every message: camelCase on the wire, immutable, unknown fields ignored so that versions can meet.
 
-    model_config = ConfigDict(alias_generator=to_camel, validate_by_name=True, frozen=True, extra="ignore")
+    Every number is finite: JSON has no other, so that one could be received and never be sent on.
+    """
+
+    model_config = ConfigDict(
+        alias_generator=to_camel, validate_by_name=True, frozen=True, extra="ignore", allow_inf_nan=False
+    )
 
 
 def _read_version(value: object) -> WeightVersion:

@@ -22,6 +22,8 @@ from colocated_rl_trainer.grpo.batch import (
     deal_minibatches,
     micro_batches,
 )
+from fuzz.batch import batch_shard
+from fuzz.targets import corpus
 
 SAMPLES = [
     Example(prompt=[1, 2, 3], response=[4, 5], logp=[-0.1, -0.2], reward=1.0, group=7, token_step=2),
@@ -247,3 +249,8 @@ def test_only_the_positions_that_predict_a_trained_token_are_kept(tmp_path: Path
     (batch,) = micro_batches(shard, Minibatch(frozenset({7}), 3, True, 1), tokens=1000)
 
     assert [2, 49, 50] == batch.positions.tolist()
+
+
+@pytest.mark.parametrize("file", list(corpus("batch_shard")), ids=lambda file: str(file.name))
+def test_no_file_of_the_fuzzers_corpus_does_what_must_not_happen(file: Path) -> None:
+    batch_shard(file.read_bytes())

@@ -218,8 +218,17 @@ async def controller(tmp_path: Path) -> AsyncIterator[Controller]:
         await serving.end(runner)
 
 
-async def fetch(controller: Controller, directory: Path) -> Path:
-    return await fetch_shard(controller.client, controller.endpoint, directory, step=4, rank=1, deadline_s=60)
+async def fetch(controller: Controller, directory: Path, **options: int) -> Path:
+    return await fetch_shard(
+        controller.client, controller.endpoint, directory, step=4, rank=1, deadline_s=60, **options
+    )
+
+
+async def test_shard_that_is_too_large_is_read_no_further(controller: Controller, tmp_path: Path) -> None:
+    size = len(controller.data)
+    await fetch(controller, tmp_path, most_bytes=size)
+    with pytest.raises(ShardUnavailable, match=f"larger than {size - 1} bytes"):
+        await fetch(controller, tmp_path, most_bytes=size - 1)
 
 
 async def test_shard_is_written_whole(controller: Controller, tmp_path: Path) -> None:

@@ -241,7 +241,7 @@ class Kube:
             raise _translate(verb, path, code, content)
         try:
             answer_body: Body = json.loads(content)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ApiUnreachable(f"{what}: {code}, and no JSON: something in between answered") from error
         return answer_body
 
@@ -255,7 +255,7 @@ def _translate(verb: str, path: str, code: int, content: bytearray) -> ApiError:
         status = json.loads(content)
         words, is_named = str(status["message"]), "name" in (status.get("details") or {})
         exists = status.get("reason") == "AlreadyExists"
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         words, is_named, exists = content[:200].decode("utf-8", "replace"), False, False
     message = f"{verb} {path}: {code} {words}"
     match code:

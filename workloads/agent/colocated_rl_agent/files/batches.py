@@ -66,7 +66,14 @@ def scores_path(directory: Path, *, step: int, rank: int) -> Path:
 
 
 async def fetch_shard(
-    client: DataClient, endpoint: Endpoint, directory: Path, *, step: int, rank: int, deadline_s: float
+    client: DataClient,
+    endpoint: Endpoint,
+    directory: Path,
+    *,
+    step: int,
+    rank: int,
+    deadline_s: float,
+    most_bytes: int = MAX_SHARD_BYTES,
 ) -> Path:
     """Fetch one rank's shard of the batch and return its path; the file is whole then. Raises ShardUnavailable."""
     path = shard_path(directory, step=step, rank=rank)
@@ -85,8 +92,8 @@ async def fetch_shard(
             with draft.open("wb") as stream:
                 async for piece in answer.content.iter_chunked(PIECE_BYTES):
                     size += len(piece)
-                    if size > MAX_SHARD_BYTES:
-                        raise ShardUnavailable(f"{what}: larger than {MAX_SHARD_BYTES} bytes")
+                    if size > most_bytes:
+                        raise ShardUnavailable(f"{what}: larger than {most_bytes} bytes")
                     digest.update(piece)
                     await asyncio.to_thread(stream.write, piece)  # gigabytes: a slow disk blocks its writer
     except (aiohttp.ClientError, TimeoutError, OSError) as error:

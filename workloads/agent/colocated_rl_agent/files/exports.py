@@ -174,13 +174,15 @@ def _tensor_digests(path: Path, *, beat: Beat) -> dict[str, TensorDigest]:
     found: dict[str, TensorDigest] = {}
     with path.open("rb") as stream:
         header = _header(stream, path)
-        start = stream.tell()
+        start, size = stream.tell(), os.fstat(stream.fileno()).st_size
         for name, entry in header.items():
             try:
                 begin, end = map(int, entry["data_offsets"])
                 dtype = str(entry["dtype"])
-            except (ValueError, KeyError, TypeError) as error:
+            except (ValueError, KeyError, TypeError, OverflowError) as error:
                 raise ExportTorn(f"{path} is not a safetensors file: {error!r} of tensor {name}") from error
+            if not 0 <= begin <= end <= size - start:
+                raise ExportTorn(f"{path} is not a safetensors file: tensor {name} is not within it")
             stream.seek(start + begin)
             digest = xxhash.xxh3_128()
             _feed(digest, stream, end - begin, beat)
@@ -241,10 +243,17 @@ def _version_in(name: str) -> WeightVersion | None:
 
 def _manifest(directory: Path) -> Manifest:
     try:
-        with (directory / MANIFEST).open("rb") as stream:
-            return Manifest.model_validate_json(stream.read(MAX_MANIFEST_BYTES))
+        return Manifest.model_validate_json(_read(directory / MANIFEST))
     except (OSError, ValidationError) as error:
         raise ExportTorn(f"{directory / MANIFEST} can't be read: {error}") from error
+
+
+def _read(path: Path) -> bytes:
+    """Return a manifest or an index. Raises ExportTorn for one that is too long, OSError."""
+    with path.open("rb") as stream:
+        if os.fstat(stream.fileno()).st_size > MAX_MANIFEST_BYTES:
+            raise ExportTorn(f"{path} is longer than {MAX_MANIFEST_BYTES} bytes")
+        return stream.read(MAX_MANIFEST_BYTES)
 
 
 def _require_that_index_names(directory: Path, files: set[str]) -> None:
@@ -253,8 +262,7 @@ def _require_that_index_names(directory: Path, files: set[str]) -> None:
     if not index.exists():
         return
     try:
-        with index.open("rb") as stream:
-            named = set(json.loads(stream.read(MAX_MANIFEST_BYTES))["weight_map"].values())
+        named = set(json.loads(_read(index))["weight_map"].values())
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ExportTorn(f"{index} can't be read: {error!r}") from error
     if named != files:

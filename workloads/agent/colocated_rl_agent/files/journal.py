@@ -17,11 +17,11 @@ import logging
 import os
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, TypeAdapter, model_validator
 
-from colocated_rl_agent.planner.views import EngineView
+from colocated_rl_agent.planner.views import TAGS, EngineView
 from colocated_rl_api.durable import sync
 from colocated_rl_api.facts import TagState
 from colocated_rl_api.logs import log
@@ -32,10 +32,20 @@ LOG = logging.getLogger(__name__)
 
 FILE = "journal.jsonl"
 REWRITE_AFTER = 1000
+MAX_JOURNAL_BYTES = 16 * 1024 * 1024  # as many records, each far larger than any
 
 
 class JournalUnreadable(ValueError):
     """The journal is damaged beyond a torn end: the pod must be replaced."""
+
+
+def _known(tags: tuple[str, ...]) -> tuple[str, ...]:
+    if not set(tags) <= set(TAGS):
+        raise ValueError("no tag of an engine's memory")
+    return tags
+
+
+Tags = Annotated[tuple[str, ...], AfterValidator(_known)]
 
 
 class _Record(BaseModel):
@@ -52,7 +62,7 @@ class EngineStarted(_Record):
     incarnation: str
     version: Version
     admin_key: str = Field(repr=False)
-    keeps: tuple[str, ...] = ()  # tags that a switch leaves mapped
+    keeps: Tags = ()  # tags that a switch leaves mapped
 
 
 class TrainerStarted(_Record):
@@ -83,8 +93,14 @@ class Intent(_Record):
     kind: Literal["intent"] = "intent"
     incarnation: str
     call: Literal["release", "resume", "update"]
-    tags: tuple[str, ...] = ()
+    tags: Tags = ()
     version: Version | None = None
+
+    @model_validator(mode="after")
+    def _is_of_something(self) -> Self:
+        if self.call == "update" and self.version is None:
+            raise ValueError("an update has a version")
+        return self
 
 
 class Outcome(_Record):
@@ -182,14 +198,15 @@ def _history(engine: EngineRecord) -> list[Intent]:
     start = _fresh(engine.started)
     if engine.view.tags == start.tags and engine.view.version == start.version:
         return []
-    update = Intent(incarnation=engine.incarnation, call="update", version=engine.view.version)
+    version = engine.view.version
+    update = [Intent(incarnation=engine.incarnation, call="update", version=version)] if version is not None else []
     if not engine.view.released:
-        return [update]  # resident: it never releases anything
+        return update  # resident: it never releases anything
     calls = [Intent(incarnation=engine.incarnation, call="release", tags=start.tags_in(TagState.MAPPED))]
     if resumed := engine.view.tags_in(TagState.MAPPED):
         calls.append(Intent(incarnation=engine.incarnation, call="resume", tags=resumed))
     if engine.view.version != start.was_released().version:
-        calls.append(update)
+        calls += update
     return calls
 
 
@@ -278,14 +295,18 @@ def _line(record: Record) -> bytes:
 def _read(path: Path) -> JournalState:
     memory = JournalState()
     try:
-        *lines, torn = path.read_bytes().split(b"\n")
+        with path.open("rb") as stream:
+            text = stream.read(MAX_JOURNAL_BYTES + 1)
     except FileNotFoundError:
         return memory
+    if len(text) > MAX_JOURNAL_BYTES:
+        raise JournalUnreadable(f"{path} has more than {MAX_JOURNAL_BYTES} bytes: replace this pod")
+    *lines, torn = text.split(b"\n")
     for number, line in enumerate(lines, start=1):
         try:
             parsed: Any = json.loads(line)
             memory = memory.after(_record.validate_python(parsed))
-        except (ValueError, ValidationError) as error:
+        except (ValueError, RecursionError) as error:
             if number == len(lines) and not torn:
                 break  # a partly written block can end with the record's newline
             raise JournalUnreadable(f"{path}, line {number} can't be read: replace this pod") from error

@@ -34,6 +34,7 @@ ABORTED_WHILE_COMPILING = "Aborted by AbortReq."  # the only abort by the agent 
 ENGINE_LOST = {"type": "abort", "message": "the engine was lost"}
 DONE = b"[DONE]"
 MOST_TOP_K = 1 << 30  # the engine's value for all tokens; a value over 32 bits kills it
+MOST_TOKENS = 1 << 30  # of one answer
 AS_OBJECTS = 4  # memory of parsed log-probabilities, in bytes of their JSON
 
 OF_EACH_SAMPLE = (  # may be lists if a request has several samples; in a request for one, some kill the scheduler
@@ -282,7 +283,7 @@ class OpenAIReply:
             with _understood():
                 choices, usage = [*(chunk.pop("choices", None) or [])], chunk.pop("usage", None)
                 self._usage = usage or self._usage
-                self.tokens = int(self._usage.get("completion_tokens", self.tokens))
+                self.tokens = _count(self._usage.get("completion_tokens", self.tokens))
                 for choice in choices:
                     self._keep(choice, len(event))
         except GateRefusal as refusal:
@@ -335,7 +336,8 @@ class OpenAIReply:
         if self._whole == "text_completion":
             choice.setdefault("text", "")
         else:
-            choice["message"] = {"role": "assistant", "content": ""} | (choice.pop("delta", None) or {})
+            with _understood():
+                choice["message"] = {"role": "assistant", "content": ""} | (choice.pop("delta", None) or {})
         spans = [{"version": self._version, "start": 0, "end": self.tokens}]  # they never change in flight
         return to_json(
             {
@@ -441,6 +443,13 @@ def _understood() -> Iterator[None]:
         yield
     except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
         raise GateRefusal(502, f"the engine sent something else than expected: {error!r}") from error
+
+
+def _count(tokens: object) -> int:
+    """Return a number of tokens. Raises ValueError for anything else: it is added to a counter and shown."""
+    if not isinstance(tokens, int) or not 0 <= tokens <= MOST_TOKENS:
+        raise ValueError("no number of tokens")
+    return tokens
 
 
 def _is_ids(value: object) -> bool:

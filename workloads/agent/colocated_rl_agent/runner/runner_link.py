@@ -99,6 +99,16 @@ _event: TypeAdapter[RunnerHello | ChildExited | RunnerTerminating] = TypeAdapter
 )
 
 
+def read_message(line: bytes) -> RunnerHello | ChildExited | RunnerTerminating | dict[str, Any]:
+    """Return an event, or the answer to a call. Raises ValueError, RecursionError."""
+    message = json.loads(line)
+    if isinstance(message, dict) and "event" in message:
+        return _event.validate_python(message)
+    if not (isinstance(message, dict) and isinstance(message.get("id"), int) and isinstance(message.get("ok"), bool)):
+        raise ValueError("neither an event nor an answer")
+    return message
+
+
 class RunnerLink:
     """A RunnerLink calls the runner and passes on its events.
 
@@ -194,9 +204,12 @@ class RunnerLink:
                 return in_words(error)
             if not line:
                 return "the connection ended"
-            message = json.loads(line)
-            if "event" in message:
-                self._on_event(_event.validate_python(message))
+            try:
+                message = read_message(line)
+            except (ValueError, RecursionError) as error:
+                return f"the runner sent {len(line)} bytes that are no message: {type(error).__name__}"
+            if not isinstance(message, dict):
+                self._on_event(message)
             elif (answer := self._answers.get(message["id"])) is not None and not answer.done():
                 answer.set_result(message)
             else:

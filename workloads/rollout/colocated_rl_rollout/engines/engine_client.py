@@ -444,6 +444,6 @@ def _error_in(text: str) -> str | None:
     try:
         body: Mapping[str, Any] = json.loads(text)
         error = body.get("error")
-    except (ValueError, AttributeError):
+    except (ValueError, AttributeError, RecursionError):
         return None
     return error if isinstance(error, str) else None

@@ -25,6 +25,7 @@ RENDERING_ERRORS = (
     TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError,
 )  # fmt: skip
 """What a template may raise about a conversation: it calls methods of whatever a client sends."""
+MAX_TEXT_BYTES = 16 * 1024 * 1024  # of the template, and of each file of settings
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
 
 
@@ -183,8 +184,11 @@ def _raise(message: str) -> None:
 
 def _template_text(model: Path, config: dict[str, Any]) -> str:
     path = model / "chat_template.jinja"
-    if path.exists():
-        return path.read_text(encoding="utf-8")
+    try:
+        if path.exists():
+            return _read_text(path)
+    except (OSError, ValueError) as error:
+        raise ModelUnusable(f"{path} can't be read: {error}") from error
     written = config.get("chat_template")
     if isinstance(written, list):  # several by name
         written = next((entry["template"] for entry in written if entry.get("name") == "default"), None)
@@ -199,12 +203,21 @@ def _token_text(value: Any) -> str | None:
     return text if isinstance(text, str) else None
 
 
+def _read_text(path: Path) -> str:
+    """Raises OSError, and ValueError for what is no text or too much of it."""
+    with path.open("rb") as stream:
+        text = stream.read(MAX_TEXT_BYTES + 1)
+    if len(text) > MAX_TEXT_BYTES:
+        raise ValueError(f"more than {MAX_TEXT_BYTES} bytes")
+    return text.decode()
+
+
 def _read_json(path: Path, *, optional: bool = False) -> dict[str, Any]:
     if optional and not path.exists():
         return {}
     try:
-        read = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        read = json.loads(_read_text(path))
+    except (OSError, ValueError, RecursionError) as error:
         raise ModelUnusable(f"{path} can't be read: {error}") from error
     if not isinstance(read, dict):
         raise ModelUnusable(f"{path} is no JSON object")

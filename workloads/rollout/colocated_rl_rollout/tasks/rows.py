@@ -19,7 +19,7 @@ from contextlib import ExitStack
 from datetime import date, datetime, time, timedelta
 from decimal import Decimal
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 from uuid import UUID
 
 from colocated_rl_api.logs import in_words
@@ -28,6 +28,7 @@ from colocated_rl_api.prompts import FILE_ENDINGS, JSON_LINES, PARQUET
 Row = dict[str, Any]
 
 BATCH_ROWS = 256  # decoded at once
+MAX_ROW_BYTES = 64 * 1024 * 1024  # as a line of JSON: the controller takes no longer one from a task process
 UNREADABLE = (ValueError, OverflowError, LookupError)
 """What a value may raise: text that is no UTF-8, years before 1 and after 9999, a zone that nobody knows."""
 
@@ -48,7 +49,7 @@ class Rows:
             self._files = [opened.enter_context(_as_json_lines(path, cache).open("rb")) for path in paths]
             hashed = hashlib.sha256()
             self._places = [
-                array("Q", _look_through(path, _hashing(file, hashed), check))
+                array("Q", _look_through(path, _hashing(_lines(path, file), hashed), check))
                 for path, file in zip(paths, self._files, strict=True)
             ]
             self.digest = hashed.hexdigest()
@@ -107,6 +108,17 @@ def member(row: Row, field: str) -> Any:
             raise RowsUnusable(f"has no {field!r}, only {', '.join(map(repr, row))}")
         found = found[name]
     return found
+
+
+def _lines(path: Path, file: BinaryIO) -> Iterator[bytes]:
+    """Yield the lines of a file, and hold one of them at a time. Raises RowsUnusable for one that is too long."""
+    for number in itertools.count(1):
+        line = file.readline(MAX_ROW_BYTES + 1)
+        if len(line) > MAX_ROW_BYTES:
+            raise RowsUnusable(f"row {number} of {path.name} is longer than {MAX_ROW_BYTES} bytes")
+        if not line:
+            return
+        yield line
 
 
 def _hashing(lines: Iterable[bytes], hashed: hashlib._Hash) -> Iterator[bytes]:
@@ -219,7 +231,9 @@ def _arrow_rows(path: Path) -> Iterator[Row]:
             values = [_values(column, name, before) for name, column in zip(names, columns, strict=True)]
             yield from (dict(zip(names, row, strict=True)) for row in zip(*values, strict=True))
             before += batch.num_rows
-    except (pyarrow.ArrowException, *UNREADABLE) as error:
+    except (pyarrow.ArrowException, OSError, *UNREADABLE) as error:
+        if isinstance(error, OSError) and error.errno is not None:  # of the disk; Arrow's own, of the content, has none
+            raise
         raise RowsUnusable(f"{path.name} can't be read: {error}") from error
 
 

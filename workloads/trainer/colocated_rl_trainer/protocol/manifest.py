@@ -79,7 +79,7 @@ def read_header(stream: BinaryIO) -> dict[str, Any]:
         raise NotAnExport(f"{stream.name} is not a safetensors file: its header would have {size} bytes")
     try:
         header: dict[str, Any] = json.loads(stream.read(size))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise NotAnExport(f"{stream.name} is not a safetensors file: {error}") from error
     return header
 
