@@ -7,7 +7,8 @@ gone: a session of its own or an empty environment change nothing about whom it 
 ancestor: it reaps what ends, and when the program has ended, or it is told to end (SIGTERM), all the rest is killed. It
 is a program of its own, with nothing but Python's own modules, because it lives beside each process of other people's
 code, and because that code must not be able to change it. It can be killed, by code of the same user: then the first
-process of the container takes on what is left, and ends it (`task_server`).
+process of the container takes on what is left, and ends it (`task_server`). The program runs at the lowest priority of
+the container, so that a thousand of it leave this process the time to end them.
 """
 
 from __future__ import annotations
@@ -17,9 +18,10 @@ import ctypes
 import os
 import signal
 import sys
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 
 PR_SET_CHILD_SUBREAPER = 36
+LOWEST = 19  # of priorities, as nice counts them
 
 
 class AskedToEnd(Exception):
@@ -35,7 +37,13 @@ def become_reaper() -> None:
 
 def children_of(pid: int) -> set[int]:
     """Return the processes that have this parent now, also those that wait to be reaped."""
-    return {child for child, parent in _parents().items() if parent == pid}
+    return {child for child, (parent, _) in _processes().items() if parent == pid}
+
+
+def sizes_of(roots: Iterable[int]) -> dict[int, int]:
+    """Return the number of processes and threads that descend from each of these, as a limit of pids counts them."""
+    processes = _processes()
+    return {root: sum(processes[pid][1] for pid in _descendants(root, (), processes)) for root in roots}
 
 
 def end_descendants(root: int, *, but: Collection[int] = ()) -> None:
@@ -44,7 +52,7 @@ def end_descendants(root: int, *, but: Collection[int] = ()) -> None:
     but: children that stay, with what descends from them.
     """
     stopped: set[int] = set()
-    while found := _descendants(root, but) - stopped:
+    while found := _descendants(root, but, _processes()) - stopped:
         for pid in found:
             _signal(pid, signal.SIGSTOP)
         stopped |= found
@@ -52,21 +60,28 @@ def end_descendants(root: int, *, but: Collection[int] = ()) -> None:
         _signal(pid, signal.SIGKILL)
 
 
-def _descendants(root: int, but: Collection[int]) -> set[int]:
-    parents = {pid: parent for pid, parent in _parents().items() if pid not in but}
-    found = {root}
-    while more := {pid for pid, parent in parents.items() if parent in found} - found:
-        found |= more
-    return found - {root}
+def _descendants(root: int, but: Collection[int], processes: dict[int, tuple[int, int]]) -> set[int]:
+    children: dict[int, list[int]] = {}
+    for pid, (parent, _) in processes.items():
+        if pid not in but:
+            children.setdefault(parent, []).append(pid)
+    found: set[int] = set()
+    more = [root]
+    while more:
+        born = children.get(more.pop(), [])
+        found.update(born)
+        more += born
+    return found
 
 
-def _parents() -> dict[int, int]:
-    """Return the parent of each process."""
+def _processes() -> dict[int, tuple[int, int]]:
+    """Return parent and number of threads of every process that this one can see."""
     found = {}
     for name in os.listdir("/proc"):  # noqa: PTH208 - pathlib takes longer to load than all of the rest
         if name.isdigit():
             with contextlib.suppress(OSError, IndexError, ValueError), open(f"/proc/{name}/stat", "rb") as file:  # noqa: PTH123
-                found[int(name)] = int(file.read().rpartition(b")")[2].split()[1])  # a name may have any character
+                words = file.read().rpartition(b")")[2].split()  # a name may have any character
+                found[int(name)] = int(words[1]), max(1, int(words[17]))
     return found
 
 
@@ -87,6 +102,8 @@ def keep(command: list[str]) -> int:
     code = 0
     try:
         worker = os.posix_spawn(command[0], command, os.environ)
+        with contextlib.suppress(ProcessLookupError):
+            os.setpriority(os.PRIO_PROCESS, worker, LOWEST)
         nothing = os.open(os.devnull, os.O_RDWR)
         for handle in (0, 1):  # the connection is the program's: it ends with it
             os.dup2(nothing, handle)

@@ -222,6 +222,8 @@ def _arrow_rows(path: Path) -> Iterator[Row]:
             batches = _ipc_batches(path)
         before = 0
         for batch in batches:
+            for column in batch.columns:
+                _validate(column)
             kinds = [_in_microseconds(column.type) for column in batch.columns]
             columns = [  # what is as it should be is left alone: not all that is nested can be cast
                 column if kind == column.type else column.cast(kind, safe=False)
@@ -235,6 +237,21 @@ def _arrow_rows(path: Path) -> Iterator[Row]:
         if isinstance(error, OSError) and error.errno is not None:  # of the disk; Arrow's own, of the content, has none
             raise
         raise RowsUnusable(f"{path.name} can't be read: {error}") from error
+
+
+def _validate(column: Any) -> None:
+    """Check offsets and sizes, which Arrow believes otherwise: it reads outside of the file. Raises ArrowInvalid.
+
+    A text that is no UTF-8 is left to who names its row.
+    """
+    import pyarrow
+
+    try:
+        column.validate(full=True)
+    except pyarrow.ArrowInvalid as error:
+        is_text = pyarrow.types.is_string(column.type) or pyarrow.types.is_large_string(column.type)
+        if not (is_text and "UTF8" in str(error)):  # which is checked last, of a text
+            raise
 
 
 def _values(column: Any, name: str, before: int) -> list[Any]:

@@ -5,6 +5,9 @@
 Runs beside the rollout controller in a container of its own, because what it starts is other people's code: here are no
 keys, no token, no store, and none of the controller's processes. The volumes are the socket's, one for caches, and the
 claims that the job names for prompts. The controller decides when a process has taken too long: it hangs up.
+
+The limit of a pod's processes is the node's, and all of the pod's together: whoever uses it up leaves none to the
+others. So each process is counted with all that descends from it, and ended with that when it is too much.
 """
 
 from __future__ import annotations
@@ -32,6 +35,9 @@ COMMAND = (sys.executable, "-P", "-W", "ignore", "-m", "colocated_rl_rollout.tas
 BACKLOG = 16
 AGAIN_S = 0.1  # after an accept for which there was no descriptor
 END_S = 5.0  # for a keeper to end its family
+MAX_FAMILY = 2048  # processes and threads of a process and of all that descends from it
+COUNT_S = 1.0  # between two counts
+FEW = 64  # a family of no more is never the one that leaves no process to others
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}  # or a library starts one for each core of the node
 FEW_ARENAS = {"MALLOC_ARENA_MAX": "2"}  # of 64 MiB of address space each, which is what the limit of a process counts
 
@@ -56,7 +62,7 @@ class Families:
     def __init__(self, command: Sequence[str], *, adopts: bool) -> None:
         self._command = [sys.executable, "-I", "-S", keeper.__file__, *command]
         self._adopts = adopts
-        self._keepers: set[int] = set()
+        self._keepers: dict[int, subprocess.Popen[bytes]] = {}
         self._lock = threading.Lock()
 
     def begin(self, connection: socket.socket) -> subprocess.Popen[bytes]:
@@ -68,13 +74,36 @@ class Families:
                 env={**os.environ, **ONE_THREAD, **FEW_ARENAS},
                 start_new_session=True,
             )
-            self._keepers.add(process.pid)
+            self._keepers[process.pid] = process
         return process
+
+    def count(self, *, most: int = MAX_FAMILY) -> None:
+        """Ask the largest family to end if it has more than `most` processes and threads."""
+        with self._lock:
+            sizes = keeper.sizes_of(self._keepers)
+            largest = max(sizes, key=lambda pid: sizes[pid], default=0)
+            if sizes.get(largest, 0) > most:
+                reason = f"{sizes[largest]} processes and threads, of which {most} are allowed now"
+                logs.log(LOG, "task process ends", logging.WARNING, reason=reason)
+                self._ask_to_end(self._keepers[largest])
+
+    def make_room(self) -> None:
+        """Ask the family to end that has left no process to others."""
+        self.count(most=FEW)
+
+    def watch(self, stopped: threading.Event) -> None:
+        """Count from time to time until it is stopped."""
+        while not stopped.wait(COUNT_S):
+            self.count()
+
+    @staticmethod
+    def _ask_to_end(process: subprocess.Popen[bytes]) -> None:
+        process.terminate()
+        process.send_signal(signal.SIGCONT)  # in case that it was stopped
 
     def end(self, process: subprocess.Popen[bytes]) -> int:
         """End a family, and return the exit code of its process. Nothing of it is left then."""
-        process.terminate()
-        process.send_signal(signal.SIGCONT)  # in case that it was stopped
+        self._ask_to_end(process)
         try:
             code = process.wait(END_S)
         except subprocess.TimeoutExpired:  # it has very many to end, or is stopped again and again
@@ -82,8 +111,8 @@ class Families:
             process.kill()
             code = process.wait()
         with self._lock:
-            self._keepers.discard(process.pid)
-            while self._adopts and (left := keeper.children_of(os.getpid()) - self._keepers):
+            self._keepers.pop(process.pid, None)
+            while self._adopts and (left := keeper.children_of(os.getpid()) - self._keepers.keys()):
                 keeper.end_descendants(os.getpid(), but=self._keepers)
                 for pid in left:
                     with contextlib.suppress(ChildProcessError):
@@ -96,6 +125,9 @@ def serve(listener: socket.socket, command: Sequence[str], *, adopts: bool = Fal
     attending: list[threading.Thread] = []
     families = Families(command, adopts=adopts)
     troubled = descriptors.Seldom()
+    stopped = threading.Event()
+    counting = threading.Thread(target=families.watch, args=(stopped,), daemon=True)
+    counting.start()
     with listener:
         while True:
             try:
@@ -107,16 +139,33 @@ def serve(listener: socket.socket, command: Sequence[str], *, adopts: bool = Fal
                 time.sleep(AGAIN_S)
                 continue
             attending = [each for each in attending if each.is_alive()]
-            attending.append(threading.Thread(target=_attend, args=(connection, families), daemon=True))
-            attending[-1].start()
-    for each in attending:
+            thread = threading.Thread(target=_attend, args=(connection, families, troubled), daemon=True)
+            try:
+                thread.start()
+            except RuntimeError as error:  # there is none, nor a process
+                connection.close()
+                _make_room(families, troubled, error)
+                time.sleep(AGAIN_S)
+            else:
+                attending.append(thread)
+    stopped.set()
+    for each in [*attending, counting]:
         each.join()
 
 
-def _attend(connection: socket.socket, families: Families) -> None:
+def _make_room(families: Families, troubled: descriptors.Seldom, error: Exception) -> None:
+    troubled.log(LOG, "task process not started", reason=logs.in_words(error))
+    families.make_room()
+
+
+def _attend(connection: socket.socket, families: Families, troubled: descriptors.Seldom) -> None:
     """Run one process until it or the connection ends."""
     with connection:
-        process = families.begin(connection)
+        try:
+            process = families.begin(connection)
+        except OSError as error:
+            _make_room(families, troubled, error)
+            return
         ended = os.pidfd_open(process.pid)
         try:
             either = select.poll()

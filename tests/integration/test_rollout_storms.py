@@ -1,0 +1,191 @@
+"""Rewards that hang and leave everything behind that a process can, where a pod's processes are few."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+import time
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import aiohttp
+from few_processes import few_processes
+from prometheus_client import CollectorRegistry
+
+from colocated_rl_api.rungs import WeightVersion
+from colocated_rl_rollout.controller import Controller
+from colocated_rl_rollout.rewards.rewards import TaskProcesses
+from colocated_rl_rollout.rewards.task_connection import ProcessLost, TaskConnection
+from colocated_rl_rollout.settings import read_settings
+from fakes.gate import FakeGate
+from fakes.rollout import Answers, JobOnDisk, make_spec, until
+
+DEADLINE_S = 120.0
+TIMEOUTS = int(os.environ.get("COLOCATED_RL_TIMEOUTS", "30"))  # 10,000 take a quarter of an hour
+MOST_PROCESSES = 160
+MOST_ZOMBIES = 5
+UNREAPED_S = 2.0  # what is killed together is reaped one by one
+AT_A_TIME = 4
+BOMB_EVERY = 25
+LEAVES = {
+    "grandchildren": "[subprocess.Popen(['sh', '-c', 'sleep 600 & sleep 600 & wait']) for _ in range(3)]",
+    "daemon": (
+        "subprocess.run([sys.executable, '-c', \"import os; os.fork() and os._exit(0); os.setsid(); "
+        "os.fork() and os._exit(0); os.execve('/bin/sleep', ['sleep', '600'], {})\"], env={})"
+    ),
+    "zombies": "[subprocess.run(['sh', '-c', 'true & true &']) for _ in range(3)]",
+    "keeper killed": "os.kill(os.getppid(), signal.SIGKILL)",
+    "bomb": "bomb()",
+}
+PROGRAM = f"""
+import os, signal, subprocess, sys
+def bomb():
+    if os.fork() == 0:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        while True:
+            try:
+                os.fork()
+            except OSError:
+                pass
+what = sys.stdin.readline().strip()
+print('{{"value": 1}}', flush=True)
+exec({LEAVES!r}[what])
+signal.pause()
+"""
+REWARDS = """
+import os, signal, subprocess, sys, time
+
+def score(response, row):
+    if row["number"] % 5 == 0:
+        subprocess.Popen(["sh", "-c", "sleep 600 & sleep 600"], start_new_session=True, env={})
+        time.sleep(600)
+    if row["number"] % 5 == 1:
+        while True:
+            try:
+                os.fork()
+            except OSError:
+                pass
+    return 1.0 if response.endswith(str(row["sum"])) else 0.0
+"""
+
+
+@dataclass
+class Container:
+    """What the container of rewards runs, and what has become of it."""
+
+    server: asyncio.subprocess.Process
+    path: Path
+    most_zombies: int = 0
+    seen: set[int] = field(default_factory=set)
+    _zombies: dict[int, float] = field(default_factory=dict)  # since when each waits
+
+    def look(self) -> set[int]:
+        """Return all that descends from the server, and note how much of it has waited for a while to be reaped."""
+        states = {}
+        for path in Path("/proc").glob("[0-9]*/stat"):
+            with suppress(OSError):
+                state, parent, *_ = path.read_text().rpartition(")")[2].split()
+                states[int(path.parent.name)] = state, int(parent)
+        found = {self.server.pid}
+        while more := {pid for pid, (_, parent) in states.items() if parent in found} - found:
+            found |= more
+        self.seen |= found
+        now = time.monotonic()
+        zombies = [pid for pid in found if pid in states and states[pid][0] == "Z"]
+        self._zombies = {pid: self._zombies.get(pid, now) for pid in zombies}
+        self.most_zombies = max(self.most_zombies, sum(since < now - UNREAPED_S for since in self._zombies.values()))
+        return found - {self.server.pid}
+
+    async def is_empty(self) -> None:
+        """Wait until nothing is left, of what was seen either."""
+        await until(lambda: not self.look(), DEADLINE_S)
+        assert not [pid for pid in self.seen - {self.server.pid} if _descends_from_nobody(pid)]
+
+
+def _descends_from_nobody(pid: int) -> bool:
+    """Whether a process is there that was once seen below the server, and runs what this file had started."""
+    with suppress(OSError):
+        return b"sleep\x00600" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    return False
+
+
+@asynccontextmanager
+async def container(path: Path, command: list[str]) -> AsyncIterator[Container]:
+    """The server of tasks as the first process of a container does it, with few processes."""
+    main = f"from colocated_rl_rollout.tasks import task_server as it; it.COMMAND = {tuple(command)!r}; it.main()"
+    words = ["--socket", str(path), "--claims", str(path.parent), "--cache", str(path.parent / "cache")]
+    with few_processes(MOST_PROCESSES) as limited:
+        server = await asyncio.create_subprocess_exec(sys.executable, "-c", main, *words, preexec_fn=limited)
+        try:
+            await until(path.exists, DEADLINE_S)
+            yield Container(server, path)
+        finally:
+            server.terminate()
+            await server.wait()
+
+
+async def test_whatever_rewards_leave_behind_ends_with_them_and_the_next_is_given(tmp_path: Path) -> None:
+    """A fork that failed in the server ended it, with the processes of all other rewards."""
+    async with container(tmp_path / "tasks.sock", [sys.executable, "-c", PROGRAM]) as it:
+        left, others = iter(range(TIMEOUTS)), sorted(LEAVES.keys() - {"bomb"})
+
+        async def one_after_another() -> None:
+            for number in left:
+                await time_out(it, "bomb" if number % BOMB_EVERY == 7 else others[number % len(others)])
+
+        async with asyncio.TaskGroup() as group:
+            for _ in range(AT_A_TIME):
+                group.create_task(one_after_another())
+        await it.is_empty()
+        assert it.server.returncode is None
+        assert it.most_zombies <= MOST_ZOMBIES
+
+
+async def time_out(it: Container, what: str) -> None:
+    """Ask for a reward and hang up once everything is left behind; where no process is left for it, ask again."""
+    while True:
+        try:
+            async with asyncio.timeout(DEADLINE_S), TaskConnection.open(it.path) as connection:
+                await connection.send(what.encode() + b"\n", deadline_s=DEADLINE_S)
+                await connection.receive(deadline_s=DEADLINE_S)
+                it.look()
+                return
+        except ProcessLost:
+            it.look()
+
+
+async def test_a_batch_is_sealed_of_the_rewards_that_end(tmp_path: Path) -> None:
+    rows = [{"prompt": f"problem: {number} + 1 =", "number": number, "sum": number + 1} for number in range(200)]
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine/sums.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (tmp_path / "mine/storms.py").write_text(REWARDS)
+    file = {"claimName": "mine", "path": "sums.jsonl", "reward": {"function": "storms:score"}, "seed": 3}
+    job = JobOnDisk.write(tmp_path, make_spec(prompts={"file": file, "rewardDeadlineSeconds": 2}))
+    command = [sys.executable, "-m", "colocated_rl_rollout.tasks.task_process"]
+    async with AsyncExitStack() as stack:
+        it = await stack.enter_async_context(container(job.tasks, command))
+        processes = TaskProcesses(job.spec.rollout.prompts, count=2, socket=job.tasks)
+        running = asyncio.create_task(processes.run())
+        session = await stack.enter_async_context(aiohttp.ClientSession())
+        gate = FakeGate("job-gpu-0-0", job.tls, Answers(job.directory / "model"))
+        await stack.enter_async_context(gate.listening())
+        controller = Controller(read_settings(job.arguments, job.environment), session, processes, CollectorRegistry())
+        serving = asyncio.create_task(controller.run())
+        await until(lambda: controller.member.ports.control or serving.done())
+        async with job.operator(controller.member.ports.control) as operator, asyncio.timeout(DEADLINE_S):
+            await operator.send(1, (gate.endpoint,))
+            await gate.open(WeightVersion(0, 1))
+            facts = await operator.until(lambda facts: facts.sealed)
+            it.look()
+        controller.drain()
+        await serving
+        running.cancel()
+        await asyncio.wait([running])
+        await it.is_empty()
+    assert facts.sealed is not None
+    assert 6 == facts.sealed.samples
+    assert it.most_zombies <= MOST_ZOMBIES
