@@ -43,6 +43,10 @@ demo: setup ## a ColocatedRLJob on a local Kubernetes cluster: real API server, 
 test: ## everything below in one go: checks and fast tests first, while the rest is still being made
 	@$(SETUP) --then dev fast-layer --then images,peers,frameworks,trained-model contract-layer --then all cluster-layer --then all e2e-layer
 
+.PHONY: test-slow
+test-slow: ## what is too slow for test: larger searches, further moments of a kill, further whole jobs; CI runs both
+	@$(SETUP) --then all,frameworks,trained-model slow-layer
+
 # --- parts of them
 
 .PHONY: setup
@@ -80,6 +84,11 @@ test-images: ## operator, agent and rollout built by podman, and started; needs 
 	@tests/images/base-image.sh .build/base-image.tar
 	@$(SETUP) --only dev
 	@pytest tests/images
+
+.PHONY: mutants
+mutants: ## small changes of the pure core that no fast test notices; ONLY=plan.py, SINCE=COMMIT for what changed; no part of test
+	@$(SETUP) --only dev --only mutants
+	@cd tests && PYTHONPATH=. ../.build/env/mutants/bin/python -m mutants $(if $(ONLY),--only $(ONLY)) $(if $(SINCE),--since $(SINCE))
 
 .PHONY: explore
 explore: setup-dev ## every state of a job within BOUNDS="--pods 3 --deaths 1 --of agent", and its number; no part of test
@@ -210,16 +219,21 @@ unit-layer:
 
 .PHONY: contract-layer
 contract-layer:
-	@pytest --numprocesses=3 --dist=loadfile -m 'not cluster' tests/contract tests/integration # while an engine starts, two cores have room for a third
+	@pytest --numprocesses=3 --dist=loadfile -m 'not cluster and not slow' tests/contract tests/integration # while an engine starts, two cores have room for a third
 
 .PHONY: cluster-layer
 cluster-layer: vet-layer
 	@$(GO) test -vet=off ./... # vet-layer has done that
-	@pytest --numprocesses=2 --dist=loadfile --no-loadscope-reorder -m cluster tests/integration tests/contract # the longest first
+	@pytest --numprocesses=2 --dist=loadfile --no-loadscope-reorder -m 'cluster and not slow' tests/integration tests/contract # the longest first
 
 .PHONY: e2e-layer
 e2e-layer:
-	@pytest tests/e2e
+	@pytest -m 'not slow' tests/e2e
+
+.PHONY: slow-layer
+slow-layer:
+	@pytest --numprocesses=2 --dist=loadfile -m slow tests/contract tests/integration
+	@pytest -m slow tests/e2e
 
 .PHONY: lint-layer
 lint-layer:

@@ -56,6 +56,7 @@ def test_what_a_search_leaves_out_where_nothing_is_trained_differs_in_nothing_fr
     must_mean_the_same(few, each)
 
 
+@pytest.mark.slow
 def test_what_a_search_leaves_out_of_three_pods_differs_in_nothing_from_what_it_looks_at() -> None:
     """A pod that is made again stands behind those that were not."""
     job = make_job(replicas=3, steps=1, checkpoint={"everySteps": 1}, **PLACED[Placement.TRAIN_ONLY])
@@ -63,6 +64,7 @@ def test_what_a_search_leaves_out_of_three_pods_differs_in_nothing_from_what_it_
     must_mean_the_same(few, each)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mortal", MORTAL)
 def test_every_state_of_three_pods_is_safe_and_leads_to_an_end(mortal: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Of whatever may die: with one death, each alone is all."""

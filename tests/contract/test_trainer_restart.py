@@ -26,6 +26,7 @@ from fakes.tiny_model import VOCABULARY, write_tiny_model
 from fakes.watched_trainer import PLACES, fork
 
 RANKS, STEPS, EVERY, KEEP = 2, 5, 2, 2
+FIRST = ("load", "dirty", "export", "saving")  # the places of which most can go wrong
 CONFIG: dict[str, object] = {
     "learningRate": 1e-2,
     "minibatches": 2,
@@ -129,7 +130,9 @@ def undisturbed(
     assert 1 == run.lineage
 
 
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize(
+    "place", [place if place in FIRST else pytest.param(place, marks=pytest.mark.slow) for place in PLACES]
+)
 def test_run_with_a_killed_rank_goes_on_to_the_same_bits(
     kind: TrainerKind, batches: list[list[Path]], undisturbed: Weights, tmp_path: Path, place: str
 ) -> None:

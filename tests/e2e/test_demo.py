@@ -142,6 +142,7 @@ def test_demo_ends_with_a_table_a_report_and_what_it_falls_short_of(out: Path) -
     assert_nothing_stays(out, set(), before)
 
 
+@pytest.mark.slow
 def test_demo_that_is_killed_leaves_nothing(out: Path) -> None:
     before = traces(out)
     with demo(out) as process:
@@ -150,6 +151,7 @@ def test_demo_that_is_killed_leaves_nothing(out: Path) -> None:
     assert_nothing_stays(out, everyone, before)
 
 
+@pytest.mark.slow
 def test_demo_that_is_interrupted_in_its_live_view_leaves_nothing(out: Path) -> None:
     before = traces(out)
     with demo_on_a_terminal(out) as (process, typed):
@@ -160,6 +162,7 @@ def test_demo_that_is_interrupted_in_its_live_view_leaves_nothing(out: Path) -> 
     assert_nothing_stays(out, everyone, before)
 
 
+@pytest.mark.slow
 def test_demo_whose_cluster_is_killed_says_so_and_leaves_nothing(out: Path) -> None:
     before = traces(out)
     with demo(out) as process:

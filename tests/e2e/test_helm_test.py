@@ -6,12 +6,14 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
+import pytest
 import yaml
 from cluster import Cluster
 from e2e.conftest import MODEL, OPERATOR_NAMESPACE, SCENARIOS, volume
 
 from setup.layout import CHECKOUT
 
+pytestmark = pytest.mark.slow  # `make test-slow`
 RELEASE = "colocated-rl"
 HELM_S = 900
 UPGRADE_S = 300

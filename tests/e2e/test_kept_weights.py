@@ -13,6 +13,7 @@ from e2e.running_job import Kubectl, RunningJob
 
 from colocated_rl_api.facts import TagState
 
+pytestmark = pytest.mark.slow  # `make test-slow`
 START_S = 900  # two engines and trainers start on two cores
 STEPS_S = 600
 

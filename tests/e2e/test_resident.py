@@ -15,6 +15,7 @@ from e2e.running_job import Kubectl, RunningJob, wait_for
 from colocated_rl_api.ladder import SCORED_RESIDENT
 from colocated_rl_api.rungs import Rung
 
+pytestmark = pytest.mark.slow  # `make test-slow`
 START_S = 900  # an engine and a trainer start on two cores
 STEPS_S = 600
 
