@@ -22,6 +22,7 @@ from setup.toolchain import TOOLS, UV, clean_environment
 DEV = "dev"
 PEERS = "peers"
 FRAMEWORKS = "frameworks"
+MUTANTS = "mutants"
 WHEELS = "wheels"
 
 
@@ -54,6 +55,7 @@ BESIDE = (
         Environment(FRAMEWORKS, ("tests/frameworks/requirements.txt",), (), 15),
         "installing what plays against the gateway",
     ),
+    (Environment(MUTANTS, ("tests/mutants/requirements.txt",), (), 5), "installing what makes mutants"),
 )
 TYPED = (  # what our code imports; one that is missing here is read when types are checked
     "aiohttp.test_utils", "cryptography.x509", "httptools", "httpx", "huggingface_hub", "hypothesis.stateful",

@@ -24,6 +24,7 @@ SELECTIONS = {
     "workloads/agent/requirements.txt": ("workloads/agent/pyproject.toml",),
     "workloads/rollout/requirements.txt": ("workloads/rollout/pyproject.toml",),
     "tests/peers/requirements.txt": ("tests/peers/requirements.in",),
+    "tests/mutants/requirements.txt": ("tests/mutants/requirements.in",),
     "tests/website/requirements.txt": ("tests/website/requirements.in",),
     "workloads/gpu/requirements.txt": ("workloads/gpu/requirements.in", "workloads/trainer/pyproject.toml"),
 }

@@ -94,6 +94,14 @@ LATER = 7  # a deadline that no step of the tables below reaches
         pytest.param(
             [(2, 1, False), (2, 2, False), (LATER, 4, True), (LATER, 5, True)], [4, 5], id="two fit into the next batch"
         ),
+        pytest.param(
+            [(2, 1, False), (LATER, 4, True), (LATER, 5, True)], [4, 5], id="there is more room than is needed"
+        ),
+        pytest.param(
+            [(1, 1, True), (1, 2, True), (2, 3, False), (2, 4, False), (2, 5, False)],
+            [1, 2],
+            id="nothing less urgent could give way, so waiting for three would not help",
+        ),
         pytest.param([(NO_DEADLINE, 1, False), (2, 2, True), (2, 3, True)], [2, 3], id="one without tokens can wait"),
     ],
 )

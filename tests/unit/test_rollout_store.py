@@ -218,11 +218,11 @@ class StoreMachine(RuleBasedStateMachine):
         before = Counter(self.store.counts)
         before[S.INTERRUPTED] += before.pop(S.RUNNING, 0)
         tokens = self.tokens()
-        ended = self.store.ended
+        ended, cursor = self.store.ended, self.store.cursor
         self.let_go()
         self.store.close()
         self.store = Store(self.directory / str(self.life), job_uid=JOB)
-        assert (ended, +before) == (self.store.ended, +self.store.counts)
+        assert (ended, cursor, +before) == (self.store.ended, self.store.cursor, +self.store.counts)
         assert tokens == self.tokens()
 
     @rule(flushed=st.booleans())
@@ -236,6 +236,7 @@ class StoreMachine(RuleBasedStateMachine):
             self.flush()
             counts = Counter(self.store.counts)
             counts[S.INTERRUPTED] += counts.pop(S.RUNNING, 0)
+            cursor = self.store.cursor
         old, self.life = self.directory / str(self.life), self.life + 1
         new = self.directory / str(self.life)
         new.mkdir()
@@ -250,7 +251,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.store.close()
         self.store = Store(new, job_uid=JOB)
         if flushed:
-            assert +counts == +self.store.counts
+            assert (cursor, +counts) == (self.store.cursor, +self.store.counts)
 
     # ------------------------------------------------------------------------------------------------- what holds
     @invariant()
@@ -263,6 +264,12 @@ class StoreMachine(RuleBasedStateMachine):
         ids = [sample.id for group in store.groups.values() for sample in group.samples]
         assert len(ids) == len(set(ids))
         assert all(number <= store.counts.total() for number in ids)
+
+    @invariant()
+    def no_prompt_is_taken_twice(self) -> None:
+        positions = [group.prompt.position for group in self.store.groups.values()]
+        assert len(positions) == len(set(positions))
+        assert self.store.cursor > max(positions, default=-1), "the next prompt is one that no group has"
 
     @invariant()
     def what_ended_has_its_place_among_all_that_did(self) -> None:
@@ -318,6 +325,18 @@ def completed_group(store: Store) -> Group:
         store.finish(sample, segment(2), Finish.STOP)
         store.score(sample, 1.0)
     return group
+
+
+async def test_f70_a_store_that_is_opened_again_goes_on_at_the_prompt_after_the_last_one(store: Store) -> None:
+    """Nothing of the group is left to count from: it was trained, and its rows were removed."""
+    groups = [completed_group(store) for _ in range(3)]
+    step = seal(store, groups).step
+    store.commit(step)
+    store.forget(step)
+    store.close()
+    again = Store(store.path.parent, job_uid=JOB)
+    assert ({}, 3) == (again.groups, again.cursor)
+    again.close()
 
 
 async def test_a_move_that_the_table_does_not_have_is_refused(store: Store) -> None:

@@ -170,6 +170,26 @@ async def test_a_long_response_is_not_sent_again_for_ever(scene: Scene) -> None:
     assert sample.attempts < ATTEMPTS_AT_MOST
 
 
+async def test_f3_the_end_of_one_group_admits_the_next_while_others_are_in_flight(scene: Scene) -> None:
+    """Admission in waves would leave engines idle until the longest response of each wave has ended."""
+    prompts = [Prompt(position, position, (1, 2)) for position in range(9)]
+    scene.worker._prompts._ready.extend(prompts)
+    scene.worker._admit()
+    first, *others = list(scene.store.groups.values())
+    assert scene.worker.concurrency == 1 + len(others)
+    assert others
+    for sample in scene.store.waiting.copy().values():
+        scene.store.start(sample)
+    scene.worker._admit()
+    assert [first, *others] == [*scene.store.groups.values()], "each place is taken"
+    for sample in first.samples:
+        scene.store.finish(sample, one_token(), Finish.STOP)
+        scene.store.score(sample, 1.0)
+    scene.worker._admit()
+    assert prompts[: len(others) + 2] == [group.prompt for group in scene.store.groups.values()]
+    assert not any(group.is_complete for group in others)
+
+
 async def test_a_full_volume_stops_admission_until_there_is_room(scene: Scene) -> None:
     scene.worker._prompts._ready.extend(Prompt(position, position, (1, 2)) for position in range(9))
 
