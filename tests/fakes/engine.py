@@ -13,10 +13,10 @@ a second one; a resume of what is not released. With FAKE_DEVICE in its environm
 
     a file `engine-fault` beside --config           ends the next start
 
-FAULT is hang, crash, error, act_then_hang (the effect, and no answer), leak (a release that frees nothing), skip (an
-update that loads nothing, and succeeds), misname (one after which it says another version) or, of a generate, cut (its
-connection breaks after the first chunk), torn (in the middle of one), stall (no chunk after the first), queue_full (an
-abort that is an error).
+FAULT is hang, crash, error, act_then_hang (the effect, and no answer), leak (a release that frees nothing), lag (one
+that frees after its answer), skip (an update that loads nothing, and succeeds), misname (one after which it says
+another version) or, of a generate, cut (its connection breaks after the first chunk), torn (in the middle of one),
+stall (no chunk after the first), queue_full (an abort that is an error).
 """
 
 from __future__ import annotations
@@ -50,6 +50,7 @@ CONTROL = (
 PAUSE_POLL_S = 1.0  # the engine's own
 HEALTH_S = 1.0
 CONTEXT, VOCABULARY = 4096, 512
+LAG_S = 0.3  # of a rank that frees after the answer
 CONTEXT_GB, MAPPED_GB = 0.5, {"weights": 10.0, "kv_cache": 40.0, "cuda_graph": 1.0}  # of a device
 BODY: web.RequestKey[Any] = web.RequestKey("body", object)
 
@@ -234,7 +235,7 @@ class FakeEngine:
             self.on_call(request.path)
         request[BODY] = body
         fault = self.faults.pop(request.path, None) if request.path != "/generate" else None
-        if fault in ("leak", "skip", "other", "misname", "cut"):
+        if fault in ("leak", "lag", "skip", "other", "misname", "cut"):
             self.faults[fault] = fault
         if fault == "crash":
             self.die(f"asked to crash in {request.path}")
@@ -333,7 +334,10 @@ class FakeEngine:
         self.released |= set(tags)
         if "weights" in tags:
             self.weight = None
-        self.show_memory(leaked=self.faults.pop("leak", None) is not None)
+        is_late = self.faults.pop("lag", None) is not None
+        self.show_memory(leaked=is_late or self.faults.pop("leak", None) is not None)
+        if is_late:
+            asyncio.get_running_loop().call_later(LAG_S, self.show_memory)
         return web.json_response(None)
 
     async def serve_resume(self, request: web.Request) -> web.Response:

@@ -403,7 +403,8 @@ async def test_f54_engine_over_two_devices_and_a_rank_on_each_of_them_take_turns
 async def test_h43_release_that_frees_nothing_costs_the_engine_and_lets_no_trainer_in(
     net: Network, device: Device
 ) -> None:
-    async with pod(net, make_job(gpus={"count": 1}), device=device) as it:
+    job = make_job(gpus={"count": 1}, switch={"engineCallSeconds": 5})
+    async with pod(net, job, device=device) as it:
         group = Group([it])
         await group.climb(V0)
         await it.fault("/release_memory_occupation", "leak")
@@ -414,6 +415,17 @@ async def test_h43_release_that_frees_nothing_costs_the_engine_and_lets_no_train
         await until(lambda: "0.0 GiB of device 0 came free" in it.log.read_text())
         await group.go_on(V1)
         assert (200, "1-1") == await served_version(it)
+
+
+async def test_h61_release_that_shows_after_its_answer_is_waited_for(net: Network, device: Device) -> None:
+    """The engine of rank 0 answers; its other ranks unmap after that."""
+    async with pod(net, make_job(gpus={"count": 1}), device=device) as it:
+        group = Group([it])
+        await group.climb(V0)
+        engine, _ = identities(it)
+        await it.fault("/release_memory_occupation", "lag")
+        await group.climb(V1)
+        assert (engine, (200, "1-1")) == (identities(it)[0], await served_version(it))
 
 
 async def test_trainer_that_leaves_no_room_for_the_engine_is_stopped(net: Network, device: Device) -> None:

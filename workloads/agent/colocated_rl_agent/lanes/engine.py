@@ -29,7 +29,7 @@ from colocated_rl_agent.lanes.probe import WeightsDoubted, require_agreement
 from colocated_rl_agent.lanes.update_check import Checksums, require_changes
 from colocated_rl_agent.metrics import AgentMetrics
 from colocated_rl_agent.planner.views import ENGINE_NAME, WEIGHTS, EngineView
-from colocated_rl_agent.runner.devices import Devices, MemoryHeld, freed_bytes
+from colocated_rl_agent.runner.devices import FREED_S, Devices, MemoryHeld, until_freed
 from colocated_rl_agent.runner.runner_link import (
     KILLED,
     REAP_S,
@@ -310,7 +310,8 @@ class Engine:
         async def release_and_measure(client: SGLang) -> None:
             before = await self._devices.read()
             await client.release(tags)
-            freed = freed_bytes(before, await self._devices.read(), mapped_bytes=self._mapped_bytes)
+            deadline_s = min(FREED_S, self._settings.job.spec.switch.engine_call_seconds)
+            freed = await until_freed(self._devices, before, mapped_bytes=self._mapped_bytes, deadline_s=deadline_s)
             self.freed_bytes = freed
             log(LOG, "memory released", incarnation=self.view.incarnation, freed_bytes=freed or None)
 

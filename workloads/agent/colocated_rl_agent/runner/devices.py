@@ -4,16 +4,23 @@ An engine answers a release with 200 whether or not it freed anything (H43), and
 the trainer reports. So a release counts only if most bytes mapped by weights and KV pool came free, and an offload only
 if there is room for all bytes that the release had freed. No value is made up for a device that can't be measured: it
 is None, and the switch goes on.
+
+With tensor parallelism the engine's answer may come before every rank has freed (H61), so one reading that shows too
+little proves nothing: devices are read again until it is enough or FREED_S are over.
 """
 
 from __future__ import annotations
 
+import asyncio
+import time
 from collections.abc import Mapping
 
 from colocated_rl_agent.runner.runner_link import RunnerLink
 from colocated_rl_api.facts import DeviceFacts
 
 FREED_SHARE = 0.9  # of the bytes that the engine reports as mapped; the rest is rounding and other users of the device
+FREED_S = 10.0  # for all ranks of an engine to unmap what the first has unmapped: it takes far less than a second
+FREED_POLL_S = 0.05
 GIB = 2**30
 
 
@@ -46,6 +53,22 @@ class Devices:
             for device in await self._runner.devices()
         )
         return self.facts
+
+
+async def until_freed(
+    devices: Devices, before: tuple[DeviceFacts, ...], *, mapped_bytes: int | None, deadline_s: float = FREED_S
+) -> dict[int, int]:
+    """Read the devices until a release shows, and return its `freed_bytes`. Raises MemoryHeld past the deadline, and
+    RunnerError.
+    """
+    give_up = time.monotonic() + deadline_s
+    while True:
+        try:
+            return freed_bytes(before, await devices.read(), mapped_bytes=mapped_bytes)
+        except MemoryHeld:
+            if time.monotonic() >= give_up:
+                raise
+        await asyncio.sleep(FREED_POLL_S)
 
 
 def freed_bytes(
