@@ -86,9 +86,9 @@ test-images: ## operator, agent and rollout built by podman, and started; needs 
 	@pytest tests/images
 
 .PHONY: mutants
-mutants: ## small changes of the pure core that no fast test notices; ONLY=plan.py, SINCE=COMMIT for what changed; no part of test
-	@$(SETUP) --only dev --only mutants
-	@cd tests && PYTHONPATH=. ../.build/env/mutants/bin/python -m mutants $(if $(ONLY),--only $(ONLY)) $(if $(SINCE),--since $(SINCE))
+mutants: setup-dev ## small changes of the pure core that no fast test notices; ONLY=plan.py, SINCE=COMMIT for what changed; no part of test
+	@cd tests && VIRTUAL_ENV='$(CURDIR)/.build/env/dev' $(CURDIR)/.build/tools/bin/uv run --quiet --no-project --active \
+	  --with-requirements mutants/requirements.txt python -m mutants $(if $(ONLY),--only $(ONLY)) $(if $(SINCE),--since $(SINCE))
 
 .PHONY: explore
 explore: setup-dev ## every state of a job within BOUNDS="--pods 3 --deaths 1 --of agent", and its number; no part of test

@@ -22,7 +22,6 @@ from setup.toolchain import TOOLS, UV, clean_environment
 DEV = "dev"
 PEERS = "peers"
 FRAMEWORKS = "frameworks"
-MUTANTS = "mutants"
 WHEELS = "wheels"
 
 
@@ -55,7 +54,6 @@ BESIDE = (
         Environment(FRAMEWORKS, ("tests/frameworks/requirements.txt",), (), 15),
         "installing what plays against the gateway",
     ),
-    (Environment(MUTANTS, ("tests/mutants/requirements.txt",), (), 5), "installing what makes mutants"),
 )
 TYPED = (  # what our code imports; one that is missing here is read when types are checked
     "aiohttp.test_utils", "cryptography.x509", "httptools", "httpx", "huggingface_hub", "hypothesis.stateful",
