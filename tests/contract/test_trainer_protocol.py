@@ -43,11 +43,13 @@ def trainer(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
         yield group
 
 
-@pytest.fixture(scope="module")
-def scoring(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TrainerGroup]:
+@pytest.fixture(scope="module", params=["all weights", "adapters"])
+def scoring(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TrainerGroup]:
     """The default trainer, in a job with a reference."""
     folder = tmp_path_factory.mktemp("s")
-    config = GRPO_CONFIG | {"klCoefficient": 0.1}
+    config: dict[str, object] = {**GRPO_CONFIG, "klCoefficient": 0.1}
+    if request.param == "adapters":
+        config["lora"] = {}
     kind = TrainerKind("scoring", COMMANDS["grpo"], write_tiny_model(folder / "model"), config, has_reference=True)
     with TrainerGroup(kind, folder, size=RANKS) as group:
         group.wait_loaded()

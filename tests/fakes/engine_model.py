@@ -26,7 +26,10 @@ SHAPE: dict[str, Any] = {
     "initializer_range": 0.1, "tie_word_embeddings": True, "bos_token_id": None,
 }  # fmt: skip
 EXPERTS_OF_TOKEN = 2
-EXPERTS = {"num_experts": 8, "num_experts_per_tok": EXPERTS_OF_TOKEN, "moe_intermediate_size": 32}
+EXPERTS = {
+    "num_experts": 8, "num_experts_per_tok": EXPERTS_OF_TOKEN, "moe_intermediate_size": 32, "norm_topk_prob": True,
+    "tie_word_embeddings": False,  # the engine's Qwen3 of experts ties none, whatever the config says
+}  # fmt: skip
 
 
 def write_engine_export(directory: Path, *, version: WeightVersion, seed: int, mixture: bool = False) -> Path:
@@ -34,7 +37,7 @@ def write_engine_export(directory: Path, *, version: WeightVersion, seed: int, m
     torch.manual_seed(seed)
     tokenizer = _tokenizer()
     ends = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
-    config = Qwen3MoeConfig(**SHAPE, **EXPERTS, **ends) if mixture else Qwen3Config(**SHAPE, **ends)
+    config = Qwen3MoeConfig(**SHAPE | EXPERTS, **ends) if mixture else Qwen3Config(**SHAPE, **ends)
     model = AutoModelForCausalLM.from_config(config).eval()
     model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)

@@ -1,7 +1,8 @@
 """Trainer and engine agree on log-probabilities: of tokens the real engine has just sampled, at every version.
 
 One loop as a job has it, without the job: SGLang samples, the default trainer takes a step and exports, SGLang loads.
-Also of a sample that goes on over several of these, each of its tokens with the weights that it names.
+Also of a sample that goes on over several of these, each of its tokens with the weights that it names. And of a mixture
+of experts, and of merged adapters, with which the engine says what peft does.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from pathlib import Path
 import aiohttp
 import pytest
 import torch
+from contract.test_trainer_lora import ask_peft
 from contract.trainer_in_process import OneRank
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
@@ -29,17 +31,21 @@ from colocated_rl_trainer.conformance.shards import Example
 from colocated_rl_trainer.grpo.loss import token_logp
 from colocated_rl_trainer.protocol.finished import save_final_model
 from colocated_rl_trainer.protocol.manifest import Exported, write_manifest
+from colocated_rl_trainer.state.weights import ADAPTERS
 from engines import ADMIN_KEY, engine_process
 from fakes.engine_model import write_engine_export
 
 TEMPERATURE = 0.8
 PROMPTS = [[5, 6, 7, 8], [40, 41], [100, 3, 100, 3, 100, 3], [250, 251, 252]]
 STEPS = 3
+CONTINUED = 16  # tokens
 
 
 @pytest.fixture
-def model(tmp_path: Path) -> Path:
-    return write_engine_export(tmp_path / "model", version=WeightVersion(0, 1), seed=0)
+def model(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
+    """A mixture of experts where the test asks for one."""
+    is_mixture = getattr(request, "param", "dense") == "mixture"
+    return write_engine_export(tmp_path / "model", version=WeightVersion(0, 1), seed=0, mixture=is_mixture)
 
 
 @pytest.fixture
@@ -80,6 +86,7 @@ async def rollout(engine: SGLang, *, token_step: int) -> list[Example]:
         return await asyncio.gather(*(one(number % len(PROMPTS)) for number in range(4 * len(PROMPTS))))
 
 
+@pytest.mark.parametrize("model", ["dense", "mixture"], indirect=True)
 async def test_trainer_and_engine_agree_at_every_version(engine: SGLang, model: Path, tmp_path: Path) -> None:
     """On fresh samples, on the probe, and on each token of a sample that spans all versions, by the one that it names;
     and no longer once an export that is whole has two tensors under each other's names.
@@ -135,6 +142,41 @@ async def test_trainer_and_engine_agree_at_every_version(engine: SGLang, model: 
         require_agreement(told.logp, found, dtype="float32")
 
 
+async def test_engine_says_with_merged_adapters_what_peft_says_with_adapters(
+    engine: SGLang, model: Path, tmp_path: Path
+) -> None:
+    trainer = OneRank(tmp_path, model, learningRate=1e-2, minibatches=2, lora={"rank": 4, "alpha": 8})
+    weights = tmp_path / "weights"
+    for step in range(1, STEPS):
+        metrics = trainer.train(await rollout(engine, token_step=step - 1), temperature=TEMPERATURE)
+        assert metrics["mismatch_mean"] < 1e-4
+
+        version = WeightVersion(step, 1)
+        told = exported(trainer, weights / str(version))
+        await engine.update(weights / str(version), version)
+        assert require_agreement(told.logp, await engine.input_logprobs(told.input_ids), dtype="float32") < 1e-4
+
+    batch = await rollout(engine, token_step=STEPS - 1)
+    adapters = weights / str(version) / ADAPTERS
+    theirs = ask_peft(
+        tmp_path / "peft", model, adapters, batch, prompts=PROMPTS, tokens=CONTINUED, temperature=TEMPERATURE
+    )
+    ours = [await greedy(engine, prompt, tokens=CONTINUED) for prompt in PROMPTS]
+    assert [theirs[f"continuation.{number}"].tolist() for number in range(len(PROMPTS))] == ours
+    drawn = torch.tensor([logp for sample in batch for logp in sample.logp])
+    torch.testing.assert_close(drawn, theirs["logp"], rtol=0, atol=1e-3)
+
+
+async def greedy(engine: SGLang, prompt: list[int], *, tokens: int) -> list[int]:
+    limits = {"max_new_tokens": tokens, "temperature": 0, "ignore_eos": True}
+    async with aiohttp.ClientSession() as session:
+        body = {"input_ids": prompt, "sampling_params": limits}
+        async with session.post(f"{engine.url}/generate", json=body) as answer:
+            answer.raise_for_status()
+            ids: list[int] = (await answer.json())["output_ids"]
+            return ids
+
+
 def recomputed(weights: Path, prompt: list[int], sample: Tokens) -> torch.Tensor:
     ids = torch.tensor([[*prompt, *map(int, sample.ids)]])
     model = AutoModelForCausalLM.from_pretrained(weights, local_files_only=True)
@@ -149,7 +191,7 @@ def mix_up(export: Path, copy: Path) -> None:
     shutil.copytree(export, copy)
     (file,) = copy.glob("*.safetensors")
     tensors = load_file(file)
-    one, other = (f"model.layers.{layer}.mlp.down_proj.weight" for layer in range(2))
+    one, other = (f"model.layers.{layer}.self_attn.o_proj.weight" for layer in range(2))
     tensors[one], tensors[other] = tensors[other], tensors[one]
     save_file(tensors, file, metadata={"format": "pt"})
 

@@ -24,12 +24,20 @@ P = GIB // 4  # parameters that are a GiB in float32
         ({"shared_by": 2}, 2, 1.5),
         ({"shared_by": 8, "ranks_in_pod": 8}, 0.5, 3),
         ({"ranks_in_pod": 8}, 4, 24),
+        ({"adapters": P // 8}, 1, 0.875),
+        ({"adapters": P // 8, "keeps_reference": True}, 1, 0.875),
+        ({"adapters": P // 8, "shared_by": 2, "ranks_in_pod": 2}, 0.75, 1.25),
+        ({"adapters": P // 8, "parameters_leave": False}, 1, 0.25),
+        ({"adapters": P // 8, "on_cpu": True, "frozen_bytes": 4}, None, 1.5),
         ({"on_cpu": True}, None, 4),
         ({"on_cpu": True, "keeps_reference": True, "with_moments": False, "ranks_in_pod": 2}, None, 6),
     ],
 )
 def test_state_takes(options: dict[str, Any], device: float | None, host: float) -> None:
-    """In GiB: parameters and gradients 1 each, moments 2, a reference 1; gradients have no copy on the host."""
+    """In GiB: parameters and gradients 1 each, moments 2, a reference 1; gradients have no copy on the host.
+
+    With adapters of an eighth of the parameters: 0.5 in bfloat16, which are the reference, and four times 0.125.
+    """
     expected = Budget(None if device is None else int(device * GIB), int(host * GIB))
     assert expected == Budget.of(P, **({"on_cpu": False} | options))
 

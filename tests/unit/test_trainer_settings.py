@@ -99,11 +99,17 @@ def test_unknown_key_is_refused_with_the_nearest_and_all_known_ones(tmp_path: Pa
         ("loss", "TRPO"), ("dualClip", 1), ("entropyCoefficient", -1), ("importanceLevel", "Batch"),
         ("importanceMask", "Batch"), ("importanceMaskLow", 0), ("importanceMaskHigh", 0.9), ("advantage", "Rank"),
         ("trackers", ["Excel"]), ("wandbProject", ""),
+        ("lora.rank", 0), ("lora.alpha", 0), ("lora.dropout", 1), ("lora.targetModules", []),
+        ("lora.targetModules.0", ""), ("lora.bias", "all"), ("lora", True),
     ],
 )  # fmt: skip
 def test_value_out_of_bounds_is_refused_by_name(tmp_path: Path, key: str, value: object) -> None:
+    *outer, last = key.removesuffix(".0").split(".")
+    written: object = {last: [value] if key.endswith(".0") else value}
+    for name in outer:
+        written = {name: written}
     with pytest.raises(ConfigError, match=rf"spec\.trainer\.config: {key}\b.*, is "):
-        TrainerConfig.read(_file(tmp_path, {key: value}))
+        TrainerConfig.read(_file(tmp_path, written))
 
 
 @pytest.mark.parametrize(
@@ -111,7 +117,6 @@ def test_value_out_of_bounds_is_refused_by_name(tmp_path: Path, key: str, value:
     [
         ("critic", "there is no critic"),
         ("valueCoefficient", "there is no critic"),
-        ("loraRank", "none as LoRA"),
         ("tensorParallelSize", r"ranks share a model's state \(trainingState\)"),
         ("megatron", "no helper for Megatron"),
         ("quantization", "neither training nor rollout is quantized"),

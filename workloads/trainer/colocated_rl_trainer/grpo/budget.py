@@ -17,7 +17,7 @@ from colocated_rl_trainer.protocol.settings import ConfigError
 BYTES = 4  # of a float32
 MACHINE = Path("/proc/meminfo")
 LIMIT = Path("/sys/fs/cgroup/memory.max")
-LESS = "a smaller model, optimizer: SGD, trainingState: Sharded, or more pods"
+LESS = "a smaller model, lora, optimizer: SGD, trainingState: Sharded, or more pods"
 
 
 @dataclass(frozen=True)
@@ -38,18 +38,26 @@ class Budget:
         with_moments: bool = True,
         keeps_reference: bool = False,
         parameters_leave: bool = True,
+        adapters: int | None = None,
+        frozen_bytes: int = 2,
     ) -> Budget:
         """Compute the budget.
 
         parameters: of the whole model. shared_by: ranks that divide it. parameters_leave: they are offloaded.
+        adapters: parameters that are trained in place of the model's, by each rank; the model's are then frozen, take
+        `frozen_bytes` each and are the reference too.
         """
-        part = BYTES * -(-parameters // shared_by)
+        share = -(-parameters // shared_by)
+        frozen = 0 if adapters is None else frozen_bytes * share
+        part = BYTES * (share if adapters is None else adapters)
         moments = 2 * part if with_moments else 0
-        device = part + part + moments  # parameters, gradients
+        device = frozen + part + part + moments  # parameters, gradients
+        copies_reference = keeps_reference and adapters is None
         if on_cpu:
-            return cls(None, ranks_in_pod * (device + (part if keeps_reference else 0)))
-        copies = int(parameters_leave) + (2 if with_moments else 0) + int(keeps_reference)
-        return cls(device, ranks_in_pod * copies * _pinned(part))
+            return cls(None, ranks_in_pod * (device + (part if copies_reference else 0)))
+        copies = int(parameters_leave) + (2 if with_moments else 0) + int(copies_reference)
+        leaving = _pinned(frozen) if frozen and parameters_leave else 0
+        return cls(device, ranks_in_pod * (leaving + copies * _pinned(part)))
 
     def refuse_what_never_fits(self, *, device_has: int | None, host_has: int | None) -> None:
         """Raise ConfigError if the state exceeds the memory of device or host. None: unknown, and not compared."""

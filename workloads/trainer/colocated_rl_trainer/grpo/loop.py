@@ -37,10 +37,11 @@ from colocated_rl_trainer.grpo.tally import StepTally, metrics
 from colocated_rl_trainer.grpo.trackers import Tracker, check_trackers, make_trackers
 from colocated_rl_trainer.protocol.manifest import Exported, digest_of, digests_of
 from colocated_rl_trainer.protocol.rank import Refused, Watch
-from colocated_rl_trainer.protocol.settings import ConfigError, RankSettings, TrainerConfig
+from colocated_rl_trainer.protocol.settings import ConfigError, LoraConfig, RankSettings, TrainerConfig
 from colocated_rl_trainer.state.checkpoint import Checkpoints
 from colocated_rl_trainer.state.group import Collectives, join_group
 from colocated_rl_trainer.state.head import ScoringForward
+from colocated_rl_trainer.state.lora import Adapters, Origin
 from colocated_rl_trainer.state.residency import PARAMETERS, STATE, Residency
 from colocated_rl_trainer.state.sharding import (
     computing_in,
@@ -52,10 +53,13 @@ from colocated_rl_trainer.state.sharding import (
 from colocated_rl_trainer.state.weights import (
     checkpoint_activations,
     count_parameters,
+    files_of_model,
     load_model,
     probe,
     write_model,
 )
+
+ORIGIN = "adapter.json"  # of a checkpoint, where adapters are trained
 
 _LOG = logging.getLogger(__name__)
 
@@ -95,6 +99,9 @@ class GRPOTrainer:
         self._limit = spec.rollout.max_response_tokens
         self._ranks_in_pod = min(settings.world_size, max(1, spec.gpus.count))
         self._is_shared = settings.world_size > 1 and config.training_state == "Sharded"
+        self._adapters: Adapters | None = None
+        self._origin: Origin | None = None  # of the adapters
+        self._trains_parts = self._is_shared and config.lora is None  # otherwise each rank has all that is trained
         self._stays = [kind for memory, kinds in STATE.items() if memory not in spec.trainer.offload for kind in kinds]
         self._device = torch.device(settings.device)
         self._dtype = torch.bfloat16 if config.computes_in(settings.device) == "bfloat16" else torch.float32
@@ -126,19 +133,25 @@ class GRPOTrainer:
         found = self._group.led(self._checkpoints.newest)
         with self._passing("load"):
             self.model = load_model(
-                self._settings.model, packing=self._config.packing, share=self._divide if self._is_shared else None
+                self._settings.model,
+                packing=self._config.packing,
+                share=self._divide if self._is_shared else None,
+                frozen=self._dtype if self._config.lora else None,
             )
+        if lora := self._config.lora:
+            self._origin = self._find_origin(lora)
+            self._adapters = Adapters(self.model, lora, seed=self._config.seed)
         if self._config.activation_checkpointing:
             checkpoint_activations(self.model)
         self._state = Residency(
             self.model, self._device, with_moments=self._config.optimizer == "AdamW", stays=self._stays
         )
-        if self._keeps_reference:
+        if self._keeps_reference and self._adapters is None:
             self._state.keep_reference()  # before the checkpoint is read: the model as the job began with it
         if found:
             self._read_checkpoint(found.directory)
             log(_LOG, "checkpoint read", step=found.step)
-        elif not self._is_shared:  # replicas must begin alike
+        elif not self._trains_parts:  # replicas must begin alike
             for tensor in self._state.named(PARAMETERS).values():
                 self._group.broadcast_in_place(tensor)
         step = found.step if found else 0
@@ -161,7 +174,7 @@ class GRPOTrainer:
             logp = find_scores(scores, shard=digest, needed=_computed(shard, work))
             if not all(self._group.gather(logp is not None)):  # every rank makes a pass, or none does
                 logp = torch.full_like(shard.behaviour_logp, torch.nan)
-                with self._state.as_reference():
+                with self._adapters.without() if self._adapters else self._state.as_reference():
                     self._compute(shard, work, into=logp, watch=watch)
                 write_scores(scores, logp, shard=digest)
             assert logp is not None
@@ -174,6 +187,7 @@ class GRPOTrainer:
     def _train(self, step: int, path: Path, watch: Watch) -> Mapping[str, float]:
         config, state = self._config, self._state
         shard, work = self._read_batch(step, path)
+        torch.manual_seed((config.seed * 1_000_003 + step) * self._group.size + self._group.rank)  # of dropout
         tally = StepTally.of(shard)
         known = self._look_up(step, shard, work, watch)
         learning_rate = config.learning_rate_at(step)
@@ -285,9 +299,14 @@ class GRPOTrainer:
             return None
         with self._passing("export"):
             # first: it needs every rank, also one that has no room for files
-            made = probe(self.model, self._dtype, float32_head=self._config.fp32_lm_head)
+            with self._adapters.merged() if self._adapters else nullcontext():
+                made = probe(self.model, self._dtype, float32_head=self._config.fp32_lm_head)
             digests = write_model(
-                self.model, directory if writes else None, origin=self._settings.model, dtype=self._dtype
+                self.model,
+                directory if writes else None,
+                origin=self._settings.model,
+                dtype=self._dtype,
+                adapters=self._adapters,
             )
             return Exported(made, digests)
 
@@ -295,6 +314,8 @@ class GRPOTrainer:
         """Write this rank's part of the state; rank 0 completes the checkpoint, durable for every rank on return."""
         draft = self._group.led(lambda: self._checkpoints.begin(step))
         try:
+            if origin := self._origin:
+                self._group.led(lambda: (draft / ORIGIN).write_text(origin.model_dump_json(indent=2)))
             with self._group.together("save"):
                 self._write_checkpoint(draft)
             mine = f"__{self._group.rank}_*"
@@ -357,10 +378,10 @@ class GRPOTrainer:
     def _sum_and_clip_gradients(self) -> float:
         """Return the norm of the whole gradient before clipping, the same on every rank; not finite as it may be."""
         gradients = self._state.gradients
-        if not self._is_shared:  # otherwise the passes sum each rank's part
+        if not self._trains_parts:  # otherwise the passes sum each rank's part
             self._group.sum_in_place(gradients)
         norm = torch.linalg.vector_norm(gradients)
-        if self._is_shared:
+        if self._trains_parts:
             self._group.sum_in_place(norm.square_())
             norm.sqrt_()
         norm = float(norm)
@@ -387,14 +408,17 @@ class GRPOTrainer:
     def _check_budget(self) -> None:
         """Raise ConfigError if the training state never fits, before anything takes memory."""
         on_cpu = self._device.type == "cpu"
+        parameters, adapters = count_parameters(self._settings.model, self._config.lora)
         budget = Budget.of(
-            count_parameters(self._settings.model),
+            parameters,
             on_cpu=on_cpu,
             shared_by=self._settings.world_size if self._is_shared else 1,
             ranks_in_pod=self._ranks_in_pod,
             with_moments=self._config.optimizer == "AdamW",
             keeps_reference=self._keeps_reference,
             parameters_leave=PARAMETERS not in self._stays,
+            adapters=adapters,
+            frozen_bytes=self._dtype.itemsize,
         )
         is_gpu = self._device.type == "cuda"
         device_has = torch.cuda.get_device_properties(self._device).total_memory if is_gpu else None
@@ -433,6 +457,10 @@ class GRPOTrainer:
 
     def _read_checkpoint(self, directory: Path) -> None:
         """Read this rank's part. Raises ConfigError if the checkpoint is of another model or optimizer."""
+        file = directory / ORIGIN
+        text = self._group.led(lambda: file.read_text() if file.is_file() else None)
+        if text is not None and self._origin is not None:
+            self._origin.require_same(Origin.model_validate_json(text), checkpoint=directory.name)
         updates = torch.zeros((), dtype=torch.int64)
         parts = self._state.saved() | {"updates": updates}
         stored = self._group.led(lambda: names_in(directory))
@@ -442,12 +470,19 @@ class GRPOTrainer:
         if differing := sorted(of_another | (parts.keys() - stored)):
             raise ConfigError(
                 f"checkpoint {directory.name} is of another model or optimizer, {len(differing)} tensors differ, first "
-                f"{differing[0]}: set spec.model and optimizer in spec.trainer.config as they were, or give the job "
-                "another volume for checkpoints"
+                f"{differing[0]}: set spec.model, and optimizer and lora in spec.trainer.config, as they were, or give "
+                "the job another volume for checkpoints"
             )
         with self._group.together("load"):
             read_parts(parts, directory)
         self._state.updates = int(updates)
+
+    def _find_origin(self, lora: LoraConfig) -> Origin:
+        """Return what the adapters belong to. Each rank hashes some of the model's files, which were just read."""
+        mine = files_of_model(self._settings.model)[self._group.rank :: self._group.size]
+        digests = self._group.each(lambda: digests_of(mine))
+        base = {name: digest for of_rank in digests for name, digest in of_rank.items()}
+        return Origin(rank=lora.rank, alpha=lora.alpha, base=base)
 
     def _passing(self, what: str) -> AbstractContextManager[None]:
         """Return a context for passes through the model, each of which needs the peers if they share it."""

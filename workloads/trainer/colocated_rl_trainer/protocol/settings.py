@@ -93,13 +93,28 @@ Beta = Annotated[float, Field(ge=0, lt=1)]
 NOT_YET: Mapping[str, str] = {  # by a part of the key
     "critic": "there is no critic, advantages are relative to the group.",
     "value": "there is no critic, advantages are relative to the group.",
-    "lora": "all weights are trained, none as LoRA.",
-    "peft": "all weights are trained, none as LoRA.",
     "megatron": "there is no helper for Megatron.",
     "parallel": "ranks share a model's state (trainingState) and each computes samples of its own.",
     "quant": "neither training nor rollout is quantized.",
     "cudaipc": "weights reach the engines as files in memory.",
 }
+
+
+class LoraConfig(BaseModel):
+    """`spec.trainer.config.lora`: low-rank adapters are trained, in the terms of peft (`state.lora`)."""
+
+    model_config = ConfigDict(alias_generator=to_camel, validate_by_name=True, frozen=True, extra="forbid")
+
+    rank: int = Field(default=16, ge=1)
+    alpha: float = Field(default=32.0, gt=0, allow_inf_nan=False, description="Adapters count alpha / rank times.")
+    dropout: float = Field(
+        default=0.0, ge=0, lt=1, description="Of the adapters' inputs, while gradients are computed."
+    )
+    target_modules: tuple[Annotated[str, Field(min_length=1)], ...] | None = Field(
+        default=None,
+        min_length=1,
+        description="Names of linear layers, or their last parts; every one but the head when absent.",
+    )
 
 
 class TrainerConfig(BaseModel):
@@ -179,6 +194,9 @@ class TrainerConfig(BaseModel):
         default="Tokens",
         description="The loss is the mean over tokens (DAPO), over samples of their tokens' means (GRPO), or over "
         "samples of their tokens' sums divided by maxResponseTokens (Dr. GRPO).",
+    )
+    lora: LoraConfig | None = Field(
+        default=None, description="Adapters are trained in place of all weights; exports are merged."
     )
     training_state: Literal["Sharded", "Replicated"] = Field(
         default="Sharded",

@@ -1,10 +1,12 @@
-"""Where a rank's training state lives: parameters, gradients and optimizer moments, in float32.
+"""Where a rank's training state lives: parameters, gradients and optimizer moments, in float32, and frozen parameters.
 
 A model's parameters are views of one buffer and their gradients views of another, so one copy moves a kind of state
 between device and host, one collective sums a gradient, and one fused kernel updates everything. Where ranks share a
 model, each parameter is in the buffer that FSDP2 made for it, and every other kind in one buffer, in the same order.
 Off the device, parameters and moments are in pinned host memory and gradients nowhere: they are zero between steps.
 The device memory is then freed from under the tensors: the tensor objects remain, and nobody may read them.
+
+Frozen parameters never change, so their host copy is made once, and their way off the device copies nothing.
 
 A frozen reference is a second set of parameters, on the host. When it has to compute, before a step, it takes the place
 of the policy's parameters, which wait in the buffer of the gradients, zero then. So it costs no memory on the device.
@@ -35,6 +37,7 @@ STATE = {  # the kinds of state of each of a job's names
 }
 
 _EPSILON = 1e-8  # of AdamW
+_ALIGNMENT = 16  # bytes, of any dtype
 
 Blocks = tuple[Tensor, ...]
 
@@ -64,9 +67,10 @@ class Residency:
         self.stays = frozenset(stays)
         self._trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
         self._shapes = [part_of(parameter).shape for parameter in self._trained.values()]
-        fixed = (tensor for tensor in chain(model.parameters(), model.buffers()) if not tensor.requires_grad)
-        self._fixed = [tensor for tensor in fixed if not isinstance(tensor, DTensor)]
-        self._host_fixed = [tensor.data.cpu() for tensor in self._fixed]
+        self._buffers = [tensor for tensor in model.buffers() if not isinstance(tensor, DTensor)]
+        self._host_buffers = [tensor.data.cpu() for tensor in self._buffers]
+        # frozen parameters, each with its copy on the host if it leaves the device
+        self._frozen = self._take_frozen([each for each in model.parameters() if not each.requires_grad])
         self.parameters, self._widths = self._take_over()
         size = sum(self._widths)
         self.gradients = torch.zeros(size, device=device)
@@ -81,13 +85,29 @@ class Residency:
         self.is_onloaded = True
         self.offload()
 
+    def _take_frozen(self, parameters: Sequence[Tensor]) -> list[tuple[Tensor, Tensor | None]]:
+        """Return each one's memory on the device, and its copy on the host if it does not stay on the device."""
+        if self._moves:
+            for parameter in parameters:
+                if not isinstance(parameter, DTensor):
+                    parameter.data = parameter.data.to(self._device, copy=True)
+        blocks = [_block_of(parameter) for parameter in parameters]
+        if not self._moves or PARAMETERS in self.stays:
+            return [(block, None) for block in blocks]
+        sizes = [-(-block.nbytes // _ALIGNMENT) * _ALIGNMENT for block in blocks]
+        copies = self._host_memory(sum(sizes), torch.uint8).split(sizes)
+        kept = [copy[: block.nbytes].view(block.dtype) for block, copy in zip(blocks, copies, strict=True)]
+        for block, copy in zip(blocks, kept, strict=True):
+            copy.copy_(block)
+            block.untyped_storage().resize_(0)
+        return [*zip(blocks, kept, strict=True)]
+
     def _take_over(self) -> tuple[Blocks, list[int]]:
         """Return the buffers of the parameters, and how many elements each parameter has in them."""
         trained = self._trained.values()
         if any(isinstance(parameter, DTensor) for parameter in trained):
-            storages = [part_of(parameter).untyped_storage() for parameter in trained]  # padded to the largest rank's
-            blocks = [torch.empty(0, device=self._device).set_(storage) for storage in storages]
-            return tuple(blocks), [len(block) for block in blocks]
+            blocks = tuple(_block_of(parameter) for parameter in trained)
+            return blocks, [len(block) for block in blocks]
         self._widths = [parameter.numel() for parameter in trained]
         block = torch.empty(sum(self._widths), device=self._device)
         for parameter, view in zip(trained, self._views((block,)), strict=True):
@@ -106,7 +126,11 @@ class Residency:
         if GRADIENTS not in self.stays:
             _take_memory(self.gradients)
             self.gradients.zero_()
-        for tensor, host in zip(self._fixed, self._host_fixed, strict=True):
+        for block, copy in self._frozen:
+            if copy is not None:
+                _take_memory(block)
+                block.copy_(copy, non_blocking=True)
+        for tensor, host in zip(self._buffers, self._host_buffers, strict=True):
             tensor.data = host.to(self._device, non_blocking=True)
         self._wait_for_copies()
         self.is_onloaded = True
@@ -123,7 +147,10 @@ class Residency:
             block.untyped_storage().resize_(0)
         if GRADIENTS not in self.stays:
             self.gradients.untyped_storage().resize_(0)
-        for tensor, host in zip(self._fixed, self._host_fixed, strict=True):
+        for block, copy in self._frozen:
+            if copy is not None:
+                block.untyped_storage().resize_(0)
+        for tensor, host in zip(self._buffers, self._host_buffers, strict=True):
             tensor.data = host
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
@@ -185,7 +212,9 @@ class Residency:
     @property
     def size_bytes(self) -> int:
         """Bytes that the state takes on the device."""
-        return sum(4 * len(block) for block in (*chain.from_iterable(self._kept.values()), self.gradients))
+        frozen = (block for block, _ in self._frozen)
+        blocks = (*chain.from_iterable(self._kept.values()), self.gradients, *frozen)
+        return sum(block.element_size() * len(block) for block in blocks)
 
     @property
     def _kept(self) -> dict[str, Blocks]:
@@ -209,11 +238,20 @@ class Residency:
             yield part[: shape.numel()].view(shape)
 
     def _host_buffer(self) -> Tensor:
-        return torch.empty(sum(self._widths), pin_memory=self._device.type == "cuda")
+        return self._host_memory(sum(self._widths), torch.float32)
+
+    def _host_memory(self, elements: int, dtype: torch.dtype) -> Tensor:
+        return torch.empty(elements, dtype=dtype, pin_memory=self._device.type == "cuda")
 
     def _wait_for_copies(self) -> None:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
+
+
+def _block_of(parameter: Tensor) -> Tensor:
+    """Return the memory of this rank's part, flat. Of a divided parameter it is padded to that of the largest part."""
+    part = part_of(parameter)
+    return torch.empty(0, dtype=part.dtype, device=part.device).set_(part.untyped_storage())
 
 
 def _take_memory(block: Tensor) -> None:

@@ -60,11 +60,11 @@ def _gathered_alone(model: PreTrainedModel) -> list[nn.Module]:
 
 
 def computing_in(dtype: torch.dtype, model: nn.Module, device: torch.device) -> AbstractContextManager[object]:
-    """Return a context for passes that compute in `dtype`. A divided model does so by itself.
+    """Return a context for passes that compute in `dtype`, as a divided model and one of that dtype do by themselves.
 
     No cast of a weight outlives the operation that needs it, unless the backward pass needs it too: none is cached.
     """
-    if is_divided(model):
+    if is_divided(model) or next(model.parameters()).dtype is dtype:
         return contextlib.nullcontext()
     return torch.autocast(device.type, torch.bfloat16, enabled=dtype is torch.bfloat16, cache_enabled=False)
 

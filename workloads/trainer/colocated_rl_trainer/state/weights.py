@@ -35,12 +35,14 @@ from transformers.utils import logging as transformers_logging
 
 from colocated_rl_api.weights import MANIFEST, Digest, Probe
 from colocated_rl_trainer.protocol.manifest import Hashing
-from colocated_rl_trainer.protocol.settings import ConfigError
+from colocated_rl_trainer.protocol.settings import ConfigError, LoraConfig
 from colocated_rl_trainer.state.checkpoint import CONTENTS, OPTIMIZER
 from colocated_rl_trainer.state.head import ScoringForward, score_without_logits
+from colocated_rl_trainer.state.lora import CONFIG, TENSORS, Adapters, count_adapters, is_of_adapter
 from colocated_rl_trainer.state.packing import PACKED_ATTENTION, check_packing
 from colocated_rl_trainer.state.sharding import computing_in, device_of, leaves_a_rank_empty, take_over_parts, whole
 
+ADAPTERS = "adapter"  # directory in an export
 FILE_BYTES = 128 * 1024**2  # most of one safetensors file, unless one tensor is larger: whole in memory at a time
 PROBE_TOKENS = 32
 _WEIGHT_FILES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".npz", ".index.json")
@@ -51,21 +53,26 @@ _Loading = Mapping[str, Collection[Any]]  # what transformers says of a load
 
 
 def load_model(
-    directory: Path, *, packing: bool = False, share: Callable[[PreTrainedModel], None] | None = None
+    directory: Path,
+    *,
+    packing: bool = False,
+    share: Callable[[PreTrainedModel], None] | None = None,
+    frozen: torch.dtype | None = None,
 ) -> PreTrainedModel:
     """Load the causal language model in `directory`, in float32, without dropout. Nothing is ever downloaded.
 
     packing: attention keeps the samples of one row apart. share: divides the model among ranks, before it has weights:
-    of each tensor a rank then reads its part and no more. Raises ConfigError if the model can't be trained so.
+    of each tensor a rank then reads its part and no more. frozen: dtype of weights that are not trained; all are then.
+    Raises ConfigError if the model can't be trained so.
     """
     transformers_logging.disable_progress_bar()
     _check_trainable(directory)
     attention = PACKED_ATTENTION if packing else None
     with _explaining_load_errors(directory):
         if share is None:
-            model, loading = _load_whole(directory, attention)
+            model, loading = _load_whole(directory, attention, frozen)
         else:
-            model, loading = _load_part(directory, attention, share)
+            model, loading = _load_part(directory, attention, share, frozen)
     _check_loaded(model, loading, directory)
     model.eval()
     if share is None:
@@ -75,21 +82,22 @@ def load_model(
     return model
 
 
-def _load_whole(directory: Path, attention: str | None) -> tuple[PreTrainedModel, _Loading]:
+def _load_whole(directory: Path, attention: str | None, frozen: torch.dtype | None) -> tuple[PreTrainedModel, _Loading]:
     model, loading = AutoModelForCausalLM.from_pretrained(
         directory,
-        dtype=torch.float32,
+        dtype=frozen or torch.float32,
         local_files_only=True,
         trust_remote_code=False,  # without it, transformers asks on standard input
         attn_implementation=attention,
         ignore_mismatched_sizes=True,  # otherwise its error names no tensor
         output_loading_info=True,
     )
+    model.requires_grad_(frozen is None)
     return model, loading
 
 
 def _load_part(
-    directory: Path, attention: str | None, share: Callable[[PreTrainedModel], None]
+    directory: Path, attention: str | None, share: Callable[[PreTrainedModel], None], frozen: torch.dtype | None
 ) -> tuple[PreTrainedModel, _Loading]:
     """Load as transformers does it, with `share` between the model's definition and its weights.
 
@@ -97,18 +105,20 @@ def _load_part(
     can't where a rank gets none of the experts that files hold one by one: then each rank loads all, as one alone.
     """
     config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+    dtype = frozen or torch.float32
     with torch.device("meta"):
-        model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=attention)
+        model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
+    model.requires_grad_(frozen is None)
     conversions = get_model_conversion_mapping(model)
     score_without_logits(model)
     share(model)
     if leaves_a_rank_empty(model) and any(isinstance(each, WeightConverter) for each in conversions):
-        model, loading = _load_whole(directory, attention)
+        model, loading = _load_whole(directory, attention, frozen)
         score_without_logits(model)
         share(model)
         return model, loading
     how = LoadStateDictConfig(
-        dtype=torch.float32,
+        dtype=dtype,
         device_map={"": device_of(model)},
         ignore_mismatched_sizes=True,
         weight_mapping=conversions,
@@ -117,7 +127,8 @@ def _load_part(
         slices: dict[str, Any] = {}
         for file in _weight_files(directory):
             content = stack.enter_context(safe_open(file, framework="pt"))
-            slices |= {name: _Stored(content.get_slice(name)) for name in content.keys()}  # noqa: SIM118 - no mapping
+            names = content.keys()
+            slices |= {name: _Stored(content.get_slice(name), dtype) for name in names}
         found, _ = convert_and_load_state_dict_in_model(model, slices, how)
     loading = {
         "missing_keys": found.missing_keys - model.all_tied_weights_keys.keys(),
@@ -131,13 +142,14 @@ def _load_part(
 
 @dataclass(frozen=True)
 class _Stored:
-    """A tensor of a file. What is taken of it is float32 and of its own memory; safetensors gives views of the file."""
+    """A tensor of a file. What is taken of it is of `dtype` and its own memory; safetensors gives views of the file."""
 
     content: Any
+    dtype: torch.dtype
 
     def __getitem__(self, part: Any) -> Tensor:
         view: Tensor = self.content[part]
-        return view.to(torch.float32, copy=True) if view.is_floating_point() else view.clone()
+        return view.to(self.dtype, copy=True) if view.is_floating_point() else view.clone()
 
     def get_shape(self) -> list[int]:
         return list(self.content.get_shape())
@@ -157,6 +169,12 @@ def _weight_files(directory: Path) -> Sequence[Path]:
     if missing := [file for file in files if not file.is_file()]:
         raise FileNotFoundError(f"{missing[0].name} of {index.name} is not there")
     return files
+
+
+def files_of_model(directory: Path) -> Sequence[Path]:
+    """Return config and weights of a model: the files that make it another model if they change."""
+    files = sorted(path for path in directory.iterdir() if path.is_file())
+    return [path for path in files if path.name == "config.json" or path.name.endswith(_WEIGHT_FILES)]
 
 
 def _check_loaded(model: PreTrainedModel, loading: _Loading, directory: Path) -> None:
@@ -183,13 +201,17 @@ def _check_loaded(model: PreTrainedModel, loading: _Loading, directory: Path) ->
         )
 
 
-def count_parameters(directory: Path) -> int:
-    """Count the parameters that `load_model` would load, without weights. Raises ConfigError if it can't be trained."""
+def count_parameters(directory: Path, lora: LoraConfig | None = None) -> tuple[int, int | None]:
+    """Count the parameters that `load_model` would load, without weights, and those of adapters where they are wanted.
+
+    Raises ConfigError if the model can't be trained.
+    """
     _check_trainable(directory)
     with _explaining_load_errors(directory), torch.device("meta"):
         config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
         model = AutoModelForCausalLM.from_config(config)
-    return sum(parameter.numel() for parameter in model.parameters())
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    return parameters, count_adapters(model, lora) if lora else None
 
 
 def checkpoint_activations(model: PreTrainedModel) -> None:
@@ -201,18 +223,29 @@ def checkpoint_activations(model: PreTrainedModel) -> None:
 
 
 def write_model(
-    model: PreTrainedModel, directory: Path | None, *, origin: Path, dtype: torch.dtype, file_bytes: int = FILE_BYTES
+    model: PreTrainedModel,
+    directory: Path | None,
+    *,
+    origin: Path,
+    dtype: torch.dtype,
+    adapters: Adapters | None = None,
+    file_bytes: int = FILE_BYTES,
 ) -> dict[str, Digest]:
     """Write the model's weights in `dtype`, and the other files of `origin`, into the empty `directory`.
 
+    adapters: are merged, tensor by tensor, and written by themselves into the directory `ADAPTERS` in it.
     Returns the digests of the weights by file name: each file is hashed while the next one is written.
 
     Collective where ranks share the model: a rank without a directory only gives its part. No more of the model is
     whole at any time than one file and one tensor. Raises OSError when there is no space.
     """
-    parts = _whole_parts(model, dtype, file_bytes, are_wanted=directory is not None)
+    parts = _whole_parts(model, dtype, file_bytes, adapters, are_wanted=directory is not None)
     try:
-        return _write_files(parts, directory, origin=origin, dtype=dtype) if directory is not None else {}
+        if directory is None:
+            return {}
+        if adapters is not None:
+            _write_adapters(adapters, directory / ADAPTERS)
+        return _write_files(parts, directory, origin=origin, dtype=dtype)
     finally:
         for _ in parts:
             pass  # even if this rank's files failed, its peers wait for its part of theirs
@@ -236,6 +269,13 @@ def _write_files(parts: Iterator[_Part], directory: Path, *, origin: Path, dtype
             index = {"metadata": {"total_size": total_size}, "weight_map": weight_map}
             (directory / "model.safetensors.index.json").write_text(json.dumps(index, indent=2, sort_keys=True))
         return hashing.wait()
+
+
+def _write_adapters(adapters: Adapters, directory: Path) -> None:
+    tensors, config = adapters.files()
+    directory.mkdir()
+    write_tensors(directory / TENSORS, tensors)
+    (directory / CONFIG).write_text(json.dumps(config, indent=2))
 
 
 def write_tensors(file: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> None:
@@ -309,13 +349,19 @@ class _Part:
     tensors: Mapping[str, Tensor]
 
 
-def _whole_parts(model: PreTrainedModel, dtype: torch.dtype, file_bytes: int, *, are_wanted: bool) -> Iterator[_Part]:
+def _whole_parts(
+    model: PreTrainedModel, dtype: torch.dtype, file_bytes: int, adapters: Adapters | None, *, are_wanted: bool
+) -> Iterator[_Part]:
     """Yield the model as loaders of its architecture expect it: no tied duplicate, and names as in the original files.
 
     are_wanted: this rank needs the parts; if not, it yields none and only gives its peers what they need.
     """
     tied = model.all_tied_weights_keys
-    tensors = {name: tensor for name, tensor in model.state_dict().items() if name not in tied}
+    tensors = {
+        name: tensor
+        for name, tensor in model.state_dict().items()
+        if name not in tied and not (adapters and is_of_adapter(name))
+    }
     divided = _divide(tensors, dtype, file_bytes)
     for number, names in enumerate(divided, start=1):
         file = f"model-{number:05d}-of-{len(divided):05d}" if len(divided) > 1 else "model"
@@ -323,6 +369,8 @@ def _whole_parts(model: PreTrainedModel, dtype: torch.dtype, file_bytes: int, *,
         for name in names:
             tensor = whole(tensors[name])
             if are_wanted:
+                if adapters is not None:
+                    tensor = adapters.merge(name, tensor)
                 gathered[name] = (tensor.to(dtype) if tensor.is_floating_point() else tensor).cpu()
             del tensor
         if are_wanted:
