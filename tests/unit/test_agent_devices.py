@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from colocated_rl_agent.runner.devices import GIB, Devices, MemoryHeld, freed_bytes, require_room, until_freed
-from colocated_rl_agent.runner.runner_link import RunnerLink
+from colocated_rl_agent.runner.runner_link import Device, RunnerLink
 from colocated_rl_api.facts import DeviceFacts
 
 TOTAL = 80 * GIB
@@ -25,9 +25,9 @@ class Scripted(RunnerLink):
         self._last = readings[-1]
         self.asked = 0
 
-    async def devices(self) -> tuple[DeviceFacts, ...]:
+    async def devices(self) -> tuple[Device, ...]:
         self.asked += 1
-        return next(self._readings, self._last)
+        return tuple(Device.model_validate(each.model_dump()) for each in next(self._readings, self._last))
 
 
 BEFORE = reading(50 * GIB, 50 * GIB)
