@@ -28,7 +28,7 @@ from colocated_rl_cli.evidence.records import Records
 from colocated_rl_cli.live import shown
 from examples.arithmetic.cluster import ClusterError, LocalCluster, remove_old
 from examples.arithmetic.report import render, summary
-from examples.arithmetic.verdict import JOB_SECONDS_AT_MOST, JOB_TOOK, shortfalls
+from examples.arithmetic.verdict import ARITHMETIC, JOB_TOOK, Lesson, shortfalls
 
 ROOT = Path(__file__).resolve().parents[2]
 HERE = Path(__file__).parent
@@ -38,7 +38,7 @@ CHART = ROOT / "charts/colocated-rl"
 NAMESPACE = "default"
 OPERATOR_NAMESPACE = "colocated-rl-system"
 RELEASE = "colocated-rl"
-GIVE_UP_S = 1.5 * JOB_SECONDS_AT_MOST
+GIVE_UP = 1.5  # times what a job may take
 
 
 class NotSetUp(Exception):
@@ -52,13 +52,15 @@ class Demo:
     out: Path
     console: Console
     job: dict[str, Any]
+    model: Path = MODEL
+    lesson: Lesson = ARITHMETIC
     took_s: dict[str, float] = field(default_factory=dict)
 
     def run(self) -> Records:
         """Raises ClusterError, NotSetUp."""
-        for made in (MODEL, IMAGES):
+        for made in (self.model, IMAGES):
             if not made.exists():
-                raise NotSetUp(f"there is no {made}: `make setup` makes it")
+                raise NotSetUp(f"there is no {made}: set-up makes it (`make help`)")
         self.say("cluster: starting etcd, API server, controllers, scheduler and kubelet, about 10 s")
         began = time.monotonic()
         remove_old(self.out / "cluster")
@@ -81,10 +83,10 @@ class Demo:
         )
 
     def _apply_and_watch(self, cluster: LocalCluster) -> Records:
-        volume, claim = yaml.safe_load_all((HERE / "model-volume.yaml").read_text())
-        volume["spec"]["hostPath"]["path"] = str(MODEL)
+        claim = self.job["spec"]["model"]["claimName"]
         began = time.monotonic()
-        cluster.kubectl("apply", "-f", "-", stdin=yaml.safe_dump_all([volume, claim, self.job]))
+        objects = [*model_volume(claim, self.model, namespace=NAMESPACE), self.job]
+        cluster.kubectl("apply", "-f", "-", stdin=yaml.safe_dump_all(objects))
         records = asyncio.run(self._watch(cluster, began))
         return replace(records, took_s=self.took_s)
 
@@ -92,11 +94,12 @@ class Demo:
         login = Login(program=tuple(cluster.command("kubectl")))
         async with Api.reach(login, NAMESPACE) as api:
             watch = JobWatch(api, self.job["metadata"]["name"], refuse_lost=cluster.refuse_lost)
+            give_up_s = GIVE_UP * self.lesson.job_seconds_at_most
             try:
                 async with shown(watch, self.console, screen=False):
-                    await watch.until_ended(deadline_s=GIVE_UP_S)
+                    await watch.until_ended(deadline_s=give_up_s)
             except TimeoutError:
-                self.say(f"job: given up after {GIVE_UP_S:.0f} s")
+                self.say(f"job: given up after {give_up_s:.0f} s")
             self._note(JOB_TOOK, began)
             return await watch.collect()
 
@@ -109,6 +112,16 @@ class Demo:
         self.console.print(text, highlight=False, markup=False, soft_wrap=True)
 
 
+def model_volume(claim_name: str, model: Path, *, namespace: str) -> list[dict[str, Any]]:
+    """A claim on a directory of this machine that holds a model, and its volume."""
+    volume, claim = yaml.safe_load_all((HERE / "model-volume.yaml").read_text())
+    volume["metadata"]["name"] = claim["metadata"]["name"] = claim["spec"]["volumeName"] = claim_name
+    volume["spec"]["claimRef"] = {"name": claim_name, "namespace": namespace}
+    volume["spec"]["hostPath"]["path"] = str(model)
+    claim["metadata"]["namespace"] = namespace
+    return [volume, claim]
+
+
 def _print_summary(console: Console, records: Records) -> None:
     table = Table(show_header=False, box=None, pad_edge=False)
     for name, value in summary(records):
@@ -116,14 +129,15 @@ def _print_summary(console: Console, records: Records) -> None:
     console.print(table)
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=ROOT / ".build/demo", help="where records and report go")
-    parser.add_argument("--job", type=Path, default=HERE / "job.yaml", help="another job of the same model")
+def demonstrate(about: str, *, out: Path, job: Path, model: Path, lesson: Lesson) -> int:
+    """Run the program of a demo whose words may name another place and another job. Returns its exit code."""
+    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=out, help="where records and report go")
+    parser.add_argument("--job", type=Path, default=job, help="another job of the same model")
     args = parser.parse_args()
     console = Console()
     args.out.mkdir(parents=True, exist_ok=True)
-    demo = Demo(args.out.resolve(), console, yaml.safe_load(args.job.read_text()))
+    demo = Demo(args.out.resolve(), console, yaml.safe_load(args.job.read_text()), model, lesson)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C
     try:
         records = demo.run()
@@ -134,9 +148,9 @@ def main() -> int:
         demo.say(f"demo: {error}")
         return 1
     records.write(args.out / "records.json")
-    (args.out / "report.html").write_text(render(records))
+    (args.out / "report.html").write_text(render(records, lesson))
     _print_summary(console, records)
-    missing = shortfalls(records)
+    missing = shortfalls(records, lesson)
     for one in missing:
         demo.say(f"demo: {one}")
     demo.say(f"report: {args.out / 'report.html'}")
@@ -144,4 +158,6 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(
+        demonstrate(__doc__ or "", out=ROOT / ".build/demo", job=HERE / "job.yaml", model=MODEL, lesson=ARITHMETIC)
+    )

@@ -24,16 +24,16 @@ from colocated_rl_cli.draw.figures import (
     switch_seconds,
 )
 from colocated_rl_cli.evidence.records import Records
-from examples.arithmetic.verdict import START_AT_MOST, TARGET, job_s
+from examples.arithmetic.verdict import ARITHMETIC, Lesson, job_s
 
 
-def render(records: Records) -> str:
+def render(records: Records, lesson: Lesson = ARITHMETIC) -> str:
     """The report of a run."""
     figures = read_figures(records.lines, records.ladder)
     title = f"{records.job['metadata']['name']}: rollout and training on the same devices"
     sections = [
-        _headline(records, figures),
-        _learning(figures),
+        _headline(records, figures, lesson),
+        _learning(figures, lesson),
         timeline.holders(figures),
         timeline.switch(figures),
         timeline.staleness(figures),
@@ -83,11 +83,11 @@ def summary(records: Records) -> list[tuple[str, str]]:
     ]
 
 
-def _headline(records: Records, figures: RunFigures) -> str:
+def _headline(records: Records, figures: RunFigures, lesson: Lesson) -> str:
     first, last, switches, took_s = figures.first, figures.last, switch_seconds(figures), job_s(records)
     cells = [
-        ("held out, before", _exact(first), "good" if first and first.mean <= START_AT_MOST else "bad"),
-        ("held out, after", _exact(last), "good" if last and last.mean >= TARGET else "bad"),
+        ("held out, before", _exact(first), "good" if first and first.mean <= lesson.start_at_most else "bad"),
+        ("held out, after", _exact(last), "good" if last and last.mean >= lesson.target else "bad"),
         ("steps", str(len(figures.batches)), ""),
         ("median switch", f"{median(switches):.2f} s" if switches else "-", ""),
         ("from job to its end", f"{took_s:.0f} s" if took_s else "-", ""),
@@ -102,7 +102,7 @@ def _headline(records: Records, figures: RunFigures) -> str:
     )
 
 
-def _learning(figures: RunFigures) -> str:
+def _learning(figures: RunFigures, lesson: Lesson) -> str:
     first, last = figures.first, figures.last
     chart = line_chart(
         [
@@ -118,13 +118,12 @@ def _learning(figures: RunFigures) -> str:
         label=f"Held-out exact match goes from {_exact(first)} to {_exact(last)}.",
         across="step",
         unit="share that is right",
-        lines=[(TARGET, f"target {TARGET}")],
+        lines=[(lesson.target, f"target {lesson.target}")],
     )
     rows = [(str(one.step), _exact(one, spread=True), str(one.samples)) for one in figures.evaluations]
+    about = escape(lesson.about.format(first=_length(figures, 0), last=_length(figures, -1)))
     return (
-        "<h2>What was learned</h2><p>Sums of two to four one-digit numbers. First the model finds that writing down "
-        f"its working pays (a response grows from {_length(figures, 0)} to {_length(figures, -1)} tokens), then it gets"
-        " the sums right. Held-out questions are never trained on, in the warm-up or in the job.</p>"
+        f"<h2>What was learned</h2><p>{about} Held-out questions are never trained on.</p>"
         f"{chart}"
         f"{timeline.details('The evaluations as a table', table(rows, heading=['step', 'exact match', 'questions']))}"
     )

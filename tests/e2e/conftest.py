@@ -23,6 +23,7 @@ from cluster import Cluster, CommandFailed
 from e2e.running_job import Kubectl, RunningJob
 from e2e.terminal import Terminal
 
+from examples.arithmetic.demo import model_volume
 from setup.environments import FRAMEWORKS
 from setup.layout import CHECKOUT
 
@@ -152,12 +153,7 @@ def _kubectl_of_environment(*words: str, stdin: str | None = None) -> str:
 
 def volume(claim_name: str, path: Path, *, namespace: str = NAMESPACE) -> str:
     """A claim like that of the demo's model, for a directory of this machine."""
-    made, claim = yaml.safe_load_all((CHECKOUT.root / "examples/arithmetic/model-volume.yaml").read_text())
-    made["metadata"]["name"] = made["spec"]["claimRef"]["name"] = claim["metadata"]["name"] = claim_name
-    claim["spec"]["volumeName"] = claim_name
-    made["spec"]["hostPath"]["path"] = str(path)
-    made["spec"]["claimRef"]["namespace"] = claim["metadata"]["namespace"] = namespace
-    return yaml.safe_dump_all([made, claim])
+    return yaml.safe_dump_all(model_volume(claim_name, path, namespace=namespace))
 
 
 def apply(kubectl: Kubectl, file: str) -> RunningJob:

@@ -13,7 +13,7 @@ from e2e.conftest import MODEL
 from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 
 from examples.arithmetic.loop import Evaluated, Options, learn
-from examples.arithmetic.verdict import START_AT_MOST, TARGET
+from examples.arithmetic.verdict import ARITHMETIC
 
 ROOT = Path(__file__).resolve().parents[2]
 JOB = ROOT / "examples/arithmetic/job.yaml"
@@ -31,8 +31,8 @@ def curve(*, learning_rate: float) -> list[Evaluated]:
 def test_held_out_exact_match_rises_with_the_jobs_learning_rate() -> None:
     rate = yaml.safe_load(JOB.read_text())["spec"]["trainer"]["config"]["learningRate"]
     first, last = curve(learning_rate=rate)
-    assert first.exact_match <= START_AT_MOST
-    assert last.exact_match >= TARGET - NOISE  # after a third of the job's steps
+    assert first.exact_match <= ARITHMETIC.start_at_most
+    assert last.exact_match >= ARITHMETIC.target - NOISE  # after a third of the job's steps
 
 
 def test_held_out_exact_match_does_not_rise_with_learning_rate_0() -> None:

@@ -70,4 +70,8 @@ def _case(row: dict[str, Any], folder: Path) -> Case:
 _MINIMAL = yaml.safe_load((HERE / "manifests/good/minimal.yaml").read_text())
 GOOD = _cases("good")
 BAD = _cases("bad")
-EXAMPLES = [Case(file.stem, file.read_text()) for file in sorted((HERE.parents[1] / "crds/examples").glob("*.yaml"))]
+_ROOT = HERE.parents[1]
+EXAMPLES = [
+    *(Case(file.stem, file.read_text()) for file in sorted((_ROOT / "crds/examples").glob("*.yaml"))),
+    *(Case(file.parent.name, file.read_text()) for file in sorted((_ROOT / "examples").glob("*/job.yaml"))),
+]
