@@ -181,6 +181,13 @@ class SealedBatch(Wire):
     loss_tokens: int
 
 
+class BestOf(Wire):
+    """Mean reward of the best of `answers` answers to a prompt."""
+
+    answers: int
+    mean: float
+
+
 class EvaluationResult(Wire):
     """Mean reward of one weights version on the held-out prompts. `stderr` is the standard error of `mean`."""
 
@@ -189,6 +196,7 @@ class EvaluationResult(Wire):
     mean: float
     stderr: float  # over prompts: answers to one of them are not independent
     best: float | None = None  # mean of the best answer to each prompt; None with one answer each
+    best_of: tuple[BestOf, ...] = ()  # of fewer answers than each prompt has: 2, 4, 8 and so on
 
 
 class RolloutFacts(Wire):

@@ -105,8 +105,11 @@ class Gpus(Part):
         return self
 
 
+_Stops = Annotated[list[Annotated[str, Field(min_length=1, max_length=256)]], Field(max_length=16)]
+
+
 class Sampling(Part):
-    """How tokens are drawn. Only what the engine's log-probabilities describe exactly.
+    """How tokens are drawn. Only what a trainer can follow: it computes log-probabilities of the whole distribution.
 
     SGLang (0.5.23, `Sampler.forward`) reports them before top-p, top-k and min-p take tokens away, and after a least
     number of tokens has taken the end token away, which a trainer does not know: rollout has none of these.
@@ -118,6 +121,11 @@ class Sampling(Part):
         le=10,
         description="Softmax temperature of rollout and training. May change; what was sampled before is trained as "
         "sampled by other weights would be, by its behaviour log-probabilities.",
+    )
+    stop: _Stops = Field(
+        default_factory=list,
+        description="Texts that end an answer to a prompt, and are part of it; without special tokens. Not of episodes "
+        "of environments.",
     )
 
 
@@ -152,12 +160,14 @@ _WORDS = Rule(
     message="engine.args has one item for each word: --flag=value, or --flag and value as two items",
     said=f"'{_WORDS_SAID}'.format([self.engine.args.filter(a, {_HAS_WORDS})[0]])",
 )
+_ADMITTED = "(self.maxStaleness + 1) * self.batchSize + self.spareGroups"
 _CONCURRENCY = Rule(
     field="maxConcurrency",
-    rule="!has(self.maxConcurrency) || self.maxConcurrency <= (self.maxStaleness + 1) * self.batchSize",
-    message="maxConcurrency must be at most (maxStaleness + 1) * batchSize: more groups are never admitted",
-    said="'maxConcurrency is %d, and no more than (maxStaleness + 1) * batchSize = %d groups are ever admitted: write "
-    "at most that'.format([self.maxConcurrency, (self.maxStaleness + 1) * self.batchSize])",
+    rule=f"!has(self.maxConcurrency) || self.maxConcurrency <= {_ADMITTED}",
+    message="maxConcurrency must be at most (maxStaleness + 1) * batchSize + spareGroups: more groups are never "
+    "admitted",
+    said="'maxConcurrency is %d, and no more than (maxStaleness + 1) * batchSize + spareGroups = %d groups are ever "
+    f"admitted: write at most that'.format([self.maxConcurrency, {_ADMITTED}])",
 )
 
 
@@ -233,6 +243,16 @@ class Filter(StrEnum):
     TRUNCATED = "Truncated"  # a sample that ended by the token limit
 
 
+_SPARE_WORDS = (
+    "spareGroups need atMaxStaleness Drop: groups that are too old are discarded, and not waited for or masked"
+)
+_SPARE = Rule(
+    field="spareGroups",
+    rule=f"self.spareGroups == 0 || self.atMaxStaleness == '{AtMaxStaleness.DROP}'",
+    message=_SPARE_WORDS,
+)
+
+
 class OverlongPenalty(Part):
     """What responses near maxResponseTokens lose of their reward (DAPO's soft overlong punishment)."""
 
@@ -264,13 +284,14 @@ class Rollout(Part):
             _WORDS,
             _CONCURRENCY,
             _OVERLONG,
+            _SPARE,
             _OFFLOAD,
             *_own("engine"),
             *fixed(
                 *("placement", "engine.type", "replicas", "offload", "prompts"),
                 *("maxPromptTokens", "maxResponseTokens"),
                 *("batchSize", "groupSize", "maxStaleness", "atMaxStaleness", "interruption", "filters"),
-                *("maxFilteredPerBatch", "minRolloutSeconds", "overlongPenalty"),
+                *("maxFilteredPerBatch", "minRolloutSeconds", "overlongPenalty", "sampling.stop", "spareGroups"),
             ),
         )
     )
@@ -307,7 +328,18 @@ class Rollout(Part):
     batch_size: int = Field(ge=1, le=65_536, description="Groups (prompts) in the batch of one training step.")
     group_size: int = Field(ge=2, le=1024, description="Samples of each prompt; advantages are relative to their mean.")
     max_concurrency: int | None = Field(
-        default=None, ge=1, le=1_048_576, description="Groups in flight at most; batchSize when absent. May change."
+        default=None,
+        ge=1,
+        le=1_048_576,
+        description="Groups in flight at most; batchSize + spareGroups when absent. May change.",
+    )
+    spare_groups: int = Field(
+        default=0,
+        ge=0,
+        le=65_536,
+        description="Groups beyond those that batches have places for: the first that are complete fill a batch. Those "
+        "that are too old for every later one are discarded, complete or not, and others take their place. Needs "
+        "atMaxStaleness Drop.",
     )
     max_staleness: int = Field(
         default=1,
@@ -371,7 +403,7 @@ class Rollout(Part):
     @property
     def concurrency(self) -> int:
         """Groups in flight at most."""
-        return self.batch_size if self.max_concurrency is None else self.max_concurrency
+        return self.batch_size + self.spare_groups if self.max_concurrency is None else self.max_concurrency
 
     @property
     def filtered_at_most(self) -> int:
@@ -394,11 +426,13 @@ class Rollout(Part):
         if self.offload and EngineMemory.KV_CACHE not in self.offload:
             raise ValueError(_OFFLOADED_WORDS)
         _check_own("engine", is_apart=self.is_apart, replicas=self.replicas, gpus=self.gpus)
-        admitted = (self.max_staleness + 1) * self.batch_size
+        if self.spare_groups and self.at_max_staleness is not AtMaxStaleness.DROP:
+            raise ValueError(_SPARE_WORDS)
+        admitted = (self.max_staleness + 1) * self.batch_size + self.spare_groups
         if self.concurrency > admitted:
             raise ValueError(
-                f"maxConcurrency is {self.concurrency}, and no more than (maxStaleness + 1) * batchSize = {admitted} "
-                "groups are ever admitted: write at most that"
+                f"maxConcurrency is {self.concurrency}, and no more than (maxStaleness + 1) * batchSize + spareGroups "
+                f"= {admitted} groups are ever admitted: write at most that"
             )
         penalty = self.overlong_penalty
         if penalty is not None and penalty.buffer_tokens > self.max_response_tokens:
@@ -424,6 +458,15 @@ class EvaluationSampling(Part):
     min_p: float = Field(
         default=0.0, ge=0, le=1, description="Only tokens at least so likely, relative to the most likely one."
     )
+    min_tokens: int = Field(
+        default=0,
+        ge=0,
+        le=10_000_000,
+        description="No end token is drawn before so many tokens; limit and stop end an answer all the same.",
+    )
+    stop: _Stops | None = Field(
+        default=None, description="Texts that end an answer and are part of it; those of rollout when absent."
+    )
 
 
 class Evaluation(Part):
@@ -436,7 +479,7 @@ class Evaluation(Part):
         ge=1,
         le=64,
         description="Responses to each of them. With more than one the result also has the mean of the best of each "
-        "prompt: pass@responses where rewards are 0 or 1.",
+        "prompt, and of the best of 2, 4, 8 ... of them: pass@k where rewards are 0 or 1.",
     )
     sampling: EvaluationSampling = Field(
         default_factory=EvaluationSampling,

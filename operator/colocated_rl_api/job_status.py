@@ -87,6 +87,13 @@ class ReferenceStatus(StatusPart):
     )
 
 
+class BestOfStatus(StatusPart):
+    """The best of some answers to a prompt."""
+
+    answers: int = Field(description="So many answers.")
+    mean: float = Field(description="Mean reward of the best of them: pass@k, where rewards are 0 or 1.")
+
+
 class EvaluationStatus(StatusPart):
     """Newest evaluation."""
 
@@ -95,6 +102,12 @@ class EvaluationStatus(StatusPart):
     stderr: float = Field(description="Standard error of the mean.")
     best: float | None = Field(
         default=None, description="Mean of the best answer to each prompt; absent with one answer each."
+    )
+    best_of: list[BestOfStatus] | None = Field(
+        default=None,
+        max_length=8,
+        description="The same of 2, 4, 8 ... of the answers to a prompt, over all choices of so many (unbiased); "
+        "absent with fewer than 3 each.",
     )
     samples: int = Field(description="Answers.")
 

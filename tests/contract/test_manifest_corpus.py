@@ -177,7 +177,9 @@ MAY_NOT_CHANGE = {
     "rollout.batchSize": 700,
     "rollout.groupSize": 7,
     "rollout.maxStaleness": 7,
-    "rollout.atMaxStaleness": "Drop",
+    "rollout.atMaxStaleness": "Mask",
+    "rollout.spareGroups": 7,
+    "rollout.sampling.stop": ["7"],
     "rollout.interruption": "Retry",
     "rollout.filters": ["Truncated"],
     "rollout.maxFilteredPerBatch": 7,
@@ -242,7 +244,7 @@ def field_of(path: str) -> str:
     first, _, rest = path.partition(".")
     if first == "rollout":
         return f"rollout.{field_of(rest)}"
-    return ".".join(path.split(".")[: 2 if first in ("gpus", "engine", "weightSync", "checkpoint") else 1])
+    return ".".join(path.split(".")[: 2 if first in ("gpus", "engine", "weightSync", "checkpoint", "sampling") else 1])
 
 
 @pytest.mark.parametrize("path", MAY_NOT_CHANGE)

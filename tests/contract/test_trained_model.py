@@ -117,3 +117,13 @@ async def test_tensors_of_the_version_before_are_found(engine: SGLang, versions:
     shard = {name: old[name] for name in old if name.startswith("model.layers.7.")}
     with pytest.raises(UpdateDoubted, match=r"first model\.layers\.7\."):
         await judge(engine, versions, loads=versions.make_wrong(**shard))
+
+
+async def test_an_update_writes_every_tensor_as_the_engines_load_does(engine: SGLang, versions: TwoVersions) -> None:
+    """So that a parameter which an update left out, or put in the place of another, is not taken for a loaded one."""
+    _, loaded = await engine.checksum()
+    await engine._call("POST", "/weights_checker", {"action": "reset_tensors"})
+    _, reset = await engine.checksum()
+    assert set() == {name for name in loaded if reset[name] == loaded[name]}, "nothing is left of the load"
+    await engine.update(versions.old, OLD)
+    assert loaded == (await engine.checksum())[1]

@@ -170,9 +170,11 @@ def test_samples_and_evaluations_are_tables_json_and_yaml(run: Run, api: Cluster
     evaluated = run("eval", "sums").stdout.splitlines()
     assert [["0", "0.1855"], ["2", "0.5"], ["10", "0.7969"]] == [line.split()[:2] for line in evaluated[1:4]]
     assert "step: 0" in run("eval", "sums", "-o", "yaml").stdout
-    log = api.logs["sums-rollout-0", "rollout"]
-    api.logs["sums-rollout-0", "rollout"] = log.replace('"evaluation ended"', '"evaluation ended", "best": 0.9')
-    assert ["0", "0.1855", "0.9"] == [run("eval", "sums").stdout.splitlines()[1].split()[at] for at in (0, 1, 3)]
+    log, more = api.logs["sums-rollout-0", "rollout"], '"best": 0.9, "bestOf": [{"answers": 2, "mean": 0.4}]'
+    api.logs["sums-rollout-0", "rollout"] = log.replace('"evaluation ended"', f'"evaluation ended", {more}')
+    head, first, *_ = run("eval", "sums").stdout.splitlines()
+    assert ["STEP", "MEAN", "STDERR", "BEST-OF-2", "BEST", "SAMPLES"] == head.split()
+    assert ["0", "0.1855", "0.4", "0.9"] == [first.split()[at] for at in (0, 1, 3, 4)]
 
 
 def test_a_timeline_can_be_kept_and_made_again_without_the_cluster(run: Run, kubectl: Played, tmp_path: Path) -> None:

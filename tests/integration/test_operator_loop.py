@@ -964,8 +964,8 @@ async def test_a_spec_that_only_the_models_refuse_is_named_in_a_condition(world:
     assert ("True", "InvalidSpec") == condition(world, "Stalled")
     message = next(item["message"] for item in world.status["conditions"] if item["type"] == "Stalled")
     expected = (
-        "spec.rollout: maxConcurrency is 1000, and no more than (maxStaleness + 1) * batchSize = 8 groups are ever "
-        "admitted: write at most that"
+        "spec.rollout: maxConcurrency is 1000, and no more than (maxStaleness + 1) * batchSize + spareGroups = 8 "
+        "groups are ever admitted: write at most that"
     )
     assert expected == message
     assert not world.api.all("pods")

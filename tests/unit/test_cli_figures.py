@@ -185,10 +185,14 @@ def test_staleness_adds_up_tokens_of_all_batches() -> None:
 
 def test_evaluations_of_a_controller_that_is_gone_are_those_with_which_the_next_one_begins() -> None:
     """Its log goes with its pod: a job that was suspended showed those since its resumption alone."""
-    earlier = [{"step": step, "mean": 0.2, "stderr": 0.02, "samples": 400, "best": 0.5} for step in (0, 10)]
+    of = [{"answers": 2, "mean": 0.3}]
+    earlier = [
+        {"step": step, "mean": 0.2, "stderr": 0.02, "samples": 400, "best": 0.5, "bestOf": of} for step in (0, 10)
+    ]
     begun = {"ts": 15.0, "event": "rollout controller ready", "evaluations": earlier}
     found = read_figures([begun, evaluated(20, 0.9)]).evaluations
     assert [(0, None, 0.5), (10, None, 0.5), (20, 20.0, None)] == [(one.step, one.ts, one.best) for one in found]
+    assert [{2: 0.3}, {2: 0.3}, {}] == [one.best_of for one in found]
 
 
 def test_the_first_evaluation_is_of_step_0_and_the_last_is_the_newest() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from builders import CREATED, facts_at, make_climb, make_job, make_observation, rollout_facts, trainer
-from colocated_rl_api.facts import EvaluationResult, Problem
+from colocated_rl_api.facts import BestOf, EvaluationResult, Problem
 from colocated_rl_api.job_status import CheckpointStatus, ColocatedRLJobStatus, ConditionStatus, Holder, Phase
 from colocated_rl_api.rungs import Rung, WeightVersion
 from colocated_rl_operator.planner.observation import (
@@ -381,11 +381,14 @@ def test_unmeasured_figures_are_absent() -> None:
 def test_figures_alone_are_not_urgent_and_phases_are() -> None:
     seen = seen_at(Rung.SERVING, Rung.SERVING)
     before = status_of(seen)
-    result = EvaluationResult(step=0, samples=4, mean=0.5, stderr=0.1, best=0.75)
+    result = EvaluationResult(
+        step=0, samples=4, mean=0.5, stderr=0.1, best=0.75, best_of=(BestOf(answers=2, mean=0.6),)
+    )
     facts = rollout_facts(sealed=1, reward_mean=0.3, evaluated=result, samples={"running": 3})
     moved = status_of(replace(seen, members=(*seen.members[:2], replace(seen.members[2], facts=facts))), before)
     assert before != moved
     assert moved.evaluation is not None
     assert (0.5, 0.75) == (moved.evaluation.mean, moved.evaluation.best)
+    assert [(2, 0.6)] == [(each.answers, each.mean) for each in moved.evaluation.best_of or ()]
     assert not is_urgent(before, moved)
     assert is_urgent(before, status_of(seen_at(Rung.SERVING, Rung.OFFLOADED, served=V1), before))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import math
 from collections.abc import AsyncIterator
@@ -12,15 +13,18 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
 
 from colocated_rl_api.job import Evaluation as Rules
-from colocated_rl_api.job import EvaluationSampling
+from colocated_rl_api.job import EvaluationSampling, Sampling
 from colocated_rl_api.rungs import WeightVersion
 from colocated_rl_rollout.engines.engine_client import Generated, GenerateRequest
 from colocated_rl_rollout.engines.engines import Engines
 from colocated_rl_rollout.episodes import EpisodeFailed, EpisodeLost
-from colocated_rl_rollout.evaluation import Evaluator, Scoreboard
+from colocated_rl_rollout.evaluation import Evaluator, Scoreboard, best_of
 from colocated_rl_rollout.gateway.sessions import Sessions
 from colocated_rl_rollout.metrics import RolloutMetrics
 from colocated_rl_rollout.rewards.prompts import PromptSource
@@ -73,6 +77,37 @@ def test_several_answers_to_a_prompt_have_a_best_one_and_count_as_one_for_the_er
     assert result is not None
     assert (6, 0.5, 2 / 3) == (result.samples, result.mean, result.best)
     assert math.isclose(math.sqrt((0.5**2 + 0.5**2) / 3 / 3), result.stderr)
+
+
+@pytest.mark.parametrize("right", range(9))
+def test_best_of_some_answers_is_pass_at_k_where_rewards_are_0_and_1(right: int) -> None:
+    """As Chen et al. 2021 write it: 1 - C(n - c, k) / C(n, k)."""
+    rewards = [1.0] * right + [0.0] * (8 - right)
+    for count in range(1, 9):
+        assert math.isclose(1 - math.comb(8 - right, count) / math.comb(8, count), best_of(rewards, count))
+
+
+@given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=7), st.data())
+def test_best_of_some_answers_is_the_mean_over_all_choices_of_so_many(
+    rewards: list[float], data: st.DataObject
+) -> None:
+    count = data.draw(st.integers(1, len(rewards)))
+    each = [max(chosen) for chosen in itertools.combinations(rewards, count)]
+    assert math.isclose(math.fsum(each) / len(each), best_of(rewards, count), rel_tol=1e-9, abs_tol=1e-6)
+
+
+def test_best_of_2_4_8_is_told_where_a_prompt_has_more_answers() -> None:
+    board = Scoreboard(3, prompts=2, responses=5)
+    for place, reward in enumerate([1.0, 0.0, 0.0, 0.0, 0.0, *[1.0] * 5]):
+        board.take(place, {V(3, 1)}, reward)
+    result = board.result()
+    assert result is not None
+    assert [2, 4] == [each.answers for each in result.best_of]
+    assert [(0.4 + 1) / 2, (0.8 + 1) / 2] == pytest.approx([each.mean for each in result.best_of])
+    two = Scoreboard(3, prompts=1, responses=2)
+    for place in (0, 1):
+        two.take(place, {V(3, 1)}, 1.0)
+    assert () == (two.result() or result).best_of, "the best of both is `best`"
 
 
 def test_answers_of_other_weights_do_not_count() -> None:
@@ -137,7 +172,7 @@ class Scene:
 
 
 @asynccontextmanager
-async def evaluating(directory: Path) -> AsyncIterator[Scene]:
+async def evaluating(directory: Path, sampling: Sampling | None = None) -> AsyncIterator[Scene]:
     job = JobOnDisk.write(directory, make_spec())
     prompts = job.spec.rollout.prompts
     store = Store(directory / "state", job_uid=JOB_UID)
@@ -148,7 +183,7 @@ async def evaluating(directory: Path) -> AsyncIterator[Scene]:
     evaluation = Evaluator(
         Rules(samples=2),
         limit=9,
-        temperature=1.0,
+        sampling=sampling or Sampling(),
         store=store,
         prompts=HeldOut(processes, job.chat, max_prompt_tokens=9, position=0, changed=lambda: None),
         chat=job.chat,
@@ -275,12 +310,26 @@ async def test_answers_are_drawn_and_limited_as_the_evaluation_says(tmp_path: Pa
         assert [([1, 2], 4, 0, 0.9, 7, 0.1), ([3], 4, 0, 0.9, 7, 0.1)] == drawn
 
 
-async def test_answers_are_drawn_as_in_rollout_where_the_evaluation_says_nothing(tmp_path: Path) -> None:
-    async with evaluating(tmp_path) as scene:
+@pytest.mark.parametrize(
+    ("rollout", "own", "expected"),
+    [
+        (Sampling(), EvaluationSampling(), {"temperature": 1.0, "stop": None}),
+        (Sampling(temperature=0.5, stop=["."]), EvaluationSampling(), {"temperature": 0.5, "stop": ["."]}),
+        (Sampling(stop=["."]), EvaluationSampling(stop=[], min_tokens=3), {"stop": None, "min_new_tokens": 3}),
+        (Sampling(), EvaluationSampling(stop=["?"], min_tokens=99), {"stop": ["?"], "min_new_tokens": 9}),
+    ],
+)
+async def test_answers_are_drawn_as_in_rollout_where_the_evaluation_says_nothing(
+    tmp_path: Path, rollout: Sampling, own: EvaluationSampling, expected: dict[str, Any]
+) -> None:
+    async with evaluating(tmp_path, rollout) as scene:
         evaluation, engines = scene.evaluation, Asked()
+        evaluation.how = Rules(samples=2, sampling=own)
+        evaluation.ask(None)
+        evaluation.ask(3)
         evaluation._held_out = [Prompt(0, 5, (1, 2)), Prompt(1, 6, (3,))]
         evaluation.send(engines, scene.group, at_most=9, episodes_at_most=0)
         await until(lambda: scene.store.evaluated)
         sampling = json.loads(engines.engine.asked[0].body())["sampling_params"]
-        expected = {"max_new_tokens": 9, "temperature": 1.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0}
-        assert expected == {name: sampling[name] for name in expected}
+        plain = {"max_new_tokens": 9, "top_p": 1.0, "top_k": -1, "min_p": 0.0, "min_new_tokens": 0}
+        assert plain | expected == {name: sampling.get(name) for name in plain | expected}

@@ -59,6 +59,26 @@ def test_nothing_is_admitted_for_a_step_that_will_not_come(
     )
 
 
+@pytest.mark.parametrize(
+    ("live", "completed", "sealed", "steps_left", "expected"),
+    [
+        (0, 0, 0, 5, 11),
+        (3, 8, 0, 5, 0),  # a batch is complete, and the spare ones are under way
+        (0, 3, 8, 5, 0),  # nothing new while training
+        (0, 0, 0, 1, 11),  # also for the last step
+        (3, 0, 0, 0, 0),
+    ],
+)
+def test_spare_groups_are_admitted_beyond_the_batch(
+    live: int, completed: int, sealed: int, steps_left: int, expected: int
+) -> None:
+    admitted = room(
+        live=live, completed=completed, sealed=sealed, concurrency=99, batch_size=8, max_staleness=0, spare=3,
+        steps_left=steps_left,
+    )  # fmt: skip
+    assert expected == admitted
+
+
 def test_staleness_counts_from_the_weights_that_a_step_starts_from() -> None:
     assert 0 == staleness(4, at_step=5)
     assert 2 == staleness(2, at_step=5)

@@ -18,7 +18,7 @@ from colocated_rl_api.job import AtMaxStaleness
 from colocated_rl_api.member_wire import Endpoint
 from colocated_rl_api.rungs import WeightVersion
 from colocated_rl_member.data import DataClient
-from colocated_rl_rollout.engines.engine_client import EngineClient
+from colocated_rl_rollout.engines.engine_client import EngineClient, Generated
 from colocated_rl_rollout.engines.engines import Engines
 from colocated_rl_rollout.episodes import EpisodeFailed, EpisodeLost
 from colocated_rl_rollout.gateway.sessions import Sessions
@@ -26,7 +26,7 @@ from colocated_rl_rollout.gateway.turns import Turns
 from colocated_rl_rollout.metrics import RolloutMetrics
 from colocated_rl_rollout.rewards.prompts import PromptSource
 from colocated_rl_rollout.rewards.rewards import TaskProcesses
-from colocated_rl_rollout.rules.resume import ATTEMPTS_AT_MOST, IDLE_ATTEMPTS_AT_MOST, RESENT_AT_MOST
+from colocated_rl_rollout.rules.resume import ATTEMPTS_AT_MOST, IDLE_ATTEMPTS_AT_MOST, RESENT_AT_MOST, Ending
 from colocated_rl_rollout.rules.samples import (
     NO_TOKENS,
     Finish,
@@ -454,6 +454,29 @@ async def test_slime_of_ten_groups_that_are_ready_four_are_taken_in_order_and_si
     assert (3, ready[8:]) == (scene.store.next_step, [*scene.store.groups]), "two are no batch of four"
 
 
+ON_POLICY = {"batchSize": 2, "maxStaleness": 0, "atMaxStaleness": "Drop", "spareGroups": 3}
+
+
+@pytest.mark.parametrize("scene", [ON_POLICY], indirect=True)
+async def test_the_first_groups_that_are_complete_fill_the_batch_and_spare_ones_go(scene: Scene) -> None:
+    """Complete or not, as far as they have tokens of weights that no later step may train. Nothing waits for them."""
+    slow, untouched = scene.admit(), scene.admit()
+    scene.attempt(slow[0], one_token())
+    first, second, spare = [await scene.complete(1.0, 0.0) for _ in range(3)]
+    running = asyncio.create_task(scene.worker.run())
+    await until(lambda: scene.store.sealed)
+    assert {slow[0].group.id, untouched[0].group.id, spare.id} == {*scene.store.groups}
+    scene.store.commit(1)
+    scene.worker.discard_stale()
+    assert [untouched[0].group] == [*scene.store.groups.values()]
+    assert {(SampleState.DISCARDED, "Spare"): 4} == scene.store.reasons
+    assert {SampleState.TRAINED: 4, SampleState.DISCARDED: 4, SampleState.ADMITTED: 2} == +scene.store.counts
+    assert scene.worker.problem is None
+    scene.worker.drain()
+    await running
+    assert {first.id, second.id}.isdisjoint(scene.store.groups)
+
+
 @pytest.mark.parametrize(
     "scene", [{"maxResponseTokens": 8, "overlongPenalty": {"bufferTokens": 4, "factor": 2.0}}], indirect=True
 )
@@ -486,3 +509,25 @@ async def test_verifiers_reward_is_less_by_the_penalty(scene: Scene, tmp_path: P
         await scene.worker._score(sample)
 
     assert (1.0, 0.0) == (short.reward, longer.reward)
+
+
+# ------------------------------------------------------------------------------------------------ how tokens are drawn
+def said(scene: Scene, text: str) -> Tokens:
+    ids = np.asarray(scene.worker._chat.encode(text), np.int32)
+    return Tokens(ids, np.full(len(ids), -1.0, np.float32), (Span(WeightVersion(0, 1), 0, len(ids)),))
+
+
+@pytest.mark.parametrize("scene", [{"sampling": {"stop": ["</answer>"]}}], indirect=True)
+async def test_a_stop_text_that_a_switch_cuts_in_two_ends_the_sample_behind_it(scene: Scene) -> None:
+    """An engine looks for it in the tokens of its own attempt alone, and goes on."""
+    sample, _ = scene.admit()
+    scene.attempt(sample, said(scene, "it is 7</ans"))
+    scene.store.start(sample)
+    scene.worker._group = asyncio.TaskGroup()
+    async with scene.worker._group:
+        scene.worker._accept(sample, Generated(said(scene, "wer> and more"), Ending.INTERRUPTED))
+        assert (SampleState.SCORING, Finish.STOP) == (sample.state, sample.finish)
+        assert "it is 7</answer>" == scene.worker._chat.text(sample.tokens.ids.tolist())
+        assert len(sample.tokens) == len(sample.tokens.logp) == sample.tokens.spans[-1].end
+        for task in scene.worker._tasks.values():
+            task.cancel()  # no verifier is here

@@ -32,7 +32,7 @@ from colocated_rl_cli.cluster.following import JobWatch
 from colocated_rl_cli.cluster.kubectl import Login
 from colocated_rl_cli.cluster.pages import states
 from colocated_rl_cli.draw import timeline
-from colocated_rl_cli.draw.figures import read_figures, standings
+from colocated_rl_cli.draw.figures import best_of, read_figures, standings
 from colocated_rl_cli.draw.trace import trace
 from colocated_rl_cli.draw.view import frame
 from colocated_rl_cli.evidence.evidence import Evidence, has_pages, is_over
@@ -261,10 +261,13 @@ async def evaluations(args: Namespace) -> Exit:
     found = {one.step: asdict(one) for one in read_figures(records.lines).evaluations}
     newest = job.get("status", {}).get("evaluation")
     if newest:  # the status has it even if no readable log does
-        found[newest["step"]] = {"ts": None, **found.get(newest["step"], {}), **newest}
+        said = {name: value for name, value in newest.items() if name != "bestOf"} | {"best_of": best_of(newest)}
+        found[newest["step"]] = {"ts": None, **found.get(newest["step"], {}), **said}
     rows = [found[step] for step in sorted(found)]
     if args.output == "text":
-        print_out(table(rows, ["step", "mean", "stderr", "best", "samples"]))
+        counts = sorted({count for row in rows for count in row["best_of"]})
+        flat = [row | {f"best-of-{count}": mean for count, mean in row["best_of"].items()} for row in rows]
+        print_out(table(flat, ["step", "mean", "stderr", *(f"best-of-{count}" for count in counts), "best", "samples"]))
     else:
         print_out(document(rows, args.output))
     return Exit.FINE

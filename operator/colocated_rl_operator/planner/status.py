@@ -20,6 +20,7 @@ from typing import Any
 
 from colocated_rl_api.facts import Problem
 from colocated_rl_api.job_status import (
+    BestOfStatus,
     CheckpointStatus,
     ColocatedRLJobStatus,
     Condition,
@@ -527,6 +528,7 @@ def _evaluation(seen: Observation) -> EvaluationStatus | None:
         mean=round(result.mean, 6),
         stderr=round(result.stderr, 6),
         best=_rounded(result.best, digits=6),
+        best_of=[BestOfStatus(answers=each.answers, mean=round(each.mean, 6)) for each in result.best_of] or None,
         samples=result.samples,
     )
 

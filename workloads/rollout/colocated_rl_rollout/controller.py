@@ -133,7 +133,7 @@ class Controller:
         self._evaluation = Evaluator(
             spec.evaluation,
             limit=spec.rollout.max_response_tokens,
-            temperature=spec.rollout.sampling.temperature,
+            sampling=spec.rollout.sampling,
             store=store,
             prompts=self._prompts,
             chat=chat,

@@ -13,10 +13,11 @@ import logging
 import math
 import statistics
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 
-from colocated_rl_api.facts import EvaluationResult, Problem
+from colocated_rl_api.facts import BestOf, EvaluationResult, Problem
 from colocated_rl_api.job import Evaluation as Rules
+from colocated_rl_api.job import Sampling
 from colocated_rl_api.logs import log
 from colocated_rl_api.rungs import WeightVersion
 from colocated_rl_rollout.engines.engine_client import (
@@ -39,6 +40,16 @@ from colocated_rl_rollout.store.store import Store
 LOG = logging.getLogger(__name__)
 
 PREPARE_RETRY_S = 5.0
+
+
+def best_of(rewards: Sequence[float], answers: int) -> float:
+    """Return the mean of the best of `answers` of these rewards, over all choices of so many without replacement.
+
+    Unbiased for any number of rewards from `answers` on. With rewards of 0 and 1 it is the estimator of pass@k of Chen
+    et al. 2021 (arXiv:2107.03374).
+    """
+    ranked, choices = sorted(rewards), math.comb(len(rewards), answers)
+    return sum(math.comb(lower, answers - 1) / choices * reward for lower, reward in enumerate(ranked))
 
 
 class Scoreboard:
@@ -82,13 +93,19 @@ class Scoreboard:
             mean=statistics.fmean(means),
             stderr=statistics.pstdev(means) / math.sqrt(len(means)),
             best=statistics.fmean(max(each) for each in answers) if self.responses > 1 else None,
+            best_of=tuple(
+                BestOf(answers=count, mean=statistics.fmean(best_of(each, count) for each in answers))
+                for count in (2, 4, 8, 16, 32)
+                if count < self.responses
+            ),
         )
 
 
 class Evaluator:
     """Evaluates on request. `changed` is called when there is something to send, a result, or a problem.
 
-    how: None until the job has an evaluation. A change of it, and of the temperature, applies to the next one.
+    sampling: of rollout. how: None until the job has an evaluation. A change of it, and of the temperature, applies to
+    the next one.
     """
 
     def __init__(
@@ -96,7 +113,7 @@ class Evaluator:
         how: Rules | None,
         *,
         limit: int,
-        temperature: float,
+        sampling: Sampling,
         store: Store,
         prompts: PromptSource,
         chat: Chat,
@@ -105,7 +122,8 @@ class Evaluator:
         changed: Callable[[], None],
     ) -> None:
         self.how = how
-        self.temperature = temperature
+        self.temperature = sampling.temperature
+        self._rollout_sampling = sampling
         self._limit = limit
         self._store = store
         self._prompts = prompts
@@ -118,7 +136,7 @@ class Evaluator:
         self._wanted = asyncio.Event()
         self._board: Scoreboard | None = None
         self._board_how = how or Rules()  # of the evaluation under way
-        self._board_temperature = temperature
+        self._board_temperature = sampling.temperature
         self._asked: int | None = None
         self._under_way: dict[int, asyncio.Task[None]] = {}
         self._began = 0.0
@@ -221,9 +239,11 @@ class Evaluator:
             self._board_limit,
             self._board_temperature if sampling.temperature is None else sampling.temperature,
             self._chat.end_ids,
+            self._rollout_sampling.stop if sampling.stop is None else sampling.stop,
             top_p=sampling.top_p,
             top_k=sampling.top_k,
             min_p=sampling.min_p,
+            min_new_tokens=min(sampling.min_tokens, self._board_limit),
         )
         try:
             generated = await engine.generate(request)
@@ -307,6 +327,7 @@ class Evaluator:
             mean=round(result.mean, 4),
             stderr=round(result.stderr, 4),
             best=result.best and round(result.best, 4),
+            bestOf=[{"answers": each.answers, "mean": round(each.mean, 4)} for each in result.best_of] or None,
             redone=self._redone,
             unscored=self._unscored,
             took_s=round(time.monotonic() - self._began, 3),

@@ -120,6 +120,9 @@ class StoreGauges(Collector):
             "evaluation_reward": [([], evaluated.mean if evaluated else None)],
             "evaluation_reward_stderr": [([], evaluated.stderr if evaluated else None)],
             "evaluation_reward_best": [([], evaluated.best if evaluated else None)],
+            "evaluation_reward_best_of": [
+                ([str(each.answers)], each.mean) for each in (evaluated.best_of if evaluated else ())
+            ],
             "store_size_bytes": [([], volume.total)],
             "store_free_bytes": [([], volume.free)],
         }
@@ -139,6 +142,7 @@ _STORE_GAUGES = (
     ("evaluation_reward", "Mean reward of the newest evaluation"),
     ("evaluation_reward_stderr", "Standard error of the mean reward"),
     ("evaluation_reward_best", "Mean of the best answer to each prompt, where there are several"),
+    ("evaluation_reward_best_of", "Of the best of so many answers: pass@k where rewards are 0 or 1", "answers"),
     ("store_size_bytes", "Of the store's volume"),
     ("store_free_bytes", "Of the store's volume"),
 )

@@ -47,10 +47,12 @@ from colocated_rl_rollout.rules.chat import Chat
 from colocated_rl_rollout.rules.filters import judge
 from colocated_rl_rollout.rules.overlong import overlong_penalty
 from colocated_rl_rollout.rules.resume import (
+    cut,
     exhausted,
     finish_of,
     join,
     remaining,
+    stopped_at,
 )
 from colocated_rl_rollout.rules.samples import (
     NO_TOKENS,
@@ -102,6 +104,7 @@ class Worker(Sealer):
         super().__init__(spec, store, changed, full_retry_s)
         self._reference = reference
         self._rollout = spec.rollout
+        self._stops = tuple(spec.rollout.sampling.stop)
         self._max_staleness = spec.max_staleness
         self._only_records = not spec.ladder.trains  # no step follows, and a sealed batch blocks nothing
         self._engines = engines
@@ -191,6 +194,7 @@ class Worker(Sealer):
             batch_size=self._rollout.batch_size,
             max_staleness=self._max_staleness,
             steps_left=self.last_step + 1 - self._store.next_step,
+            spare=self._rollout.spare_groups,
         )
         if admitted and not self._store.has_room():
             if self._looks_again is None or self._looks_again.when() <= asyncio.get_running_loop().time():
@@ -271,6 +275,7 @@ class Worker(Sealer):
             remaining(sample.tokens, limit=self._rollout.max_response_tokens),
             self.temperature,
             self._chat.end_ids,
+            self._stops,
         )
         try:
             generated = await engine.generate(request)
@@ -311,6 +316,9 @@ class Worker(Sealer):
         whole = join(sample.tokens, segment)
         limit = self._rollout.max_response_tokens
         finish = finish_of(whole, generated.ending, limit=limit, end_ids=self._chat.end_ids)
+        stop = stopped_at(whole.ids.tolist(), self._stops, self._chat.text)
+        if stop is not None:
+            finish, whole, segment = Finish.STOP, cut(whole, stop), cut(segment, stop - len(sample.tokens))
         if finish is not None:
             self._metrics.response_tokens.observe(len(whole))
             self._store.finish(sample, segment, finish)
@@ -400,16 +408,23 @@ class Worker(Sealer):
         self._store.replace(sample, state, reason)
         if len(group.samples) <= (1 + REPLACED_AT_MOST) * self._rollout.group_size:
             return
-        self._count_discarded(group.kept, "GroupGivenUp")
-        for kept in group.kept:
-            if task := self._tasks.get(kept.id):
-                task.cancel()
-        self._store.give_up(group, "GroupGivenUp")
+        self._give_up(group, "GroupGivenUp")
         self.problem = Problem(reason=reason, message=f"group {group.id} given up: {message}"[:1024])
         log(LOG, "group given up", logging.WARNING, group=group.id, reason=message)
 
+    def _give_up(self, group: Group, reason: str) -> None:
+        """Discard a group, whatever of it is under way."""
+        self._count_discarded(group.kept, reason)
+        for kept in group.kept:
+            if task := self._tasks.get(kept.id):
+                task.cancel()
+        self._store.give_up(group, reason)
+
     def discard_stale(self) -> None:
-        """Replace samples that no batch can take any more: a token of theirs is older than `maxStaleness` allows."""
+        """Replace samples that no batch can take any more: a token of theirs is older than `maxStaleness` allows.
+
+        With spare groups whole groups are discarded: others take their place, with other prompts.
+        """
         if self._rollout.at_max_staleness is AtMaxStaleness.MASK:
             return
         step = self._store.next_step
@@ -418,6 +433,10 @@ class Worker(Sealer):
             self._count_discarded(group.kept, "TooStale")
             self._store.give_up(group, "TooStale")
             late.remove(group)
+        if self._rollout.spare_groups:
+            for group in late:
+                self._give_up(group, "Spare")
+            return
         for sample in [sample for group in late for sample in group.kept]:
             oldest = deadline(sample.tokens.oldest_step, max_staleness=self._max_staleness)
             if oldest < step and (sample.state in WAITING or sample.state is SampleState.COMPLETED):

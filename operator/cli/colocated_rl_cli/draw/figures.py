@@ -63,6 +63,7 @@ class Evaluated:
     stderr: float
     best: float | None  # mean reward of the best answer to each question; None with one answer each
     samples: int
+    best_of: Mapping[int, float]  # the same of so many of a question's answers
 
 
 @dataclass(frozen=True)
@@ -276,7 +277,14 @@ def _sealed(line: Line) -> Sealed:
 
 
 def _evaluated(line: Line) -> Evaluated:
-    return Evaluated(line["step"], line.get("ts"), line["mean"], line["stderr"], line.get("best"), line["samples"])
+    return Evaluated(
+        line["step"], line.get("ts"), line["mean"], line["stderr"], line.get("best"), line["samples"], best_of(line)
+    )
+
+
+def best_of(evaluation: Mapping[str, Any]) -> dict[int, float]:
+    """Return the mean reward of the best answer by the number of answers, of a log line or of a status."""
+    return {each["answers"]: each["mean"] for each in evaluation.get("bestOf") or ()}
 
 
 def _spans(lines: Sequence[Line], ladder: Ladder) -> list[RungSpan]:

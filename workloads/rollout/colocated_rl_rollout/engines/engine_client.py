@@ -102,6 +102,7 @@ class GenerateRequest:
     experts_from: the first token of prompt and response whose routed experts are wanted; None: no experts are.
     experts_width: how many experts each token before it has, where there are any.
     top_p, top_k, min_p: log-probabilities are of the whole distribution all the same: not for tokens to be trained.
+    min_new_tokens: nor with these, below which the end tokens are taken away.
     """
 
     input_ids: list[int]
@@ -115,9 +116,10 @@ class GenerateRequest:
     top_p: float = 1.0
     top_k: int | None = None
     min_p: float = 0.0
+    min_new_tokens: int = 0
 
     def body(self, *, stream: bool = False) -> bytes:
-        """Return the body for the engine's /generate, with all that log-probabilities don't describe explicitly off."""
+        """Return the body for the engine's /generate, with all that it does not have explicitly off."""
         own: dict[str, Any] = {"stop": list(self.stops)} if self.stops else {}
         own |= {} if self.seed is None else {"sampling_seed": self.seed}
         experts = {"return_routed_experts": True, "routed_experts_start_len": self.experts_from}
@@ -130,7 +132,7 @@ class GenerateRequest:
                     "top_p": self.top_p,
                     "top_k": -1 if self.top_k is None else self.top_k,
                     "min_p": self.min_p,
-                    "min_new_tokens": 0,
+                    "min_new_tokens": self.min_new_tokens,
                     "repetition_penalty": 1.0,
                     "frequency_penalty": 0.0,
                     "presence_penalty": 0.0,

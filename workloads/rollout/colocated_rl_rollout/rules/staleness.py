@@ -27,17 +27,25 @@ def deadline(oldest_step: int | None, *, max_staleness: int) -> int:
 
 
 def room(
-    *, live: int, completed: int, sealed: int, concurrency: int, batch_size: int, max_staleness: int, steps_left: int
+    *,
+    live: int,
+    completed: int,
+    sealed: int,
+    concurrency: int,
+    batch_size: int,
+    max_staleness: int,
+    steps_left: int,
+    spare: int = 0,
 ) -> int:
     """Return how many groups may be admitted now.
 
     live: being generated, waiting or scored. completed: waiting for a batch. sealed: in a batch that is not trained.
     steps_left: steps whose batch is not sealed; nothing is generated for a step that won't come.
-    The second bound keeps staleness within the limit: every group that is admitted has its place in one of the next
-    `max_staleness + 1` batches.
+    The second bound keeps staleness within the limit: every group that is admitted, but for `spare` ones, has its place
+    in one of the next `max_staleness + 1` batches.
     """
-    ahead = (max_staleness + 1) * batch_size - live - completed - sealed
-    wanted = steps_left * batch_size - live - completed
+    ahead = (max_staleness + 1) * batch_size + spare - live - completed - sealed
+    wanted = steps_left * batch_size + (spare if steps_left else 0) - live - completed
     return max(0, min(concurrency - live, ahead, wanted))
 
 
