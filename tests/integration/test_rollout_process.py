@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import failing_disk
+import pytest
 
 from colocated_rl_api.rungs import WeightVersion
 from fakes.gate import FakeGate
@@ -39,9 +41,11 @@ class Running:
 
 
 @asynccontextmanager
-async def running(job: JobOnDisk) -> AsyncIterator[Running]:
+async def running(job: JobOnDisk, *, trouble: str | None = None) -> AsyncIterator[Running]:
+    """trouble: what its disk has from SIGUSR1 on (`failing_disk`)."""
+    words = ["-m"] if trouble is None else [failing_disk.__file__, trouble]
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "colocated_rl_rollout", *job.arguments),
+        *(sys.executable, *words, "colocated_rl_rollout", *job.arguments),
         stdout=PIPE,
         env={**os.environ, **job.environment},
     )
@@ -130,6 +134,48 @@ async def test_kill_nine_loses_nothing_that_was_accepted(tmp_path: Path) -> None
         assert "rollout" == sealed[0]["role"]
         assert lines(second.log, "gate open")
         assert [] == lines(third.log, "gate lost")
+
+
+@pytest.mark.parametrize("trouble", sorted(failing_disk.TROUBLES))
+async def test_a_disk_that_begins_to_fail_loses_nothing_that_was_accepted(tmp_path: Path, trouble: str) -> None:
+    """An error of fsync, a quota or inodes used up: it ends, or waits and says why, and the next one goes on."""
+    job = JobOnDisk.write(tmp_path, make_spec())
+    async with AsyncExitStack() as stack:
+        stack.enter_context(task_server(tmp_path, path=job.tasks))
+        session = await stack.enter_async_context(aiohttp.ClientSession())
+        gate = FakeGate("job-gpu-0-0", job.tls, Answers(job.directory / "model"))
+        await stack.enter_async_context(gate.listening())
+
+        async with running(job, trouble=trouble) as first:
+            await first.operator.send(1, [gate.endpoint])
+            await gate.open(WeightVersion(0, 1), pace=4)
+            await until(lambda: gate.in_flight == 6)
+            await gate.close()
+            await first.operator.until(lambda facts: facts.samples.get("interrupted") == 6)
+            first.process.send_signal(signal.SIGUSR1)
+            await gate.open(WeightVersion(0, 1))
+            if trouble == "inodes":
+                facts = await first.operator.until(lambda facts: facts.problem)
+                assert facts.problem is not None
+                assert "No space left on device" in facts.problem.message
+                await first.kill()
+            else:
+                async with asyncio.timeout(START_DEADLINE_S):
+                    assert 1 == await first.process.wait()
+            await gate.close()
+        if trouble != "inodes":
+            said = [line.get("reason", "") for line in first.log]
+            [reason] = {reason for reason in said if "the store could not be written" in reason}
+            assert ("quota" in reason) is (trouble == "quota")
+
+        async with running(job) as second:
+            await second.operator.send(2, [gate.endpoint])
+            await gate.open(WeightVersion(0, 1))
+            await second.operator.until(lambda facts: facts.sealed)
+            status, _, _ = await job.fetch(session, second.data_port, "/v1/batches/1?shard=0")
+            assert 200 == status
+        [sealed] = lines(second.log, "batch sealed")[:1]
+        assert (6, 6) == (sealed["samples"], sealed["resumed_samples"])
 
 
 async def test_a_start_that_cannot_work_says_why_in_one_line(tmp_path: Path) -> None:

@@ -69,3 +69,18 @@ def test_chart_and_command_line_are_of_the_version_of_this_checkout() -> None:
     version = (CHECKOUT.root / "operator/VERSION").read_text().strip()
     assert version == chart["appVersion"] == __version__
     assert re.sub(r"\.dev(\d+)$", r"-dev.\1", version) == chart["version"]  # the same, as Helm spells it
+
+
+def test_page_of_the_operators_token_has_each_right_of_its_roles_and_no_other() -> None:
+    rule = re.compile(
+        r"^- \{apiGroups: \[.*?\], resources: \[(.*?)\], (?:resourceNames: .*?)?verbs: \[(.*?)\]\}", re.MULTILINE
+    )
+    granted: dict[str, set[str]] = {}
+    rules = (CHART / "templates/rbac.yaml").read_text().partition("aggregate }}")[0]
+    for resources, verbs in rule.findall(rules):
+        granted.setdefault(resources, set()).update(verbs.split(", "))
+    page = (CHECKOUT.root / "docs/operator-token.md").read_text()
+    told: dict[str, set[str]] = {}
+    for resource, verbs in re.findall(r"^\| `([a-z/]+)`: ([a-z, ]+) \|", page, flags=re.MULTILINE):
+        told.setdefault(resource, set()).update(verbs.split(", "))
+    assert granted == told

@@ -60,10 +60,20 @@ def main() -> int:
     except (SettingsError, ModelUnusable, StoreFailed, ValueError, OSError) as error:
         logs.log(LOG, "rollout controller failed", logging.ERROR, reason=str(error))
         return 1
-    except ExceptionGroup:  # a part died: the next start resumes from the last commit
-        LOG.exception("rollout controller failed")
+    except ExceptionGroup as died:  # a part died: the next start resumes from the last commit
+        of_store, others = died.split(StoreFailed)
+        if of_store is not None:  # in words of ours, with what to do
+            logs.log(LOG, "rollout controller failed", logging.ERROR, reason=str(_first(of_store)))
+        if others is not None:
+            LOG.error("rollout controller failed", exc_info=others)
         return 1
     return 0
+
+
+def _first(error: BaseException) -> BaseException:
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
 
 
 if __name__ == "__main__":

@@ -169,10 +169,13 @@ class DatabaseWriter:
                     self._database.executemany(sql, rows)
             self._database.execute("COMMIT")
         except Exception as error:  # noqa: BLE001 - a full disk, a lost volume, or a bug: all of them end the process
-            full = (
-                getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_FULL
-            )  # only SQLite's own errors have this attribute
-            hint = "its volume is full: enlarge its claim or free some" if full else "what was committed is kept"
+            match getattr(error, "sqlite_errorcode", None):  # which only SQLite's own errors have
+                case sqlite3.SQLITE_FULL:
+                    hint = "its volume is full: enlarge its claim or free some"
+                case sqlite3.SQLITE_IOERR_WRITE:
+                    hint = "a quota of its volume is used up, or its disk fails; what was committed is kept"
+                case _:
+                    hint = "what was committed is kept"
             self._failure = StoreFailed(f"the store could not be written: {in_words(error)}; {hint}")
             if self._database.in_transaction:
                 with contextlib.suppress(sqlite3.Error):  # the volume may be lost: nothing more is written
