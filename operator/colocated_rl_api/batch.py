@@ -11,7 +11,7 @@ Columns (n samples, T tokens of all of them, prompt and response, one after anot
     sample_end       int64   [n]    end of each sample in [T]
     loss_mask        uint8   [T]    1: token written by the policy, to be trained
     behaviour_logp   float32 [T]    nats, under the weights that sampled it; 0 where loss_mask is 0
-    reference_logp   float32 [T]    nats, under the reference; 0 where loss_mask is 0. Only where the header says so
+    reference_logp   float32 [T]    nats, under the reference; 0 where loss_mask is 0. Only where the header declares it
     token_step       int32   [T]    step of the weights that made the token; -1 where loss_mask is 0
     reward           float32 [n]
     group            int64   [n]    group number, as admitted
@@ -30,7 +30,7 @@ DIGEST_HEADER = "X-Content-SHA256"
 
 
 class BatchHeader(Wire):
-    """Of the whole batch, the same in every shard except `shard`."""
+    """A header describes the whole batch. It is the same in every shard, except `shard`."""
 
     step: int
     shard: int

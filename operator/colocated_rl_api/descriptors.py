@@ -1,7 +1,7 @@
-"""How many files and sockets a process may have open: its limit, raised at its start, and what is left for sockets.
+"""Raise a process' limit of open files and sockets at its start, and share it out between files and sockets.
 
 Container runtimes give a soft limit of 1,024 under a hard one that is far higher. Who admits connections or requests
-derives their number from the limit, so that what is more is told to come later, and no descriptor is missing where one
+derives their number from the limit, so that the surplus is asked to come later, and no descriptor is missing where one
 must not be: for the link to the operator, for files, for an engine's calls.
 """
 
@@ -33,23 +33,23 @@ def raise_limit() -> int:
 
 
 def limit() -> int:
-    """Of this process, now."""
+    """Return the present limit of this process."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return ENOUGH if soft == resource.RLIM_INFINITY else min(soft, ENOUGH)
 
 
 def for_sockets(most: int) -> int:
-    """Of so many descriptors those that callers and their requests may take."""
+    """Return how many of the descriptors callers and their requests may take."""
     return max(0, most - RESERVED - most // 8)
 
 
 def is_exhausted(error: BaseException) -> bool:
-    """Whether there was no descriptor, here or on the whole node, which says nothing about the other side."""
+    """Return whether a descriptor was missing, here or on the whole node: that is no fault of the other side."""
     return isinstance(error, OSError) and error.errno in EXHAUSTED
 
 
 class Seldom:
-    """What happens thousands of times a second is logged once in a while, with how often it happened."""
+    """Log an event that happens thousands of times a second once in a while, with its count."""
 
     def __init__(self, every_s: float = SELDOM_S) -> None:
         self._every_s = every_s

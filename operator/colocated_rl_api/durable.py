@@ -1,4 +1,4 @@
-"""What has to survive a power cut: contents of a file, or entries of a directory after a file was made or renamed."""
+"""Make what must survive a power cut durable: a file's contents, or a directory's entries after a change."""
 
 from __future__ import annotations
 

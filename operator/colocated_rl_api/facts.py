@@ -1,4 +1,4 @@
-"""What members report: everything that a plan or a status may depend on. A position is derived from it, never reported.
+"""Define what members report: all that a plan or a status may depend on. Positions are derived, never reported.
 
 Facts are a state, not a log: a newer report replaces an older one.
 """
@@ -43,7 +43,7 @@ class RejectedWeights(Wire):
 
 
 class EngineFacts(Wire):
-    """What is known of one engine. Everything but `state`, `name` and `rejected` belongs to one incarnation."""
+    """These facts describe one engine. Everything but `state`, `name` and `rejected` belongs to one incarnation."""
 
     name: str
     state: EngineState
@@ -77,7 +77,7 @@ class EngineFacts(Wire):
 
     @property
     def is_released(self) -> bool:
-        """Of all that it does not keep."""
+        """Return whether the engine has released all memory that it does not keep."""
         return self.is_drained and _GIVEN_UP.issuperset(self.tags)
 
     @property
@@ -110,7 +110,7 @@ class TrainerState(StrEnum):
 
 
 class TrainerFacts(Wire):
-    """What is known of one trainer rank."""
+    """These facts describe one trainer rank."""
 
     rank: int
     state: TrainerState
@@ -145,12 +145,12 @@ class DeviceFacts(Wire):
 
 
 class Problem(Wire):
-    """Why a member does not come nearer to its target, for status and events. `reason` is CamelCase and stable."""
+    """A problem keeps a member from its target. Status and events show it; `reason` is CamelCase and stable."""
 
     # A message may have words of others in it, so what is no text is replaced on both sides of the wire: to refuse it
     # would make a member of a stray character that is lost.
     reason: str = Field(max_length=64, pattern=r"^[A-Za-z0-9]*$")
-    message: Annotated[str, BeforeValidator(lambda said: one_line(said) if isinstance(said, str) else said)] = Field(
+    message: Annotated[str, BeforeValidator(lambda text: one_line(text) if isinstance(text, str) else text)] = Field(
         max_length=1024
     )
 
@@ -168,7 +168,7 @@ class PodFacts(Wire):
     problem: Problem | None = None
     took_s: dict[Rung, float] = Field(default_factory=dict)  # seconds from the previous rung, in this epoch
     stopped: bool = False  # goal STOP reached: children gone
-    ending: bool = False  # its container was told to end: what ends in it from here on has not failed
+    ending: bool = False  # its container was signalled to end: what ends in it from here on has not failed
 
 
 # ------------------------------------------------------------------------------------- facts of the rollout controller

@@ -1,7 +1,7 @@
-"""What can fail in a job, and what may answer it: one table, read by the schema, the plan, the documentation and tests.
+"""List what can fail in a job and which actions may answer it: schema, plan, documentation and tests read the table.
 
-A cause is here only if the operator can tell it from every other. Its answers are those that can help: what is asked of
-a cause that it can't have is refused when the job is made, with the answers that it can have.
+A cause is here only if the operator can distinguish it from every other. Its answers are those that can help: what is
+asked of a cause that it can't have is refused when the job is made, with the answers that it can have.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from colocated_rl_api.rungs import Rung
 
 
 class FailureAction(StrEnum):
-    """What is done about a failure."""
+    """An action answers a failure."""
 
     meaning: str
 
@@ -62,10 +62,10 @@ _OF_A_POD = FailureAction.RESTART_POD, FailureAction.REPLACE_POD_ELSEWHERE, Fail
 
 
 class FailureCause(StrEnum):
-    """Why something failed, as the operator tells it.
+    """A cause of a failure, as the operator reports it.
 
     answers: what may be done about it, the usual one first. counts: whether that is a failure of the job, against
-    backoffLimit, unless a rule says otherwise. What the cluster takes away is none.
+    backoffLimit, unless a rule decides otherwise. What the cluster takes away is none.
     """
 
     meaning: str
@@ -80,7 +80,7 @@ class FailureCause(StrEnum):
 
     ENGINE_LOST = (
         "EngineLost",
-        "An engine ended by itself, or its agent ended it because nobody could tell its state any more. Where a "
+        "An engine ended by itself, or its agent ended it because its state was no longer known. Where a "
         "trainer of its pod ended too, as with their container, that is the cause. maxTries counts how often since it "
         "last served. RestartEngine never counts.",
         (FailureAction.RESTART_ENGINE, *_OF_A_POD),
@@ -88,14 +88,14 @@ class FailureCause(StrEnum):
     )
     TRAINER_DIED = (
         "TrainerDied",
-        "A trainer rank ended by itself, or its agent ended it past a deadline. Not one whose container was told to "
-        "end, as in a drain, nor those that end because of it.",
+        "A trainer rank ended by itself, or its agent ended it past a deadline. Not one whose container was signalled "
+        "to end, as in a drain, nor those that end because of it.",
         _OF_A_STEP,
         True,
     )
     OUT_OF_MEMORY = (
         "OutOfMemory",
-        "The same, and by then kubelet has said of the pod's GPU container that it was ended for its memory. Where "
+        "The same, and by then kubelet has reported that the pod's GPU container was ended for its memory. Where "
         "the kernel ends single processes (cgroup v1), that is TrainerDied.",
         _OF_A_STEP,
         True,
@@ -129,7 +129,7 @@ class FailureCause(StrEnum):
     )
     POD_EVICTED = (
         "PodEvicted",
-        "The cluster took the GPU pod away and says so in the pod's condition DisruptionTarget, or Kueue's "
+        "The cluster took the GPU pod away and reports that in the pod's condition DisruptionTarget, or Kueue's "
         "TerminationTarget, or in kubelet's reason: preemption, drain, a node out of resources, a taint, a node that "
         "is shut down or gone.",
         _OF_A_POD,
@@ -145,7 +145,7 @@ class FailureCause(StrEnum):
 
 
 def _does_not_answer(cause: FailureCause) -> str:
-    """Why an action is refused. One rule for each cause: the server could not bound the cost of one over all."""
+    """Return why an action is refused. Each cause has a rule: the server could not bound the cost of one over all."""
     return f"{cause} is answered by {', '.join(cause.answers)}: write one of them, or a rule of its own for that cause"
 
 
@@ -158,7 +158,7 @@ _CAN_ANSWER = tuple(
     for cause in FailureCause
 )
 _RUNGS_WORDS = (
-    "atRungs says where the group stood when its deadline passed: it goes with onCauses: [RungDeadlineExceeded] alone"
+    "atRungs names where the group stood when its deadline passed: it goes with onCauses: [RungDeadlineExceeded] alone"
 )
 _RUNGS = Rule(
     field="atRungs",
@@ -213,12 +213,12 @@ class FailureRule(Part):
         return self
 
 
-_BACKOFF_SAID = "maxBackoffSeconds is %d and backoffSeconds is %d: write a maximum that is no smaller"
+_BACKOFF_FOUND = "maxBackoffSeconds is %d and backoffSeconds is %d: write a maximum that is no smaller"
 _BACKOFF = Rule(
     field="maxBackoffSeconds",
     rule="!has(self.backoffSeconds) || !has(self.maxBackoffSeconds) || self.backoffSeconds <= self.maxBackoffSeconds",
     message="maxBackoffSeconds must be at least backoffSeconds",
-    said=f"'{_BACKOFF_SAID}'.format([self.maxBackoffSeconds, self.backoffSeconds])",
+    expression=f"'{_BACKOFF_FOUND}'.format([self.maxBackoffSeconds, self.backoffSeconds])",
 )
 
 
@@ -226,7 +226,7 @@ _POLICY_CONFIG = ConfigDict(json_schema_extra=rules(_BACKOFF))
 
 
 class FailurePolicy(Part):
-    """What is done about failures, by cause; a cause without a rule that matches has its usual answer."""
+    """The policy answers failures by cause; a cause without a rule that matches has its usual answer."""
 
     model_config = _POLICY_CONFIG
 
@@ -245,9 +245,9 @@ class FailurePolicy(Part):
     @model_validator(mode="after")
     def _backs_off_up_to_a_maximum(self) -> Self:
         if self.backoff_seconds > self.max_backoff_seconds:
-            raise ValueError(_BACKOFF_SAID % (self.max_backoff_seconds, self.backoff_seconds))
+            raise ValueError(_BACKOFF_FOUND % (self.max_backoff_seconds, self.backoff_seconds))
         return self
 
     def backoff_s(self, tries: int) -> float:
-        """Before the answer to a failure that so many came before, in a row."""
+        """Return the delay before the answer to a failure that so many others preceded in a row."""
         return min(self.backoff_seconds * 2.0 ** min(tries, 32), self.max_backoff_seconds)

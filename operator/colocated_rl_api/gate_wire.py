@@ -1,4 +1,4 @@
-"""What the rollout controller and an agent's gate say to each other, on the agent's data port.
+"""Define the messages between the rollout controller and an agent's gate, on the agent's data port.
 
 TLS with the job's certificate, `Authorization: Bearer DATA_TOKEN`.
 

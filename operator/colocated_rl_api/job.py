@@ -1,8 +1,8 @@
 """The `ColocatedRLJob` resource, v1alpha1: the single source of the CRD, the reference page and every parser.
 
 A field stands here together with its behaviour, never before. Bounds and defaults go into the schema, rules over
-several fields are said in CEL and in Python (`parts`). A corpus of manifests gets the same verdict from the API server
-and from here (tests/contract/test_manifest_corpus.py).
+several fields are stated in CEL and in Python (`parts`). A corpus of manifests gets the same verdict from the API
+server and from here (tests/contract/test_manifest_corpus.py).
 """
 
 from __future__ import annotations
@@ -148,17 +148,17 @@ _OWNED_FLAGS = Rule(
     field="engine.args",
     rule=f"!has(self.engine.args) || !self.engine.args.exists(a, {_IS_OWNED})",
     message="engine.args may not set " + ", ".join(OWNED_ENGINE_FLAGS) + ", nor an abbreviation of one",
-    said="'engine.args has %s, which is or abbreviates a flag that the operator sets, that no switch survives "
+    expression="'engine.args has %s, which is or abbreviates a flag that the operator sets, that no switch survives "
     "or that is not supported yet: "
     f"remove it'.format([self.engine.args.filter(a, {_IS_OWNED})[0]])",
 )
 _HAS_WORDS = "a.startsWith('--') && a.split('=')[0].contains(' ')"
-_WORDS_SAID = "engine.args has %s, more than one word: write --flag=value, or --flag and value as two items"
+_WORDS_FOUND = "engine.args has %s, more than one word: write --flag=value, or --flag and value as two items"
 _WORDS = Rule(
     field="engine.args",
     rule=f"!has(self.engine.args) || !self.engine.args.exists(a, {_HAS_WORDS})",
     message="engine.args has one item for each word: --flag=value, or --flag and value as two items",
-    said=f"'{_WORDS_SAID}'.format([self.engine.args.filter(a, {_HAS_WORDS})[0]])",
+    expression=f"'{_WORDS_FOUND}'.format([self.engine.args.filter(a, {_HAS_WORDS})[0]])",
 )
 _ADMITTED = "(self.maxStaleness + 1) * self.batchSize + self.spareGroups"
 _CONCURRENCY = Rule(
@@ -166,7 +166,7 @@ _CONCURRENCY = Rule(
     rule=f"!has(self.maxConcurrency) || self.maxConcurrency <= {_ADMITTED}",
     message="maxConcurrency must be at most (maxStaleness + 1) * batchSize + spareGroups: more groups are never "
     "admitted",
-    said="'maxConcurrency is %d, and no more than (maxStaleness + 1) * batchSize + spareGroups = %d groups are ever "
+    expression="'maxConcurrency is %d, and no more than (maxStaleness + 1) * batchSize + spareGroups = %d groups are ever "
     f"admitted: write at most that'.format([self.maxConcurrency, {_ADMITTED}])",
 )
 
@@ -178,7 +178,7 @@ _OWN_GPUS_WORDS = "gpus are the devices of %s pods of their own: give them with 
 
 
 def _own(what: str) -> tuple[Rule, Rule]:
-    """Of a role that may have pods and devices of its own: both fields are of those."""
+    """Return the rules of a role that may have pods and devices of its own: both fields belong to those."""
     is_apart = f"has(self.placement) && self.placement == '{RolePlacement.OWN_DEVICES}'"
     return (
         Rule("replicas", f"has(self.replicas) == ({is_apart})", _OWN_WORDS % what),
@@ -254,7 +254,7 @@ _SPARE = Rule(
 
 
 class OverlongPenalty(Part):
-    """What responses near maxResponseTokens lose of their reward (DAPO's soft overlong punishment)."""
+    """Penalty on the reward of responses near maxResponseTokens (DAPO's soft overlong punishment)."""
 
     buffer_tokens: int = Field(
         ge=1,
@@ -270,8 +270,8 @@ _OVERLONG = Rule(
     field="overlongPenalty.bufferTokens",
     rule="!has(self.overlongPenalty) || self.overlongPenalty.bufferTokens <= self.maxResponseTokens",
     message="overlongPenalty.bufferTokens must be at most maxResponseTokens, of which it is the end",
-    said="'overlongPenalty.bufferTokens is %d, and must be at most maxResponseTokens, %d, of which it is the end'."
-    "format([self.overlongPenalty.bufferTokens, self.maxResponseTokens])",
+    expression="'overlongPenalty.bufferTokens is %d, and must be at most maxResponseTokens, %d, of which it is the "
+    "end'.format([self.overlongPenalty.bufferTokens, self.maxResponseTokens])",
 )
 
 
@@ -308,7 +308,7 @@ class Rollout(Part):
     )
     gpus: Gpus | None = Field(
         default=None,
-        description="Devices of each of them; as spec.gpus says when absent.",
+        description="Devices of each of them; spec.gpus when absent.",
     )
     offload: list[Annotated[EngineMemory, Field(strict=False)]] = Field(
         default=list(EngineMemory),
@@ -374,7 +374,7 @@ class Rollout(Part):
         ge=1,
         le=1_048_576,
         description="Groups that filters keep from one batch at most; further ones are trained as they are, and the "
-        "status says NoLearningSignal. 4 * batchSize when absent.",
+        "status shows NoLearningSignal. 4 * batchSize when absent.",
     )
     min_rollout_seconds: int = Field(
         default=0,
@@ -397,7 +397,7 @@ class Rollout(Part):
 
     @property
     def is_apart(self) -> bool:
-        """Engines have pods and devices of their own."""
+        """Return whether engines have pods and devices of their own."""
         return self.placement is RolePlacement.OWN_DEVICES
 
     @property
@@ -407,7 +407,7 @@ class Rollout(Part):
 
     @property
     def filtered_at_most(self) -> int:
-        """Groups that filters keep from one batch."""
+        """Return how many groups filters may keep from one batch."""
         return 4 * self.batch_size if self.max_filtered_per_batch is None else self.max_filtered_per_batch
 
     @model_validator(mode="after")
@@ -420,7 +420,7 @@ class Rollout(Part):
                 )
         for arg in self.engine.args:
             if arg.startswith("--") and " " in arg.split("=")[0]:
-                raise ValueError(_WORDS_SAID % arg)
+                raise ValueError(_WORDS_FOUND % arg)
         if len(set(self.offload)) != len(self.offload):
             raise ValueError(f"offload is a set: {', '.join(self.offload)} has one of them twice")
         if self.offload and EngineMemory.KV_CACHE not in self.offload:
@@ -444,7 +444,7 @@ class Rollout(Part):
 
 
 class EvaluationSampling(Part):
-    """How tokens of an evaluation are drawn: nothing is trained on them."""
+    """Sampling of an evaluation's tokens: nothing is trained on them."""
 
     temperature: float | None = Field(
         default=None, ge=0, le=10, description="Softmax temperature, 0 for greedy; that of rollout when absent."
@@ -516,12 +516,12 @@ class Reference(Part):
     )
     gpus: Gpus | None = Field(
         default=None,
-        description="Devices of each of them, of which each holds the whole model; as spec.gpus says when absent.",
+        description="Devices of each of them, of which each holds the whole model; spec.gpus when absent.",
     )
 
     @property
     def is_apart(self) -> bool:
-        """It has pods and devices of its own."""
+        """Return whether the reference has pods and devices of its own."""
         return self.placement is RolePlacement.OWN_DEVICES
 
     @model_validator(mode="after")
@@ -602,7 +602,7 @@ class Recording(Part):
     )
 
 
-_RECORDED_WORDS = "recorded says which batches a TrainOnly job trains: give it there, and nowhere else"
+_RECORDED_WORDS = "recorded names the batches that a TrainOnly job trains: give it there, and nowhere else"
 _RECORDED = Rule(
     field="recorded",
     rule=f"has(self.recorded) == (has(self.mode) && self.mode == '{Mode.TRAIN_ONLY}')",
@@ -623,7 +623,7 @@ class Verify(StrEnum):
 
 
 class WeightSync(Part):
-    """How new weights reach the engines: safetensors, in memory that engine and trainer share or on a volume."""
+    """Transport of new weights to the engines: safetensors, in memory shared with the trainer or on a volume."""
 
     size_limit: Quantity = Field(
         default="8Gi",
@@ -727,7 +727,7 @@ _ROOM = Rule(
 
 
 class ColocatedRLJobSpec(Part):
-    """What to train, on which devices, for how long."""
+    """Desired state of the job: model, devices, duration."""
 
     model_config = ConfigDict(
         json_schema_extra=rules(
@@ -815,7 +815,7 @@ class ColocatedRLJobSpec(Part):
         default=0,
         ge=0,
         le=1_000_000,
-        description="How often the job was told to go on after it had failed: raise it, or use `kubectl crlj retry`, "
+        description="How often the job was restarted after it had failed: raise it, or use `kubectl crlj retry`, "
         "and a failed job goes on from its newest checkpoint, with no failures counted. May change; before the job "
         "fails it has no effect.",
     )
@@ -852,7 +852,7 @@ class ColocatedRLJobSpec(Part):
 
     @property
     def placement(self) -> Placement:
-        """Who computes when."""
+        """Return which side computes when."""
         match self.mode:
             case Mode.FULL if self.rollout.is_apart:
                 return Placement.DISAGGREGATED
@@ -865,29 +865,29 @@ class ColocatedRLJobSpec(Part):
 
     @property
     def engine_gpus(self) -> Gpus:
-        """Devices of each pod with an engine."""
+        """Return the devices of each pod with an engine."""
         return self.rollout.gpus or self.gpus
 
     @property
     def compares_engines(self) -> bool:
-        """New weights serve once the engines' checksums are equal; with one engine there is nothing to compare."""
+        """Return whether new weights serve only once the engines' checksums are equal; one engine needs no peer."""
         engines = (self.rollout.replicas or 0) if self.rollout.is_apart else self.replicas
         trains_and_serves = self.ladder.trains and self.ladder.serves
         return self.weight_sync.verify is Verify.CHECKSUM and trains_and_serves and engines > 1
 
     @property
     def reference_gpus(self) -> Gpus:
-        """Devices of each pod of a reference that has its own."""
+        """Return the devices of each pod of a reference that has its own."""
         return (self.reference and self.reference.gpus) or self.gpus
 
     @property
     def seals_with_scores(self) -> bool:
-        """A reference on devices of its own says what it thinks of a sample before that comes into a batch."""
+        """Return whether the reference, on devices of its own, scores each sample before it enters a batch."""
         return self.reference is not None and self.reference.is_apart
 
     @property
     def max_staleness(self) -> int:
-        """In steps; where weights never change no token is ever too old."""
+        """Return it in steps; where weights never change no token is ever too old."""
         return MANY_STEPS if self.mode is Mode.ROLLOUT_ONLY else self.rollout.max_staleness
 
     @property
@@ -924,7 +924,7 @@ _JOB_NAME = Rule(
     field="metadata.name",
     rule=f"size(self.metadata.name) <= {JOB_NAME_MAX} && self.metadata.name.matches('{_JOB_NAME_PATTERN}')",
     message=f"metadata.name {_JOB_NAME_WORDS}",
-    said=f'"metadata.name %s {_JOB_NAME_WORDS}".format([self.metadata.name])',
+    expression=f'"metadata.name %s {_JOB_NAME_WORDS}".format([self.metadata.name])',
 )
 
 
@@ -933,7 +933,7 @@ _REPLICAS = Rule(
     rule="has(self.spec.replicas) == has(oldSelf.spec.replicas) && "
     "(!has(self.spec.replicas) || self.spec.replicas == oldSelf.spec.replicas) || "
     "has(oldSelf.spec.suspend) && oldSelf.spec.suspend && "
-    "(!has(oldSelf.status) || !has(oldSelf.status.operator) || "  # whoever makes pods says first who he is
+    "(!has(oldSelf.status) || !has(oldSelf.status.operator) || "  # whoever makes pods first records its name
     "has(oldSelf.status.phase) && oldSelf.status.phase == 'Suspended')",
     message="replicas can't change while the job has pods: set suspend to true, change it once condition Suspended is "
     "true, and set suspend to false again",
@@ -977,7 +977,7 @@ class ColocatedRLJob(BaseModel):
 
     @classmethod
     def read(cls, document: Mapping[str, Any]) -> Self:
-        """The job of a manifest, or as the API server sent it.
+        """Return the job of a manifest, or as the API server sent it.
 
         Raises ValidationError where the server would refuse it.
         """

@@ -29,7 +29,7 @@ class Phase(StrEnum):
 
 
 class Holder(StrEnum):
-    """Who computes on the GPUs."""
+    """The holder is the side that computes on the GPUs."""
 
     NOBODY = "Nobody"
     ROLLOUT = "Rollout"
@@ -140,7 +140,7 @@ class FailuresStatus(StatusPart):
     )
     action: str = Field(default="", max_length=64, description="What was done about it.")
     rule: int | None = Field(
-        default=None, description="Which of spec.failurePolicy.rules said so, from 0; absent: it is the usual answer."
+        default=None, description="Index of the matching rule in spec.failurePolicy.rules; absent: the usual answer."
     )
     pod_restarts: int = Field(
         default=0,
@@ -161,7 +161,7 @@ class FailuresStatus(StatusPart):
 
 
 class ColocatedRLJobStatus(StatusPart):
-    """What the operator knows. Written by the operator alone."""
+    """Observed state of the job. Written by the operator alone."""
 
     observed_generation: int | None = Field(
         default=None, description="Generation of the spec that this answers; -1 before the first look."
@@ -188,7 +188,7 @@ class ColocatedRLJobStatus(StatusPart):
     restarts: int | None = Field(
         default=None,
         description="Failures that count against backoffLimit: those of the last backoffWindowSteps steps. What the "
-        "cluster or a person takes away is none, unless a rule of failurePolicy says so.",
+        "cluster or a person takes away is none, unless a rule of failurePolicy counts it.",
     )
     retries: int | None = Field(default=None, description="Of spec.retries, those that were acted on.")
     failures: FailuresStatus | None = Field(default=None, description="Absent while there were none.")

@@ -1,4 +1,4 @@
-"""What the operator and a member say to each other: targets down, facts up.
+"""Define the messages between the operator and a member: targets down, facts up.
 
 The operator opens one long-lived WebSocket to each member (`wss://POD_IP:CONTROL_PORT/v1/link`, mutual TLS). Each
 message is one JSON text frame of at most MAX_MESSAGE_BYTES, discriminated by `type`:
@@ -41,7 +41,7 @@ class Goal(StrEnum):
 
 
 class Rendezvous(Wire):
-    """Where the trainers of this lineage meet. Rank = replica * ranks per pod + local rank."""
+    """The trainers of this lineage meet here. Rank = replica * ranks per pod + local rank."""
 
     address: str  # pod IP of replica 0
     port: int
@@ -57,7 +57,7 @@ class Endpoint(Wire):
 
 
 class PodTarget(Wire):
-    """Where a GPU pod should stand. A member that stands higher already does nothing."""
+    """A target names where a GPU pod should stand. A member that already stands higher does nothing."""
 
     type: Literal["podTarget"] = "podTarget"
     epoch: int
@@ -77,7 +77,7 @@ class PodTarget(Wire):
 
 
 class RolloutTarget(Wire):
-    """What the rollout controller should know and do."""
+    """A target carries what the rollout controller should know and do."""
 
     type: Literal["rolloutTarget"] = "rolloutTarget"
     epoch: int
@@ -87,7 +87,7 @@ class RolloutTarget(Wire):
     engines: tuple[Endpoint, ...]  # gates to use; whether they are open is for the gates to say
     references: tuple[Endpoint, ...] = ()  # on devices of their own; whether they answer they say themselves
     evaluate: int | None = None  # evaluate this step's weights now; the switch waits for it
-    # what of the spec may change, as it is now; None: as the job's file says
+    # what of the spec may change, as it is now; None: as in the job's file
     last_step: int | None = None  # spec.steps
     concurrency: int | None = None  # groups in flight at most
     temperature: float | None = None  # of requests from here on
@@ -126,7 +126,7 @@ _target: TypeAdapter[PodTarget | RolloutTarget] = TypeAdapter(Target)
 
 
 def read_target(text: str | bytes) -> PodTarget | RolloutTarget:
-    """Raises pydantic.ValidationError. Fields of a newer operator are passed over, in parts of the spec too."""
+    """Parse a target; pass over a newer operator's fields, in the spec too. Raises pydantic.ValidationError."""
     return _target.validate_json(text, extra="ignore")
 
 
@@ -142,5 +142,5 @@ class JobFile(Wire):
 
     @classmethod
     def read(cls, text: bytes) -> JobFile:
-        """Raises pydantic.ValidationError. Fields of a newer operator are passed over, in the spec too."""
+        """Parse a job's file; pass over a newer operator's fields, in the spec too. Raises pydantic.ValidationError."""
         return cls.model_validate_json(text, extra="ignore")

@@ -1,6 +1,6 @@
 """Every name that two processes must agree on; each stands here once.
 
-A constant's comment says who writes it and who reads it.
+The comment of a constant names its writer and its readers.
 """
 
 GROUP = "rl.colocate.dev"
@@ -82,12 +82,12 @@ ENV_GRACE = "COLOCATE_GRACE_S"  # of the pod; read by the runner
 
 
 def claim_name(job: str, job_uid: str, volume: str) -> str:
-    """Of the claim that is made for a volume of a job: `store`, `checkpoints` or `weights`."""
+    """Return the name of the claim that is made for a volume of a job: `store`, `checkpoints` or `weights`."""
     return f"{job}-{volume}-{job_uid[:8]}"
 
 
 def member_server_name(job_uid: str) -> str:
-    """TLS name of every member of a job: pod addresses change, so certificates name the job instead."""
+    """Return the TLS name of a job's members: pod addresses change, so certificates name the job instead."""
     return f"{job_uid}.members.colocate.internal"
 
 

@@ -1,7 +1,7 @@
-"""What the resource is made of: parts that read values as the API server does, rules with words, quantities.
+"""The resource is made of parts that read values as the API server does, of rules with messages, and of quantities.
 
-No type is converted, 2.0 is the integer 2, and null means absent. What a schema can't say is said twice, as a CEL rule
-for the API server and as a validator for everybody else, with one message.
+No type is converted, 2.0 is the integer 2, and null means absent. What a schema can't express is stated twice, as a CEL
+rule for the API server and as a validator for everybody else, with one message.
 """
 
 from __future__ import annotations
@@ -44,27 +44,27 @@ class Part(BaseModel):
 
 
 class Rule(NamedTuple):
-    """What a schema can't say, of one field. Whoever breaks it reads which field, what it is, what to write instead.
+    """A constraint on one field that a schema can't express. Its message names the field, its value and the remedy.
 
-    message: for the reference. said: CEL that puts values into the same; `format`, because the server thinks that the
-    text of a number may have any length, and refuses to add it to another.
+    message: for the reference. expression: CEL that puts values into the same; `format`, because the server assumes
+    that the text of a number may have any length, and refuses to add it to another.
     """
 
     field: str
     rule: str
     message: str
-    said: str | None = None
+    expression: str | None = None
 
 
 def rules(*given: Rule) -> dict[str, Any]:
-    """`json_schema_extra` that carries CEL rules."""
+    """Return a `json_schema_extra` that carries CEL rules."""
     return {
         "x-kubernetes-validations": [
             {
                 "rule": each.rule,
                 "message": each.message,
                 "fieldPath": f".{each.field}",
-                **({} if each.said is None else {"messageExpression": each.said}),
+                **({} if each.expression is None else {"messageExpression": each.expression}),
             }
             for each in given
         ]
@@ -72,7 +72,7 @@ def rules(*given: Rule) -> dict[str, Any]:
 
 
 def fixed(*fields: str) -> tuple[Rule, ...]:
-    """Fields of one part, or below it, that keep their value, or their absence, as long as the job exists."""
+    """Return rules for fields, also of parts, that keep their value or absence as long as the job exists."""
     return tuple(
         _unless(path, _is_kept(path), "can't change once the job exists: make a new job with the new value")
         for path in fields
@@ -80,7 +80,7 @@ def fixed(*fields: str) -> tuple[Rule, ...]:
 
 
 def fixed_while_running(*fields: str) -> tuple[Rule, ...]:
-    """Fields of the spec, or below it, that pods read when they are made."""
+    """Return rules for fields of the spec, also of its parts, that pods read when they are made."""
     words = "can't change while the job runs: set suspend to true, change it, and set suspend to false again"
     return tuple(
         _unless(path, f"(has(oldSelf.suspend) && oldSelf.suspend) || ({_is_kept(path)})", words) for path in fields
@@ -93,7 +93,7 @@ def _unless(path: str, rule: str, words: str) -> Rule:
 
 
 def _is_kept(path: str) -> str:
-    """A rule of the parent: the field's own would not be asked when it is added or removed.
+    """Return a rule of the parent: the field's own would not run when the field is added or removed.
 
     `part?.field` is a field of a part that may be absent. Other parts are there, by their defaults. CEL's optional
     fields would say it in fewer words, but the server takes their cost for unbounded.
@@ -109,7 +109,7 @@ def _is_there(path: str) -> str:
 
 
 def should_match(pattern: str, words: str) -> tuple[AfterValidator, dict[str, Any]]:
-    """A pattern with words for whoever misses it: a validator, and the same in CEL, where the value may be a number."""
+    """Return a pattern with a message: a validator, and the same in CEL, where the value may be a number."""
 
     def check(text: str) -> str:
         if not re.fullmatch(pattern, text):
@@ -167,7 +167,7 @@ class Resources(Part):
 
 
 class Claimed(Part):
-    """What the operator asks of a claim for the job."""
+    """Request for a claim that the operator makes for the job."""
 
     size: Quantity = Field(default="10Gi", description="Requested capacity of the claim.")
     storage_class_name: str | None = Field(

@@ -1,4 +1,4 @@
-"""What a job may say of its pods beyond what the operator needs: where they run, under which names, with what beside.
+"""A job may add to its pods what the operator does not set: places to run, labels, volumes and containers.
 
 The words are core/v1's, and so is the verdict on what stands here as free-form maps: the API server is asked with the
 whole pod before the first one is made. Containers, users, volumes and the node's own namespaces are the operator's:
@@ -179,7 +179,7 @@ _MOUNT_WORDS = (
 
 
 class VolumeMount(Part):
-    """Where a container finds a volume of the template."""
+    """Mount of a volume of the template in a container."""
 
     model_config = ConfigDict(
         json_schema_extra=rules(
@@ -227,7 +227,7 @@ class Variable(Part):
 
 
 class ContainerTemplate(Part):
-    """What a container of the pod has beside what the operator gives it."""
+    """Additions to a container of the pod."""
 
     name: Annotated[str, Field(min_length=1, max_length=63)] = Field(description="Of the container.")
     env: list[Variable] = Field(default_factory=list, max_length=64, description="Further environment variables.")
@@ -269,7 +269,7 @@ class PodSpec(Part):
         default=None,
         ge=30,
         le=3600,
-        description="How long the pod may take to end once it is told to; less, for instance, on nodes that are taken "
+        description="How long the pod may take to end once it is asked to; less, for instance, on nodes that are taken "
         "away at short notice. When absent 60 of GPU pods, 30 of the rollout controller. A GPU pod on a node that does "
         "not answer is forgotten 30 s later.",
     )
@@ -287,14 +287,14 @@ class PodSpec(Part):
 
 
 class PodTemplate(Part):
-    """What pods of one role have beside what the operator gives them."""
+    """Additions to the pods of one role."""
 
     metadata: PodMetadata = Field(default_factory=PodMetadata, description="Labels and annotations.")
     spec: PodSpec = Field(default_factory=PodSpec, description="Scheduling, identity, volumes and variables.")
 
     @property
     def queue(self) -> str | None:
-        """Whose admission the pods wait for, together."""
+        """Return the queue whose admission the pods wait for, together."""
         return self.metadata.labels.get(QUEUE_LABEL)
 
 
@@ -313,7 +313,7 @@ def _known_containers(role: str, allowed: Iterable[str]) -> Rule:
 
 
 class PodTemplates(Part):
-    """What the job's pods have beside what the operator gives them, by role."""
+    """Additions to the job's pods, by role."""
 
     model_config = ConfigDict(
         json_schema_extra=rules(
@@ -336,5 +336,5 @@ class PodTemplates(Part):
 
 
 def stated(part: Part) -> dict[str, Any]:
-    """What of it was said, as it goes to the API server."""
+    """Return the fields that the part sets, as they go to the API server."""
     return part.model_dump(mode="json", by_alias=True, exclude_none=True, exclude_defaults=True)

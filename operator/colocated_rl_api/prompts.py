@@ -1,7 +1,7 @@
-"""Where prompts come from and what their responses are worth: `spec.rollout.prompts` of the resource.
+"""Define the sources of prompts and the rewards of their responses: `spec.rollout.prompts` of the resource.
 
-Sources stand alone or in a mix. A source of rows (a file, a dataset of the hub) says how its responses are rewarded;
-tasks and environments bring their own rewards with them.
+Sources stand alone or in a mix. A source of rows (a file, a dataset of the hub) declares how its responses are
+rewarded; tasks and environments bring their own rewards with them.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ _REWARDS = ("function", "math", "http")
 
 
 class Reward(_Choice):
-    """What a response is worth that ended by itself. One that the token limit ended is worth 0, and nobody is asked."""
+    """Reward of a response that ended by itself. One that the token limit cut gets 0, and nobody is asked."""
 
     CHOOSES = "a reward comes from"
     CHOICES = _REWARDS
@@ -326,7 +326,7 @@ class Mix(Part):
 
 
 class Prompts(_OneSource):
-    """Where prompts and their rewards come from: one source, or a mix."""
+    """Source of prompts and their rewards, or a mix of sources."""
 
     CHOOSES = "prompts come from"
     CHOICES = (*_SOURCES, "mix")
@@ -355,29 +355,29 @@ class Prompts(_OneSource):
 
     @property
     def sources(self) -> list[tuple[Source, int]]:
-        """Each with its weight."""
+        """Return each source with its weight."""
         parts = self.mix.sources if self.mix else [self]
         return [(part.source, getattr(part, "weight", 1)) for part in parts if part.source]
 
     @property
     def seed(self) -> int:
-        """Of the order."""
+        """Return the seed of the order."""
         return self.mix.seed if self.mix else self.sources[0][0].seed
 
     @property
     def environments(self) -> dict[int, Environment]:
-        """What is played, by the number of its source."""
+        """Return the environments that are played, by the number of their source."""
         return {number: source for number, (source, _) in enumerate(self.sources) if isinstance(source, Environment)}
 
     @property
     def claim_names(self) -> list[str]:
-        """Claims that sources lie in, each once."""
+        """Return the claims that sources lie in, each once."""
         named = (source.claim_name for source, _ in self.sources if isinstance(source, PromptFile | PromptFunction))
         return sorted({claim for claim in named if claim})
 
     @property
     def endpoints(self) -> dict[int, HttpReward]:
-        """Endpoints of rewards, by the number of their source."""
+        """Return the endpoints of rewards, by the number of their source."""
         return {
             number: source.reward.http
             for number, (source, _) in enumerate(self.sources)
@@ -386,5 +386,5 @@ class Prompts(_OneSource):
 
     @property
     def secret_names(self) -> list[str]:
-        """Secrets with tokens for endpoints, each once."""
+        """Return the Secrets with tokens for endpoints, each once."""
         return sorted({endpoint.secret_name for endpoint in self.endpoints.values() if endpoint.secret_name})

@@ -1,4 +1,4 @@
-"""What the rollout controller asks of a reference on devices of its own: HTTP/1.1 on the data port of its pods.
+"""Define the requests to a reference on devices of its own: HTTP/1.1 on the data port of its pods.
 
 `POST /v1/score?start=N&temperature=T` (TLS, the job's data token): the body is a sample, prompt and response, as int32
 in little-endian order. The answer, of `application/octet-stream`, is the log-probability of each token from place N

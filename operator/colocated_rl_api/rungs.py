@@ -24,9 +24,9 @@ class WeightVersion(NamedTuple):
         return f"{self.step}-{self.lineage}"
 
     @classmethod
-    @lru_cache(maxsize=64)  # each of a thousand pods says the same few
+    @lru_cache(maxsize=64)  # each of a thousand pods reports the same few
     def parse(cls, text: str) -> WeightVersion:
-        """Inverse of str(). Raises ValueError for anything else, the engine's own "default" included (H22)."""
+        """Invert str(). Raises ValueError for anything else, the engine's own "default" included (H22)."""
         match = _VERSION.fullmatch(text)
         if match is None:
             raise ValueError(f"weight version {text!r} is not STEP-LINEAGE: was the engine updated without a version?")
@@ -34,20 +34,20 @@ class WeightVersion(NamedTuple):
 
 
 class Rung(StrEnum):
-    """What must be true of a member to stand here. Which of them there are, and in which order, a `Ladder` says."""
+    """A rung is what must be true of a member that stands on it. A `Ladder` has those of a placement, in order."""
 
     UNKNOWN = "Unknown"  # no facts, or facts that can't be: below all others
     SEALED = "Sealed"  # the rollout controller has the batch; the pod still serves older weights
     CLOSED = "Closed"  # gate shut: requests are refused at once
     SETTLED = "Settled"  # nothing in flight by the agent's own count
     PAUSED = "Paused"  # the engine answered the pause
-    DRAINED = "Drained"  # the engine's scheduler said idle, after the gate last closed
+    DRAINED = "Drained"  # the engine's scheduler reported idle, after the gate last closed
     RELEASED = "Released"  # each memory tag released once, or the engine's process is gone; trainer may hold the GPU
     SCORED = "Scored"  # only with a reference: its log-probabilities of the batch are in
     TRAINED = "Trained"  # every rank of the pod stands at the step
     EXPORTED = "Exported"  # the weights are written with a manifest
     OFFLOADED = "Offloaded"  # trainer state is off the device
-    UPDATED = "Updated"  # the engine holds the weights of the version and said so
+    UPDATED = "Updated"  # the engine holds the weights of the version and reported it
     RESTORED = "Restored"  # all of the engine's memory is mapped again
     SERVING = "Serving"  # gate open on the version
 
@@ -58,7 +58,7 @@ class Rung(StrEnum):
 
 
 class Placement(StrEnum):
-    """How engines and trainer share the devices; `status.placement`."""
+    """A placement is a way in which engines and trainer share the devices; `status.placement`."""
 
     TIME_SLICED = "TimeSliced"  # they take turns
     RESIDENT = "Resident"  # both stay; engines take new weights under a pause

@@ -1,4 +1,4 @@
-"""What an agent and a trainer rank say to each other: HTTP/1.1 with JSON over a Unix socket per rank.
+"""Define the requests of an agent to a trainer rank: HTTP/1.1 with JSON over a Unix socket per rank.
 
 The agent starts the trainer's command through the runner with the environment of `TrainerEnvironment`; the trainer
 opens `SOCKET` and answers:
@@ -7,16 +7,16 @@ opens `SOCKET` and answers:
 * `POST /v1/onload` `{}`: state to the device. Never asked for in a resident job.
 * `POST /v1/offload` `{}`: state to host memory, device to the residue. Never asked for in a resident job.
 * `POST /v1/score` `ScoreRequest`: the reference's log-probabilities of the next batch. Only asked for in a job with a
-  reference, and there before each step, of a trainer that says `canScore`. Collective.
+  reference, and there before each step, of a trainer that reports `canScore`. Collective.
 * `POST /v1/train` `TrainRequest`: one optimizer step on one sealed batch. Collective: every rank is asked.
 * `POST /v1/export` `ExportRequest`: write weights with a manifest (`colocated_rl_api.weights`) into `directory`.
 * `POST /v1/save` `SaveRequest`: checkpoint of the finished step, on or off the device; durable when it answers.
 * `POST /v1/finish` `FinishRequest`: leave an export as the job's model, on or off the device; durable when it answers.
-  Asked of rank 0 alone, after the last step is saved, where the trainer says `canFinish`. Not collective.
+  Asked of rank 0 alone, after the last step is saved, where the trainer reports `canFinish`. Not collective.
 
 Each answers 200 with `TrainerStatus` when the effect holds. Every request is idempotent: asked again for an effect that
 holds, it answers at once; asked again while it is under way, it waits for that one. Otherwise it answers a
-`TrainerError`, whose `message` says what to do:
+`TrainerError`, whose `message` names what to do:
 
 * 409: it can't be done from the present state.
 * 503: it was tried, and nothing has changed: a volume has no room, for instance. A save or finish is asked for again
@@ -59,14 +59,14 @@ class TrainerStatus(Wire):
     rank: int
     lineage: int
     step: int | None = None  # last finished; None until the checkpoint is loaded
-    can_score: bool = False  # answers `/v1/score`; said once the checkpoint is loaded
+    can_score: bool = False  # answers `/v1/score`; reported once the checkpoint is loaded
     scored: int | None = None  # newest step whose batch this process has scored, or found scored
     dirty: bool = False
     exported: Version | None = None
     saved: int | None = None  # newest durable checkpoint
     replay_from: int | None = None  # oldest step that a restart may go back to, if newer checkpoints are damaged: the
     # batches after it are kept. None: never behind `saved`
-    can_finish: bool = False  # answers `/v1/finish`; said once the checkpoint is loaded
+    can_finish: bool = False  # answers `/v1/finish`; reported once the checkpoint is loaded
     finished: Version | None = None  # newest export that this process has left as the job's model
     progress: int = 0  # rises while a request goes on; its deadline counts from the last rise
     metrics: dict[str, float] = Field(default_factory=dict)  # of the last finished step

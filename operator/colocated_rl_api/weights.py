@@ -1,10 +1,10 @@
-"""The files in which weights travel from trainer to engine, and how to tell a whole export from a torn one.
+"""The files in which weights travel from trainer to engine, and how to distinguish a whole export from a torn one.
 
 An export is a directory in Hugging Face format (config.json, tokenizer files, *.safetensors) named by its
 `WeightVersion`, plus `MANIFEST`, which is written last: a directory without it is torn and never loaded. Engines
 accept missing tensors silently (H52), so the manifest names them all.
 
-Digests tell torn and damaged files from whole ones. They are no defence against whoever can write an export: that one
+Digests reveal torn and damaged files. They are no defence against whoever can write an export: that one
 writes its manifest too. So they need not be cryptographic, and must keep up with memory, because GPUs wait for whoever
 writes and for whoever compares.
 
@@ -29,7 +29,7 @@ def finished_model(step: int) -> str:
 
 
 class Algorithm(StrEnum):
-    """What a digest was made with. Readers know all of them."""
+    """An algorithm computes digests. Readers know all of them."""
 
     XXH3_128 = "xxh3-128"  # the helper's: as fast as memory
     SHA256 = "sha256"  # for writers that have nothing else

@@ -213,12 +213,12 @@ def _fact(field: Schema, *, path: str, required: bool) -> Fact:
     unit = next((unit for suffix, unit in _UNITS.items() if path.endswith(suffix)), "")
     default = field.get("default")
     if required:
-        said = "required"
+        shown = "required"
     elif default is None or default in ({}, []):
-        said = ""
+        shown = ""
     else:
-        said = json.dumps(default)
-    return Fact(path, _type_of(field), unit, said, _bounds_of(field), field["description"])
+        shown = json.dumps(default)
+    return Fact(path, _type_of(field), unit, shown, _bounds_of(field), field["description"])
 
 
 def _type_of(field: Schema) -> str:
@@ -267,8 +267,8 @@ def _explain(schema: Schema, *, path: str = "") -> Schema:
         explained["items"] = _explain(schema["items"], path=path)
     if path.startswith(".spec.") and "description" in schema and "properties" not in schema:
         fact = _fact(schema, path=path, required=False)
-        said = [fact.unit, "" if "enum" in schema else fact.bounds, f"default {fact.default}" if fact.default else ""]
-        text = "; ".join(part for part in said if part)
+        limits = [fact.unit, "" if "enum" in schema else fact.bounds, f"default {fact.default}" if fact.default else ""]
+        text = "; ".join(part for part in limits if part)
         explained["description"] = schema["description"] + (f" ({text})" if text else "")
     return explained
 
@@ -322,16 +322,16 @@ def _reasons() -> Iterator[str]:
     waited_for = "`kubectl wait --for=condition=TYPE`. kstatus, hence Flux and `helm --wait`, reads the first three."
     members = (
         "Of conditions, besides the causes. Completed, InvalidSpec, ObjectRefused, VolumeLost and PodDeleted are "
-        "events too. What members say of themselves in `status.outOfLine` is in "
+        "events too. What members report in `status.outOfLine` is in "
         "[cli.md](cli.md#reasons-and-what-to-do)."
     )
-    told = "In `status.cause`, and as reasons of conditions. Each but OperatorRestarted is told by an event."
-    for heading, words, said in (
+    causes = "In `status.cause`, and as reasons of conditions. Each but OperatorRestarted has an event."
+    for heading, words, intro in (
         ("## Conditions", ConditionType, waited_for),
-        ("## Causes", Cause, told),
+        ("## Causes", Cause, causes),
         ("## Reasons", Reason, members),
     ):
-        yield from ("", heading, "", said, "", "| | what it means | what to do |", "|---|---|---|")
+        yield from ("", heading, "", intro, "", "| | what it means | what to do |", "|---|---|---|")
         for word in words:
             advice = f"{word.advice[0].upper()}{word.advice[1:]}." if word.advice else ""
             yield f"| `{word}` | {word.meaning} | {advice} |"
@@ -339,9 +339,11 @@ def _reasons() -> Iterator[str]:
 
 def _failures() -> Iterator[str]:
     """Yield the lines about what can fail, and which actions may answer it."""
-    told = "What `spec.failurePolicy` answers. Without a rule that matches, the usual answer is followed, and a failure"
-    more = "counts as its cause does. [failures.md](failures.md) says more."
-    yield from ("", "## Failures", "", f"{told} {more}")
+    intro = (
+        "The answers of `spec.failurePolicy`. Without a rule that matches, the usual answer is followed, and a failure"
+    )
+    more = "counts as its cause does. [failures.md](failures.md) has more."
+    yield from ("", "## Failures", "", f"{intro} {more}")
     yield from ("", "| cause | what it is | counts against backoffLimit | usual answer | other answers |")
     yield "|---|---|---|---|---|"
     for cause in FailureCause:

@@ -34,7 +34,7 @@ async def verdict(
     kube: Kube, *, namespace: str, name: str, wanted: str, deadline_s: float, look_again_s: float = LOOK_AGAIN_S
 ) -> tuple[bool, str]:
     """Return whether the condition came true, and the job's message. Raises ApiError if waiting can't help."""
-    until, said = time.monotonic() + deadline_s, "nobody has looked at it: does an operator watch this namespace?"
+    until, message = time.monotonic() + deadline_s, "nobody has looked at it: does an operator watch this namespace?"
     while time.monotonic() < until:
         try:
             found = _conditions(await kube.read_job(namespace, name))
@@ -46,9 +46,9 @@ async def verdict(
         if stalled and stalled["status"] == "True":
             return False, f"{stalled['reason']}: {stalled['message']}"
         if ready := found.get(ConditionType.READY):
-            said = f"{ready['reason']}: {ready['message']}"
+            message = f"{ready['reason']}: {ready['message']}"
         await asyncio.sleep(look_again_s)
-    return False, f"not {wanted} within {deadline_s:.0f} s; {said}"
+    return False, f"not {wanted} within {deadline_s:.0f} s; {message}"
 
 
 def _conditions(job: Body) -> dict[str, Body]:
@@ -61,12 +61,12 @@ async def _main() -> int:
     )
     try:
         async with Kube(find_cluster(os.environ)) as kube:
-            came_true, said = await verdict(
+            came_true, message = await verdict(
                 kube, namespace=namespace, name=name, wanted=wanted, deadline_s=float(seconds)
             )
     except (ApiError, BadSetting) as error:
-        came_true, said = False, str(error)
-    sys.stdout.write(f"job {namespace}/{name}: {said}\n")
+        came_true, message = False, str(error)
+    sys.stdout.write(f"job {namespace}/{name}: {message}\n")
     return 0 if came_true else 1
 
 

@@ -63,7 +63,7 @@ class OperatorMetrics:
         self.requests.labels(verb, resource, str(code)).inc()
 
     def count_job(self, uid: str, phase: Phase | None, stalled: Reason | None = None) -> None:
-        """stalled: why a person must act, of `STALLS`; None when nobody has to."""
+        """Count a job. stalled: why a person must act, of `STALLS`; None when nobody has to."""
         if self._states.get(uid) != (phase, stalled):
             self._states[uid] = phase, stalled
             self._tell()

@@ -32,12 +32,12 @@ def patient(watch: Watch, *, rest: Callable[[float], Awaitable[None]] = asyncio.
     """Return a watch like `watch` that ends only if that one ends in order. rest: sleeps until the next try."""
 
     async def watch_patiently(**options: Any) -> AsyncIterator[Any]:
-        again_s, said = AGAIN_S, ""
+        again_s, logged = AGAIN_S, ""
         while True:
             try:
                 async for event in watch(**options):
                     if isinstance(event, dict) and event["type"] is not None:  # a change, and not an item of the list
-                        again_s, said = AGAIN_S, ""
+                        again_s, logged = AGAIN_S, ""
                     yield event
                 return
             except (errors.APIError, watching.WatchingError) as error:
@@ -46,9 +46,9 @@ def patient(watch: Watch, *, rest: Callable[[float], Awaitable[None]] = asyncio.
                 if str(error) != CLOSED:
                     raise
                 reason = repr(error)
-            if reason != said:
+            if reason != logged:
                 log(LOG, "watch ended: listing again", logging.WARNING, reason=reason)
-            said = reason
+            logged = reason
             await rest(again_s)
             again_s = min(2 * again_s, MAX_AGAIN_S)
 

@@ -102,7 +102,7 @@ class GpuPod(SimPod):
     export: WeightVersion | None = None  # newest
     sent: PodTarget | None = None  # newest over the present connection
     inbox: list[PodTarget] = field(default_factory=list)
-    ending: bool = False  # its container was told to end, as in a drain
+    ending: bool = False  # its container was signalled to end, as in a drain
     told: tuple[tuple[object, ...], PodFacts] | None = None  # its newest facts, and what they were made of
     rungs: dict[WeightVersion, Rung] = field(default_factory=dict)  # where it stands by them, of those who asked
 

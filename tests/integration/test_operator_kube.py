@@ -186,11 +186,11 @@ async def test_the_same_event_is_counted_and_a_new_one_is_made(api: FakeApiServe
     now = datetime(2026, 1, 1, tzinfo=UTC)
     events, about = Events(kube, instance="test", now=lambda: now), About("default", "sums", UID)
     for note in ("step 1", "step 1", "step 1", "step 2"):
-        await events.tell(about, "Normal", "NextStep", note, action="RaiseEpoch")
+        await events.publish(about, "Normal", "NextStep", note, action="RaiseEpoch")
     assert ["step 1", "step 2"] == [event["note"] for event in api.all("events")]
     assert 3 == api.all("events")[0]["series"]["count"]
     now += timedelta(seconds=SERIES_S)
-    await events.tell(about, "Normal", "NextStep", "step 1", action="RaiseEpoch")
+    await events.publish(about, "Normal", "NextStep", "step 1", action="RaiseEpoch")
     assert 3 == len(api.all("events"))
 
 
@@ -198,14 +198,14 @@ async def test_an_event_that_somebody_deleted_is_told_anew(api: FakeApiServer, k
     """It was counted where nobody could see it, for as long as it went on happening."""
     events, about = Events(kube, instance="test"), About("default", "sums", UID)
     for _ in range(2):
-        await events.tell(about, "Warning", "BackingOff", "x", action="BackOff")
+        await events.publish(about, "Warning", "BackingOff", "x", action="BackOff")
         [event] = api.all("events")
         api.remove(f"/apis/events.k8s.io/v1/namespaces/default/events/{event['metadata']['name']}")
 
 
 async def test_a_long_note_is_cut_to_what_the_server_takes_in_bytes(api: FakeApiServer, kube: Kube) -> None:
     """1024 characters of a trainer's last words may be three times as many bytes, and then there was no event."""
-    await Events(kube, instance="test").tell(
+    await Events(kube, instance="test").publish(
         About("default", "sums", UID), "Warning", "TrainerDied", 1024 * "\u2588", action="RaiseEpoch"
     )
     [event] = api.all("events")
@@ -214,7 +214,7 @@ async def test_a_long_note_is_cut_to_what_the_server_takes_in_bytes(api: FakeApi
 
 async def test_a_lost_event_stops_nobody(api: FakeApiServer, kube: Kube) -> None:
     api.refuse_next(403)
-    await Events(kube, instance="test").tell(
+    await Events(kube, instance="test").publish(
         About("default", "sums", UID), "Warning", "TrainerDied", "x", action="RaiseEpoch"
     )
     assert [] == api.all("events")

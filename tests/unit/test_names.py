@@ -1,21 +1,42 @@
-"""One name, one meaning: a reader who greps for a class finds one."""
+"""One name, one meaning: a reader who greps for a class finds one. A docstring is a sentence, not the end of one."""
 
 import ast
+import re
 from collections import defaultdict
+from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
+FRAGMENT = re.compile("(Of|What|Whether|Where|How|That|Which|Who|Whose|Why|Until|Before|Without)[, ]")
+NOT_A_VERB = re.compile("[^A-Z]|(The|A|An|One|This|It|Its|No|None|All|Each|Every|True|False|Raises|In|Say|Tell) ")
+Documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 
 def classes(*folders: str) -> dict[str, list[str]]:
     """Where each class of the product is defined, by its name."""
     found: dict[str, list[str]] = defaultdict(list)
     for folder in folders:
-        for file in sorted((ROOT / folder).glob("**/colocated_rl_*/**/*.py")):
-            for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        for file, tree in sources(folder):
+            for node in ast.walk(tree):
                 if isinstance(node, ast.ClassDef):
                     found[node.name].append(f"{file.relative_to(ROOT)}:{node.lineno}")
     return found
+
+
+@cache
+def sources(folder: str) -> list[tuple[Path, ast.Module]]:
+    files = sorted((ROOT / folder).glob("**/colocated_rl_*/**/*.py"))
+    return [(file, ast.parse(file.read_text(encoding="utf-8"))) for file in files]
+
+
+def docstrings(folder: str) -> Iterator[tuple[str, str, bool]]:
+    """Yield the place of each docstring, its text, and whether it is a function's."""
+    for file, tree in sources(folder):
+        for node in ast.walk(tree):
+            if isinstance(node, Documented) and (text := ast.get_docstring(node)) is not None:
+                is_function = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+                yield f"{file.relative_to(ROOT)}:{node.body[0].lineno}", text, is_function
 
 
 def test_no_two_modules_define_a_class_of_one_name() -> None:
@@ -23,3 +44,14 @@ def test_no_two_modules_define_a_class_of_one_name() -> None:
 
     assert len(found) > 300, "the product's classes were not found"
     assert {} == {name: places for name, places in found.items() if len(places) > 1}
+
+
+def test_a_docstring_is_a_sentence_and_that_of_a_function_begins_with_what_it_does() -> None:
+    found = [*docstrings("operator"), *docstrings("workloads")]
+
+    assert len(found) > 1500, "the product's docstrings were not found"
+    assert [] == [
+        f"{place} {text.splitlines()[0]}"
+        for place, text, is_function in found
+        if FRAGMENT.match(text) or (is_function and NOT_A_VERB.match(text))
+    ]

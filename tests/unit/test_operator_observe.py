@@ -357,6 +357,6 @@ def test_nothing_of_what_a_member_said_before_is_left_when_it_says_more() -> Non
     assert Rung.TRAINED is member.standing(TIME_SLICED, climb)
     assert member.trainers
     fresh = make_member("gpu-0", facts=now, highest_epoch=2)
-    later = member.saying(now, highest_epoch=2, silent_since=None)
+    later = member.reporting(now, highest_epoch=2, silent_since=None)
     assert fresh == later
     assert (Rung.EXPORTED, fresh.trainers) == (later.standing(TIME_SLICED, climb), later.trainers)

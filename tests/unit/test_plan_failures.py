@@ -713,7 +713,7 @@ def test_trainers_of_a_container_that_was_told_to_end_and_came_back_have_died() 
     held = plan(seen)
     assert not held.raises
     assert held.wait is not None
-    assert "gpu-0 (its container was told to end)" == held.wait.message
+    assert "gpu-0 (its container was signalled to end)" == held.wait.message
     facts = seen.members[0].pod_facts
     assert facts is not None
     back = changed(seen, 0, facts=facts.model_copy(update={"ending": False}))

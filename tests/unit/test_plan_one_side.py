@@ -87,7 +87,7 @@ def status(seen: Observation) -> ColocatedRLJobStatus:
 @pytest.mark.parametrize(
     ("spec", "words"),
     [
-        ({"mode": "TrainOnly"}, "recorded says which batches a TrainOnly job trains"),
+        ({"mode": "TrainOnly"}, "recorded names the batches that a TrainOnly job trains"),
         ({"recorded": {"claimName": "store"}}, "and nowhere else"),
         ({"mode": "RolloutOnly", "recorded": {"claimName": "store"}}, "and nowhere else"),
         ({**PLACED[Placement.TRAIN_ONLY], "evaluation": {}}, "a TrainOnly job has none: leave it out"),

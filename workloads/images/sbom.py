@@ -15,7 +15,7 @@ from typing import Any
 
 
 def bill_of_materials(image: str) -> dict[str, Any]:
-    """Of this interpreter's environment; the first on the path counts, as for an import."""
+    """List this interpreter's environment; the first on the path counts, as for an import."""
     found: dict[str, Distribution] = {}
     for distribution in distributions():
         found.setdefault(canonical(distribution.name), distribution)
@@ -29,7 +29,7 @@ def bill_of_materials(image: str) -> dict[str, Any]:
 
 
 def canonical(name: str) -> str:
-    """A project's name as package indexes spell it (PEP 503)."""
+    """Return a project's name as package indexes spell it (PEP 503)."""
     return re.sub(r"[-_.]+", "-", name).lower()
 
 

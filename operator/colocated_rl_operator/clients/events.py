@@ -58,7 +58,7 @@ class Events:
         self._now = now
         self._written: OrderedDict[tuple[About, str, str], _Written] = OrderedDict()
 
-    async def tell(
+    async def publish(
         self, about: About, kind: Literal["Normal", "Warning"], reason: str, note: str, *, action: str
     ) -> None:
         """Write an event about a job. action: what the operator does about it, as a CamelCase verb phrase."""

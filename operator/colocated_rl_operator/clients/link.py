@@ -173,7 +173,7 @@ class Link(asyncio.BufferedProtocol):
 
     # ---------------------------------------------------------------------------------------------------------- within
     def _read(self, data: bytes) -> bytes:
-        """Hear every whole message; return the rest."""
+        """Dispatch every whole message; return the rest."""
         at = 0
         if not self._is_open:
             at = data.find(b"\r\n\r\n") + 4

@@ -91,7 +91,7 @@ class MemberReport:
 
 
 @dataclass(frozen=True, eq=False)
-class _Told:
+class _SentTarget:
     """This value holds a target, and the frame that carries it to every member that gets it."""
 
     target: Target
@@ -100,13 +100,13 @@ class _Told:
 
 @dataclass(eq=False)
 class _Member:
-    """This record follows one member across its connections. `told` belongs to the present one."""
+    """This record follows one member across its connections. `sent` belongs to the present one."""
 
     job: _Job
     address: Address
     answer: MemberReport
     link: Link | None = None  # from its hello onwards
-    told: _Told | None = None
+    sent: _SentTarget | None = None
     task: asyncio.Task[None] | None = None
 
 
@@ -117,15 +117,15 @@ class _Job:
     kept: Collection[Address] = ()  # as `keep` was called with
     heard_at: float | None = None
     awaited: set[str] = field(default_factory=set)  # pods that have sent nothing since they became awaited
-    told: deque[_Told] = field(default_factory=lambda: deque(maxlen=KINDS_OF_TARGETS))  # newest first
+    sent: deque[_SentTarget] = field(default_factory=lambda: deque(maxlen=KINDS_OF_TARGETS))  # newest first
 
-    def tell(self, target: Target) -> _Told:
+    def frame_of(self, target: Target) -> _SentTarget:
         """Return a target's frame; the same object for an equal target."""
-        for told in self.told:
-            if told.target == target:
-                return told
-        self.told.appendleft(_Told(target, make_frame(TEXT, target.model_dump_json(by_alias=True).encode())))
-        return self.told[0]
+        for each in self.sent:
+            if each.target == target:
+                return each
+        self.sent.appendleft(_SentTarget(target, make_frame(TEXT, target.model_dump_json(by_alias=True).encode())))
+        return self.sent[0]
 
 
 class Members:
@@ -203,17 +203,17 @@ class Members:
         if job is None:
             return 0
         job.awaited = set(awaited)
-        tellings: dict[int, _Told] = {}  # by the target's identity: most members get the same one
+        framed_targets: dict[int, _SentTarget] = {}  # by the target's identity: most members get the same one
         for pod, target in targets.items():
             member = job.members.get(pod)
             if member is None or member.link is None or member.answer.facts is None:
                 continue
-            told = tellings.get(id(target))
-            if told is None:
-                told = tellings[id(target)] = job.tell(target)
-            if member.told is not told:
-                member.told = told
-                member.link.send(told.frame)
+            framed = framed_targets.get(id(target))
+            if framed is None:
+                framed = framed_targets[id(target)] = job.frame_of(target)
+            if member.sent is not framed:
+                member.sent = framed
+                member.link.send(framed.frame)
                 sent += 1
         return sent
 
@@ -248,7 +248,7 @@ class Members:
 
     def _forget(self, member: _Member, reason: str) -> bool:
         """Drop the member's facts, as its connection ended; return whether it had sent any."""
-        member.link = member.told = None
+        member.link = member.sent = None
         member.job.awaited.discard(member.address.pod)
         if member.answer.silent_since is not None:
             log(LOG, "member not reached", logging.DEBUG, reason=reason)
@@ -336,11 +336,11 @@ def _check_hello(member: _Member, message: Hello | PodFacts | RolloutFacts | Ref
     address = member.address
     if not isinstance(message, Hello):
         raise ContractBroken(f"{address.pod} began with {message.type}, not with hello")
-    said = (message.wire, message.pod_uid, message.job_uid, message.role)
+    found = (message.wire, message.pod_uid, message.job_uid, message.role)
     expected = (WIRE_VERSION, address.pod_uid, member.job.uid, address.role)
-    if said != expected:
+    if found != expected:
         raise ContractBroken(
-            f"at {address.host} expected wire, pod, job, role {expected}, found {said}: unknown member"
+            f"at {address.host} expected wire, pod, job, role {expected}, found {found}: unknown member"
         )
     return message
 

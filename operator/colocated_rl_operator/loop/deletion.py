@@ -1,4 +1,4 @@
-"""End a job at the API server: tell its members to stop, then delete its pods, by force if need be."""
+"""End a job at the API server: stop its members, then delete its pods, by force if need be."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ STOP_S = 5.0  # members of a deleted job have this long to end by themselves
 
 
 async def shut_down_job(state: JobState, decided: Plan, doors: Doors, woken: asyncio.Event) -> None:
-    """Tell members of a deleted job to stop, wait briefly, then delete its pods. Garbage collection takes the rest."""
+    """Ask members of a deleted job to stop, wait briefly, then delete its pods. Garbage collection takes the rest."""
     sent = doors.members.send(state.about.uid, decided.targets)
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(STOP_S):

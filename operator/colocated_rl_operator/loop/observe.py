@@ -177,7 +177,7 @@ def _member(state: JobState, record: PodRecord, answer: MemberReport | None, now
         if member is None or (member.facts is None) != (facts is None):
             member = _read_pod(state, record, now, is_heard=facts is not None)
         silent_since, highest_epoch = (answer.silent_since, answer.highest_epoch) if answer else (None, 0)
-        record.member = member.saying(facts, highest_epoch=highest_epoch, silent_since=silent_since)
+        record.member = member.reporting(facts, highest_epoch=highest_epoch, silent_since=silent_since)
         record.answer = answer
     return record.member
 
@@ -277,8 +277,8 @@ def _container_trouble(container: Body, *, is_restarting: bool) -> str | None:
 def _end_of(terminated: Body) -> str:
     """Describe how a container ended. Its last message is the end of its log, see `resources`."""
     reason, words = terminated.get("reason"), terminated.get("message", "").strip()
-    told = f"ended with code {terminated['exitCode']}" + (f" ({reason})" if reason not in (None, "Error") else "")
-    return f"{told}: {words[-MAX_WORDS:]}" if words else told
+    ending = f"ended with code {terminated['exitCode']}" + (f" ({reason})" if reason not in (None, "Error") else "")
+    return f"{ending}: {words[-MAX_WORDS:]}" if words else ending
 
 
 def _time(text: str) -> datetime:

@@ -1,6 +1,6 @@
 """Cache the newest known state of each pod, from the watch or from our own calls, whichever is newer.
 
-Versions tell which of two states is newer only for as long as the API server's store goes forward. After a restore of
+Versions order two states only for as long as the API server's store goes forward. After a restore of
 etcd they begin again below those that are known, so a complete list counts whatever its versions are.
 """
 

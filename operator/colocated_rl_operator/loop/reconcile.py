@@ -113,7 +113,7 @@ async def end(state: JobState, body: Mapping[str, Any], doors: Doors, woken: asy
     try:
         await refresh_pods(state, doors.kube, doors.pods, now=doors.clock())
     except JobGone:
-        await delete_pods(state.about, doors)  # no member can be told to stop
+        await delete_pods(state.about, doors)  # no member can be asked to stop
         return
     if not await claim(state, doors):
         return
@@ -121,5 +121,5 @@ async def end(state: JobState, body: Mapping[str, Any], doors: Doors, woken: asy
         seen = _observe(state, body, doors)
         decided = stop(seen)
     except JobInvalid:
-        decided = Plan(climb=None)  # no member can be told to stop, and its pods go all the same
+        decided = Plan(climb=None)  # no member can be asked to stop, and its pods go all the same
     await shut_down_job(state, decided, doors, woken)

@@ -28,7 +28,7 @@ from colocated_rl_operator.clients.errors import (
 )
 from colocated_rl_operator.clients.events import About, Events
 from colocated_rl_operator.clients.kube import Body
-from colocated_rl_operator.planner.reasons import Told
+from colocated_rl_operator.planner.reasons import DocumentedReason
 
 LOG = logging.getLogger(__name__)
 
@@ -49,7 +49,7 @@ class News:
     """This is an event about the job. action: what the operator does about it, as a CamelCase verb phrase."""
 
     kind: Literal["Normal", "Warning"]
-    reason: Told
+    reason: DocumentedReason
     note: str
     action: str
 
@@ -134,7 +134,7 @@ class Record:
                 await self._write_noted()
             else:
                 news = self._news.popleft()
-                await self._events.tell(self.about, news.kind, news.reason, news.note, action=news.action)
+                await self._events.publish(self.about, news.kind, news.reason, news.note, action=news.action)
 
     def _ended(self, writing: asyncio.Task[None]) -> None:
         if not writing.cancelled() and (error := writing.exception()) is not None:

@@ -48,24 +48,24 @@ def lay(template: PodTemplate, *, over: Object, avoids: Sequence[str] = ()) -> O
     metadata, spec = dict(over["metadata"]), dict(over["spec"])
     metadata["labels"] = USUAL_LABELS | template.metadata.labels | metadata["labels"]
     metadata["annotations"] = USUAL_ANNOTATIONS | template.metadata.annotations | metadata.get("annotations", {})
-    said = stated(template.spec)
-    beside = {each["name"]: each for each in said.pop("containers", ())}
+    stated_spec = stated(template.spec)
+    beside = {each["name"]: each for each in stated_spec.pop("containers", ())}
     for kind in ("initContainers", "containers"):
         spec[kind] = [_lay_container(beside.get(each["name"], {}), over=each) for each in spec[kind]]
-    spec["volumes"] = [*spec["volumes"], *said.pop("volumes", ())]
-    if tolerations := [*spec.pop("tolerations", ()), *said.pop("tolerations", ())]:
+    spec["volumes"] = [*spec["volumes"], *stated_spec.pop("volumes", ())]
+    if tolerations := [*spec.pop("tolerations", ()), *stated_spec.pop("tolerations", ())]:
         spec["tolerations"] = tolerations
-    if affinity := _affinity(template.spec, said.pop("affinity", {}), avoids):
+    if affinity := _affinity(template.spec, stated_spec.pop("affinity", {}), avoids):
         spec["affinity"] = affinity
-    return over | {"metadata": metadata, "spec": spec | said}
+    return over | {"metadata": metadata, "spec": spec | stated_spec}
 
 
-def _lay_container(said: Object, *, over: Object) -> Object:
+def _lay_container(container_part: Object, *, over: Object) -> Object:
     container = dict(over)
-    if env := said.get("env"):
+    if env := container_part.get("env"):
         replaced = {each["name"] for each in env}
         container["env"] = [*(each for each in over.get("env", ()) if each["name"] not in replaced), *env]
-    if mounts := said.get("volumeMounts"):
+    if mounts := container_part.get("volumeMounts"):
         container["volumeMounts"] = [*over["volumeMounts"], *mounts]
     return container
 
@@ -73,15 +73,15 @@ def _lay_container(said: Object, *, over: Object) -> Object:
 _REQUIRED = "requiredDuringSchedulingIgnoredDuringExecution"
 
 
-def _affinity(spec: PodSpec, said: Object, avoids: Sequence[str]) -> Object:
-    """Return the affinity `said` that also avoids nodes by name: a node may lack the host name label.
+def _affinity(spec: PodSpec, affinity: Object, avoids: Sequence[str]) -> Object:
+    """Return the pod's affinity that also avoids nodes by name: a node may lack the host name label.
 
     The API takes one name in each requirement. Terms are alternatives, so each of them must exclude the nodes.
     """
     if not avoids:
-        return said
+        return affinity
     away = [{"key": "metadata.name", "operator": "NotIn", "values": [node]} for node in avoids]
-    nodes = said.get("nodeAffinity", {})
+    nodes = affinity.get("nodeAffinity", {})
     terms = nodes.get(_REQUIRED, {}).get("nodeSelectorTerms", [{}])
     kept = [{**term, "matchFields": [*term.get("matchFields", ()), *away]} for term in terms]
-    return said | {"nodeAffinity": nodes | {_REQUIRED: {"nodeSelectorTerms": kept}}}
+    return affinity | {"nodeAffinity": nodes | {_REQUIRED: {"nodeSelectorTerms": kept}}}

@@ -98,7 +98,7 @@ def still_counting(counted: tuple[int, ...], *, step: int, window: int) -> tuple
 
 
 def raise_epoch(seen: Observation, climb: Climb | None, cause: Cause, message: str) -> Decision:
-    """Return the next climb. It answers every retry that was asked for, unless a failed job's end is told again."""
+    """Return the next climb. It answers every retry that was asked for, unless the end of a failed job is repeated."""
     retries = seen.job.spec.retries
     climb = climb or Climb(epoch=0, step=0, lineage=0, group="", cause=cause, retries=retries)
     tally = replace(climb.tally, counted=_counted(seen, climb))
@@ -280,7 +280,7 @@ def _counted(seen: Observation, climb: Climb, *, adds: bool = False) -> tuple[in
 
 
 def after_failure(seen: Observation) -> Decision | None:
-    """Let a failed job go on if it is told to: by spec.retries, or by a higher backoffLimit if that had ended it.
+    """Let a failed job go on if a person asks for it by spec.retries, or by a higher backoffLimit if that ended it.
 
     Its members stop and its pods go first, as in a suspension. Then it starts as a job that is resumed.
     """
@@ -298,18 +298,18 @@ def after_failure(seen: Observation) -> Decision | None:
 
 
 def how_to_retry(seen: Observation) -> str:
-    """Tell a person how a job that fails now goes on."""
+    """Return the command with which a person lets a job that fails now go on."""
     return f"it goes on where it stood with: kubectl crlj retry -n {seen.job.namespace} {seen.job.name}"
 
 
 def _give_up(seen: Observation, climb: Climb, message: str) -> Decision:
     spec, used = seen.job.spec, len(_counted(seen, climb))
-    told = f"backoffLimit {spec.backoff_limit} is used up by {_count(used, 'failure')} within "
-    told += _count(spec.backoff_window_steps, "step")
+    used_up = f"backoffLimit {spec.backoff_limit} is used up by {_count(used, 'failure')} within "
+    used_up += _count(spec.backoff_window_steps, "step")
     if (others := climb.tally.pod_restarts + climb.tally.step_retries - used) > 0:
-        told += f" ({others} more do not count)"
+        used_up += f" ({others} more do not count)"
     todo = f"read the pods' logs and put right what fails; {how_to_retry(seen)}, or with a backoffLimit above {used}"
-    return raise_epoch(seen, seen.climb, Cause.BACKOFF_LIMIT, f"{message}, but {told}: {todo}")
+    return raise_epoch(seen, seen.climb, Cause.BACKOFF_LIMIT, f"{message}, but {used_up}: {todo}")
 
 
 def _count(number: int, one: str, more: str | None = None) -> str:
@@ -434,8 +434,8 @@ def _replaced(seen: Observation) -> str:
     climbing = set(seen.job.gpu_seats)
     gone = [member for member in seen.members if member.seat in climbing and not member.is_usable]
     newest = {member.seat: member for member in sorted(gone, key=lambda member: member.attempt)}
-    told = [f"{member.name} ({_why_gone(member)})" for member in newest.values()]
-    return f"replaced: {listed(told)}" if told else "a GPU pod was replaced"
+    reasons = [f"{member.name} ({_why_gone(member)})" for member in newest.values()]
+    return f"replaced: {listed(reasons)}" if reasons else "a GPU pod was replaced"
 
 
 def _why_gone(member: Member) -> str:

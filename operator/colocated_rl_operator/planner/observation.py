@@ -174,7 +174,7 @@ class Member:
     _stood: tuple[WeightVersion, Rung] | None = field(default=None, init=False, repr=False, compare=False)
     _trainers: int | None = field(default=None, init=False, repr=False, compare=False)
 
-    def saying(
+    def reporting(
         self, facts: PodFacts | RolloutFacts | None, *, highest_epoch: int, silent_since: float | None
     ) -> Member:
         """Return the same pod with its member's present facts.
@@ -182,8 +182,8 @@ class Member:
         Each rung makes a thousand of these, and the constructor would take five times as long.
         """
         found: Member = object.__new__(Member)
-        said = {"facts": facts, "highest_epoch": highest_epoch, "silent_since": silent_since}
-        vars(found).update(vars(self), **said, _stood=None, _trainers=None)
+        reported = {"facts": facts, "highest_epoch": highest_epoch, "silent_since": silent_since}
+        vars(found).update(vars(self), **reported, _stood=None, _trainers=None)
         return found
 
     @property
@@ -195,9 +195,10 @@ class Member:
     def answers(self) -> bool:
         """Return whether the member is connected and, if an agent, has found its GPU container.
 
-        Without that container nothing is known of engine and trainers. A member whose container was told to end does
-        not answer, perhaps before the cluster reports its pod as drained: its trainers end, and other pods' trainers
-        with them, and none of that is a failure. A reference is no member: it answers if its node reports it ready.
+        Without that container nothing is known of engine and trainers. A member whose container was signalled to end
+        does not answer, perhaps before the cluster reports its pod as drained: its trainers end, and other pods'
+        trainers with them, and none of that is a failure. A reference is no member: it answers if its node reports it
+        ready.
         """
         facts = self.facts
         if facts is None:
@@ -444,8 +445,8 @@ class Observation:
     @property
     def replay_step(self) -> int:
         """Return the oldest step to which a connected rank may go back: batches after it are needed."""
-        told = [rank.saved if rank.replay_from is None else rank.replay_from for rank in self.ranks]
-        return min((step for step in told if step is not None), default=0)
+        steps = [rank.saved if rank.replay_from is None else rank.replay_from for rank in self.ranks]
+        return min((step for step in steps if step is not None), default=0)
 
     @property
     def trainer_died(self) -> bool:
@@ -515,9 +516,9 @@ def _remember_losses(seen: Observation, memory: Memory) -> Memory:
         if memory.group == group:
             return memory
         return replace(memory, group=group, losses=dict.fromkeys(pod.uid for pod in seen.lineage_members))
-    told: dict[str, FailureCause | None]
-    told = {pod.uid: pod.fate for pod in seen.members if pod.fate is not None and pod.uid in memory.losses}
-    return replace(memory, losses=memory.losses | told) if told else memory
+    fates: dict[str, FailureCause | None]
+    fates = {pod.uid: pod.fate for pod in seen.members if pod.fate is not None and pod.uid in memory.losses}
+    return replace(memory, losses=memory.losses | fates) if fates else memory
 
 
 def _remember_rungs(seen: Observation, memory: Memory) -> Memory:

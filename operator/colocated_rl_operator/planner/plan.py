@@ -143,7 +143,7 @@ def _decide_after_stop(seen: Observation, climb: Climb) -> Decision | Hold | Non
         return retried
     if climb.cause.rests and not seen.members:
         return _decide_at_rest(seen, climb)
-    return raise_epoch(seen, climb, climb.cause, "the end is told again") if _is_contested(seen) else None
+    return raise_epoch(seen, climb, climb.cause, "the end is announced again") if _is_contested(seen) else None
 
 
 def _decide_at_rest(seen: Observation, climb: Climb) -> Decision | Hold | None:
@@ -214,7 +214,7 @@ def _decide_without_trainers(seen: Observation, climb: Climb) -> Decision | None
 
 
 def _difference(seen: Observation, climb: Climb) -> str:
-    """Say which engines serve other weights than the climb's, or hold different ones; "" if none does."""
+    """Name the engines that serve other weights than the climb's, or hold different ones; "" if none does."""
     if words := _rejections(seen, climb):
         return f"weights {climb.version} are served by none of {words}"
     if not (seen.job.spec.compares_engines and _holds_new_weights(seen)) or _agreed(seen, climb) is not None:
@@ -439,14 +439,14 @@ def _checksums(seen: Observation, climb: Climb) -> dict[str, str | None]:
 
 def _rejections(seen: Observation, climb: Climb) -> str:
     """Name the pods that no longer start an engine on the climb's weights, with the first one's reason; "" if none."""
-    told = {
+    reasons = {
         member.name: engine.rejected.message
         for member in seen.gpu_members
         if member.pod_facts
         for engine in member.pod_facts.engines
         if engine.rejected is not None and engine.rejected.version == climb.version
     }
-    return f"{listed(list(told))} ({next(iter(told.values()))})" if told else ""
+    return f"{listed(list(reasons))} ({next(iter(reasons.values()))})" if reasons else ""
 
 
 def _granted(seen: Observation) -> Rung:
@@ -541,7 +541,7 @@ def _why_absent(member: Member | None) -> str:
     if member is None:
         return "no pod"
     if member.pod_facts and member.pod_facts.ending:
-        return "its container was told to end"
+        return "its container was signalled to end"
     problem = member.facts.problem if member.facts else None
     silence = "not ready" if member.is_reference else "no connection"  # it is still loading its model
     return member.trouble or (problem.message if problem else f"pod {member.phase}, {silence}")

@@ -1,7 +1,7 @@
 """Every reason that the operator gives, in conditions, events, status.cause and logs. Stable: people alert on them.
 
-Each says here what it means and what a person can do; `docs/reference.md` is made of it. There is no other way to give
-a reason: conditions and events take these types.
+Each states here what it means and what a person can do; `docs/reference.md` is made of it. There is no other way to
+give a reason: conditions and events take these types.
 """
 
 from __future__ import annotations
@@ -12,25 +12,25 @@ from typing import Self
 from colocated_rl_api.member_wire import Goal
 
 
-class Told(StrEnum):
+class DocumentedReason(StrEnum):
     """A word for programs, with what it means, and what to do about it: "" if nothing."""
 
     meaning: str
     advice: str
 
     def __new__(cls, word: str, meaning: str, advice: str = "") -> Self:
-        told = str.__new__(cls, word)
-        told._value_ = word
-        told.meaning, told.advice = meaning, advice
-        return told
+        reason = str.__new__(cls, word)
+        reason._value_ = word
+        reason.meaning, reason.advice = meaning, advice
+        return reason
 
 
 _MORE_RESTARTS = "read why in the event and in the pod's log; raise backoffLimit if restarts are expected"
 _RETRY = "let it go on from its newest checkpoint with `kubectl crlj retry JOB`"
 
 
-class Cause(Told):
-    """Why the epoch was raised; `status.cause`, and an event for each but OperatorRestarted."""
+class Cause(DocumentedReason):
+    """A cause raised the epoch; `status.cause`, and an event for each but OperatorRestarted."""
 
     FIRST_START = "FirstStart", "Every member answers: the trainers start for the first time."
     NEXT_STEP = "NextStep", "The batch of the next step is sealed: the GPUs change hands."
@@ -39,7 +39,7 @@ class Cause(Told):
         "PodReplaced",
         "A GPU pod was lost and is made again: the trainers start together again from the newest checkpoint, unless it "
         "had engines alone.",
-        "see PodDeleted, or why its node let it go; the event says whether it counts against backoffLimit",
+        "see PodDeleted, or why its node let it go; the event states whether it counts against backoffLimit",
     )
     TRAINER_DIED = (
         "TrainerDied",
@@ -49,7 +49,7 @@ class Cause(Told):
     RUNG_DEADLINE = (
         "RungDeadlineExceeded",
         "A pod stayed where it was for longer than spec.switch allows: the trainers start together again.",
-        "the event names pod and rung, status.outOfLine says what it waits for; if it is slow and well, raise that "
+        "the event names pod and rung, status.outOfLine has what it waits for; if it is slow and well, raise that "
         "deadline of spec.switch while the job is suspended",
     )
     WEIGHTS_DIFFER = (
@@ -57,15 +57,15 @@ class Cause(Told):
         "Engines took the same version and hold different weights, no more than half of them the same (weightSync."
         "verify: Checksum); or an engine was not shown to hold its weights, nor was the one that was started on them "
         "after it (Checksum, Probe). What differs does not serve, the trainers start together again.",
-        "the event names each pod with its checksum, or says what was found; look at the memory and the devices of "
+        "the event names each pod with its checksum, or states what was found; look at the memory and the devices of "
         "their nodes. A probe is for float32: in 16 bits set weightSync.verify to Checksum while the job is suspended; "
         + _MORE_RESTARTS,
     )
-    ALL_STEPS_DONE = "AllStepsDone", "The last step is done and saved, its model is left: members are told to stop."
+    ALL_STEPS_DONE = "AllStepsDone", "The last step is done and saved, its model is left: members are asked to stop."
     BACKOFF_LIMIT = (
         "BackoffLimitExceeded",
         "More than backoffLimit failures happened within backoffWindowSteps: the job has failed.",
-        "the message tells of the last failure; the pods' logs are there until the job goes on or is deleted; "
+        "the message states the last failure; the pods' logs are there until the job goes on or is deleted; "
         f"{_RETRY}, or with a higher backoffLimit",
     )
     FAILURE_POLICY = (
@@ -86,31 +86,31 @@ class Cause(Told):
     )
     SUSPENDED = (
         "Suspended",
-        "The spec says suspend: members stop, then pods go, and volumes stay.",
+        "Suspension is asked for (spec.suspend): members stop, then pods go, and volumes stay.",
         "set spec.suspend to false for the job to go on",
     )
     RESUMED = (
         "Resumed",
-        "The spec says suspend no more, or a retried job's pods are gone: pods are made, trainers start together.",
+        "Suspension ended (spec.suspend), or a retried job's pods are gone: pods are made, trainers start together.",
     )
     RETRIED = (
         "Retried",
-        "A failed job is told to go on, by spec.retries or a higher backoffLimit: its pods go, then it is resumed.",
+        "A failed job is asked to go on, by spec.retries or a higher backoffLimit: its pods go, then it is resumed.",
     )
 
     @property
     def is_failure(self) -> bool:
-        """The job ends as failed."""
+        """Return whether the job ends as failed."""
         return self in (Cause.BACKOFF_LIMIT, Cause.FAILURE_POLICY, Cause.DEADLINE)
 
     @property
     def is_recovery(self) -> bool:
-        """Trainers start again after a loss."""
+        """Return whether trainers start again after a loss."""
         return self in (Cause.POD_REPLACED, Cause.TRAINER_DIED, Cause.RUNG_DEADLINE, Cause.WEIGHTS_DIFFER)
 
     @property
     def rests(self) -> bool:
-        """No pod is wanted, for now."""
+        """Return whether no pod is wanted for now."""
         return self in (Cause.SUSPENDED, Cause.PODS_NOT_READY, Cause.RETRIED)
 
     @property
@@ -120,7 +120,7 @@ class Cause(Told):
 
 
 class Waiting(StrEnum):
-    """What a plan holds for."""
+    """A plan holds for one of these reasons."""
 
     PODS = "PodsNotReady"  # a pod is missing, starting or silent
     STOPPING = "MembersStopping"
@@ -128,16 +128,16 @@ class Waiting(StrEnum):
     QUEUE = "Queued"  # the job is tried again later
 
 
-class ConditionType(Told):
+class ConditionType(DocumentedReason):
     """Conditions of a job, all of them always there."""
 
     READY = (
         "Ready",
-        "The job does what its spec says: every engine has served the present lineage, also through switches. It stays "
-        "true when the job is complete.",
+        "The job does what its spec asks for: every engine has served the present lineage, also through switches. It "
+        "stays true when the job is complete.",
     )
     RECONCILING = "Reconciling", "The job is on its way to Ready, or to Suspended."
-    STALLED = "Stalled", "A person must act.", "the message says on what"
+    STALLED = "Stalled", "A person must act.", "the message states on what"
     PODS_READY = "PodsReady", "Every member answers: GPU pods and the rollout controller."
     GPU_SHARING_READY = (
         "GPUSharingReady",
@@ -148,8 +148,8 @@ class ConditionType(Told):
     FAILED = "Failed", "The job does not go on by itself.", "the reason and the message say why, and how it goes on"
 
 
-class Reason(Told):
-    """Reasons besides the causes. Completed and those behind it are told by an event too, but for PodNotRunning."""
+class Reason(DocumentedReason):
+    """Reasons besides the causes. Completed and those behind it have an event too, but for PodNotRunning."""
 
     SERVING = "Serving", "Engines serve, or change hands in an ordinary switch."
     TRAINING = "Training", "Trainers train, in a job without engines."
@@ -169,7 +169,7 @@ class Reason(Told):
     BACKING_OFF = (
         "BackingOff",
         "Something failed, and what is done about it waits for the back-off of spec.failurePolicy. An event too.",
-        "the message says what failed, what will be done and when",
+        "the message states what failed, what will be done and when",
     )
     MEMBERS_ANSWER = "MembersAnswer", "Every member answers."
     JOB_ENDED = "JobEnded", "The job is complete or has failed: its members have stopped."
@@ -183,7 +183,7 @@ class Reason(Told):
     STEPS_REMAIN = "StepsRemain", "There are steps to do."
     NOT_FAILED = "NotFailed", "Nothing that ends the job has happened."
     NOT_STALLED = "NotStalled", "No person is needed."
-    DELETED = "Deleted", "The job is being deleted: members were told to stop, pods are going."
+    DELETED = "Deleted", "The job is being deleted: members were asked to stop, pods are going."
     COMPLETED = "Completed", "All steps are done."
     INVALID_SPEC = (
         "InvalidSpec",
@@ -208,12 +208,12 @@ class Reason(Told):
         "PodDeleted",
         "A pod was deleted because its member stayed silent or did not stop, because its node did not end it, or "
         "because a container that is not the operator's kept it running after its job.",
-        "the message says which, and the last words of a container of ours if there are any; look at its node",
+        "the message names it, and the last words of a container of ours if there are any; look at its node",
     )
     ANOTHER_OPERATOR = (
         "AnotherOperator",
         "An event: another operator has the job, by status.operator, and this one leaves it alone.",
-        "let each namespace be watched by one; if the other is gone for good, hand the job over as the message says",
+        "let each namespace be watched by one; if the other is gone for good, hand the job over as the message shows",
     )
     POD_NOT_RUNNING = (
         "PodNotRunning",

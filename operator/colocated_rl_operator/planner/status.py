@@ -2,7 +2,7 @@
 
 Conditions follow what kstatus reads (Flux, `helm --wait`): `Ready` is True from the first time that every engine serves
 a lineage until that lineage is lost, through all ordinary switches, and for good once the job is complete; `Stalled`
-says that a person must act. `phase` is a word for people.
+means that a person must act. `phase` is a word for people.
 
 A status is written when something in it matters to a program or a person waiting (`is_urgent`); figures that move all
 the time ride along, or are written at most every PROGRESS_S.
@@ -48,8 +48,8 @@ from colocated_rl_operator.planner.plan import Plan
 from colocated_rl_operator.planner.reasons import (
     Cause,
     ConditionType,
+    DocumentedReason,
     Reason,
-    Told,
     Waiting,
 )
 
@@ -104,36 +104,36 @@ def report(
 
     before: the status written last. at: wall clock, for people. stall: set if an object was refused.
     """
-    told = _Pass(seen, plan, before, stall)
+    found = _Pass(seen, plan, before, stall)
     stamp = _Stamp(before.conditions, seen.job.generation, at)
     return ColocatedRLJobStatus(
         observed_generation=seen.job.generation,
-        phase=told.phase,
+        phase=found.phase,
         operator=before.operator,
-        step=told.step,
-        weight_version=str(told.served) if told.served else None,
+        step=found.step,
+        weight_version=str(found.served) if found.served else None,
         **_climb_figures(plan.climb),
         placement=seen.job.ladder.placement,
-        gpu_holder=_holder(told.phase, seen.job.ladder),
-        rung=told.slowest.value if plan.climb and not plan.is_over and not told.rests else None,
-        ready=before.ready if told.answering and not seen.all_answer else _ready(seen),
+        gpu_holder=_holder(found.phase, seen.job.ladder),
+        rung=found.slowest.value if plan.climb and not plan.is_over and not found.rests else None,
+        ready=before.ready if found.answering and not seen.all_answer else _ready(seen),
         pods_by_rung={rung.value: pods for rung, pods in Counter(plan.standings.values()).items()},
         out_of_line=_out_of_line(seen, plan),
         rollout=_rollout(seen) or before.rollout,
         reference=_reference(seen),
         evaluation=_evaluation(seen) or before.evaluation,
         checkpoint=_checkpoint(seen, before, at),
-        model=told.model,
+        model=found.model,
         last_switch_seconds=_rounded(seen.memory.last_switch_s) or before.last_switch_seconds,
-        start_time=None if told.rests and told.phase is not Phase.QUEUED else before.start_time or at,
+        start_time=None if found.rests and found.phase is not Phase.QUEUED else before.start_time or at,
         completion_time=(before.completion_time or at) if plan.is_over else None,
-        conditions=[stamp(kind, *tell(told)) for kind, tell in CONDITIONS.items()],
+        conditions=[stamp(kind, *judge(found)) for kind, judge in CONDITIONS.items()],
     )
 
 
 @dataclass(frozen=True)
 class _Pass:
-    """What one pass saw, decided and found written, with what several fields of the status say of it."""
+    """A pass has what was seen, decided and found written, and derives from it what several fields share."""
 
     seen: Observation
     plan: Plan
@@ -187,24 +187,24 @@ class _Pass:
         return Phase.RECOVERING if self.backs_off and phase is not Phase.ROLLOUT else phase
 
     @cached_property
-    def readiness(self) -> tuple[bool, Told]:
+    def readiness(self) -> tuple[bool, DocumentedReason]:
         is_ready, reason = _readiness(self.phase, self.cause, self.seen.job.ladder)
         return is_ready, Reason.BACKING_OFF if self.backs_off and not is_ready else reason
 
     @cached_property
     def waiting(self) -> str:
-        """Say what the job waits for; "" if nothing."""
+        """Return what the job waits for; "" if nothing."""
         if self.phase is Phase.QUEUED:
             return self.plan.message
         return self.plan.wait.message if self.plan.wait and (self.backs_off or not self.answering) else ""
 
     @cached_property
     def failure(self) -> str:
-        """Say why the job has failed, as the pass said that decided it; "" if it has not."""
+        """Return why the job has failed, in the words of the pass that decided it; "" if it has not."""
         if self.phase is not Phase.FAILED:
             return ""
-        said = (item.message for item in self.before.conditions if item.type == ConditionType.FAILED)
-        return next(said, "") or self.plan.message
+        recorded = (item.message for item in self.before.conditions if item.type == ConditionType.FAILED)
+        return next(recorded, "") or self.plan.message
 
 
 def all_done(job: Job, model: str | None) -> str:
@@ -240,9 +240,9 @@ def invalid(message: str, *, generation: int, before: ColocatedRLJobStatus, at: 
 
 
 def leaving(*, before: ColocatedRLJobStatus, at: datetime) -> ColocatedRLJobStatus:
-    """Return the status of a job that is being deleted, once its members were told to stop and its pods are going."""
+    """Return the status of a job that is being deleted, once its members were asked to stop and its pods are going."""
     stamp = _Stamp(before.conditions, before.observed_generation or 0, at)
-    ready = stamp(ConditionType.READY, False, Reason.DELETED, "members were told to stop, pods are going")
+    ready = stamp(ConditionType.READY, False, Reason.DELETED, "members were asked to stop, pods are going")
     kept = [condition for condition in before.conditions if condition.type != ready.type]
     return before.model_copy(update={"conditions": [ready, *kept]})
 
@@ -261,28 +261,28 @@ def _key(status: ColocatedRLJobStatus) -> object:
 
 
 # --------------------------------------------------------------------------------------------------------------- words
-def _phase(told: _Pass) -> Phase:
-    seen, plan, climb = told.seen, told.plan, told.plan.climb
-    if told.rests:
+def _phase(found: _Pass) -> Phase:
+    seen, plan, climb = found.seen, found.plan, found.plan.climb
+    if found.rests:
         return _phase_at_rest(seen, climb)
     if climb is None:
         return Phase.PENDING
     if climb.cause.is_failure:
         return Phase.FAILED
     if climb.cause is Cause.ALL_STEPS_DONE:
-        return Phase.COMPLETE if plan.is_over else (told.before.phase or Phase.ROLLOUT)
+        return Phase.COMPLETE if plan.is_over else (found.before.phase or Phase.ROLLOUT)
     if not climb.group and climb.cause is not Cause.POD_REPLACED:
         return Phase.PENDING  # resumed, and not all members are back
-    return _phase_of_group(told, climb) if told.answering else Phase.RECOVERING
+    return _phase_of_group(found, climb) if found.answering else Phase.RECOVERING
 
 
-def _phase_of_group(told: _Pass, climb: Climb) -> Phase:
-    slowest, served, ladder = told.slowest, told.served, told.seen.job.ladder
+def _phase_of_group(found: _Pass, climb: Climb) -> Phase:
+    slowest, served, ladder = found.slowest, found.served, found.seen.job.ladder
     if slowest is ladder.top:
         return Phase.ROLLOUT if ladder.serves else Phase.TRAINING
-    is_new = told.plan.raises and climb.cause is not Cause.TAKEOVER
+    is_new = found.plan.raises and climb.cause is not Cause.TAKEOVER
     if slowest is Rung.UNKNOWN and not is_new:
-        return told.before.phase or Phase.RECOVERING  # until the members have answered under this epoch
+        return found.before.phase or Phase.RECOVERING  # until the members have answered under this epoch
     if served is None:
         return Phase.STARTING
     if served.lineage != climb.lineage or served == climb.version:
@@ -323,7 +323,7 @@ class _Stamp:
         self._generation = generation
         self._at = at
 
-    def __call__(self, kind: ConditionType, value: bool, reason: Told, message: str) -> Condition:
+    def __call__(self, kind: ConditionType, value: bool, reason: DocumentedReason, message: str) -> Condition:
         status = ConditionStatus.TRUE if value else ConditionStatus.FALSE
         old = self._before.get(kind)
         if old and old.status is status and old.reason == reason and not message:
@@ -338,7 +338,7 @@ class _Stamp:
         )
 
 
-def _readiness(phase: Phase, cause: Cause | None, ladder: Ladder) -> tuple[bool, Told]:
+def _readiness(phase: Phase, cause: Cause | None, ladder: Ladder) -> tuple[bool, DocumentedReason]:
     match phase:
         case Phase.COMPLETE:
             return True, Reason.COMPLETED
@@ -358,58 +358,58 @@ def _readiness(phase: Phase, cause: Cause | None, ladder: Ladder) -> tuple[bool,
             return False, cause or Reason.CLIMBING
 
 
-def _reconciling(told: _Pass) -> tuple[bool, Told, str]:
-    if told.backs_off:
-        return True, Reason.BACKING_OFF, told.waiting
-    is_ready, reason = told.readiness
-    return not is_ready and told.phase not in (Phase.FAILED, Phase.SUSPENDED), reason, told.waiting
+def _reconciling(found: _Pass) -> tuple[bool, DocumentedReason, str]:
+    if found.backs_off:
+        return True, Reason.BACKING_OFF, found.waiting
+    is_ready, reason = found.readiness
+    return not is_ready and found.phase not in (Phase.FAILED, Phase.SUSPENDED), reason, found.waiting
 
 
-def _stalled(told: _Pass) -> tuple[bool, Told, str]:
-    if told.stall is not None:
-        return True, told.stall.reason, told.stall.message
-    is_failed, cause, why = _failed(told)
-    return (True, cause, why) if is_failed and told.cause else (False, Reason.NOT_STALLED, "")
+def _stalled(found: _Pass) -> tuple[bool, DocumentedReason, str]:
+    if found.stall is not None:
+        return True, found.stall.reason, found.stall.message
+    is_failed, cause, why = _failed(found)
+    return (True, cause, why) if is_failed and found.cause else (False, Reason.NOT_STALLED, "")
 
 
-def _pods_ready(told: _Pass) -> tuple[bool, Told, str]:
-    if told.phase in (Phase.SUSPENDING, Phase.SUSPENDED, Phase.QUEUED):
-        return False, told.readiness[1], told.waiting if told.phase is Phase.QUEUED else ""
-    if told.plan.is_over:
+def _pods_ready(found: _Pass) -> tuple[bool, DocumentedReason, str]:
+    if found.phase in (Phase.SUSPENDING, Phase.SUSPENDED, Phase.QUEUED):
+        return False, found.readiness[1], found.waiting if found.phase is Phase.QUEUED else ""
+    if found.plan.is_over:
         return False, Reason.JOB_ENDED, ""
-    if not told.seen.absent or is_brief_outage(told.seen, told.before):  # a reference on its own devices answers too
+    if not found.seen.absent or is_brief_outage(found.seen, found.before):  # a reference on its own devices answers too
         return True, Reason.MEMBERS_ANSWER, ""
-    reason = Reason.OPERATOR_CUT_OFF if told.seen.is_deaf else Reason.PODS_STARTING
-    return False, reason, told.plan.wait.message if told.plan.wait else told.waiting
+    reason = Reason.OPERATOR_CUT_OFF if found.seen.is_deaf else Reason.PODS_STARTING
+    return False, reason, found.plan.wait.message if found.plan.wait else found.waiting
 
 
-def _gpu_sharing(told: _Pass) -> tuple[bool, Told, str]:
-    reason, shared = SHARING[told.seen.job.ladder.placement]
-    reference = _reference(told.seen)
+def _gpu_sharing(found: _Pass) -> tuple[bool, DocumentedReason, str]:
+    reason, shared = SHARING[found.seen.job.ladder.placement]
+    reference = _reference(found.seen)
     scoring = SCORING[reference.placement] if reference else ""
-    return told.served is not None and not told.plan.is_over, reason, shared + scoring
+    return found.served is not None and not found.plan.is_over, reason, shared + scoring
 
 
-def _suspended(told: _Pass) -> tuple[bool, Told, str]:
-    if told.phase is Phase.SUSPENDED:
+def _suspended(found: _Pass) -> tuple[bool, DocumentedReason, str]:
+    if found.phase is Phase.SUSPENDED:
         kept = "its pods are gone, its volumes are kept: it goes on when spec.suspend is false"
-        return True, told.readiness[1], kept
-    return False, told.readiness[1] if told.phase is Phase.SUSPENDING else Reason.NOT_SUSPENDED, ""
+        return True, found.readiness[1], kept
+    return False, found.readiness[1] if found.phase is Phase.SUSPENDING else Reason.NOT_SUSPENDED, ""
 
 
-def _complete(told: _Pass) -> tuple[bool, Told, str]:
-    if told.phase is Phase.COMPLETE:
-        return True, Reason.COMPLETED, all_done(told.seen.job, told.model)
+def _complete(found: _Pass) -> tuple[bool, DocumentedReason, str]:
+    if found.phase is Phase.COMPLETE:
+        return True, Reason.COMPLETED, all_done(found.seen.job, found.model)
     return False, Reason.STEPS_REMAIN, ""
 
 
-def _failed(told: _Pass) -> tuple[bool, Told, str]:
-    is_failed = told.phase is Phase.FAILED
-    return is_failed, (told.cause if is_failed else None) or Reason.NOT_FAILED, told.failure
+def _failed(found: _Pass) -> tuple[bool, DocumentedReason, str]:
+    is_failed = found.phase is Phase.FAILED
+    return is_failed, (found.cause if is_failed else None) or Reason.NOT_FAILED, found.failure
 
 
-CONDITIONS: dict[ConditionType, Callable[[_Pass], tuple[bool, Told, str]]] = {
-    ConditionType.READY: lambda told: (*told.readiness, told.failure or told.waiting),
+CONDITIONS: dict[ConditionType, Callable[[_Pass], tuple[bool, DocumentedReason, str]]] = {
+    ConditionType.READY: lambda found: (*found.readiness, found.failure or found.waiting),
     ConditionType.RECONCILING: _reconciling,
     ConditionType.STALLED: _stalled,
     ConditionType.PODS_READY: _pods_ready,

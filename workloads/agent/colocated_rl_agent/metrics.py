@@ -47,7 +47,7 @@ class AgentMetrics:
         self.in_flight.set_function(count)
 
     def step_trained(self, rank: int, figures: Mapping[str, float]) -> None:
-        """What the trainer did not measure this time is not shown."""
+        """Show the figures of a step; those that the trainer did not measure this time are left out."""
         self.step_figures.remove_by_labels({"rank": str(rank)})
         for name, value in figures.items():
             self.step_figures.labels(str(rank), name).set(value)

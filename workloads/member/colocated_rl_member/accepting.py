@@ -39,7 +39,7 @@ async def accepting(
     context: ssl.SSLContext | None = None,
     handshake_s: float = 0.0,
 ) -> AsyncIterator[int]:
-    """The port. Nothing is accepted after the block; connections go on.
+    """Yield the port. Nothing is accepted after the block; connections go on.
 
     at_a_time: connections that are before the end of their handshake, or are turned away.
     handshake_s: for a caller's first word, and from there to the end of its handshake.
@@ -92,7 +92,7 @@ class _Acceptor:
                 self._begin(connection)
 
     async def _accept(self) -> socket.socket:
-        """Raises OSError. Never loses a connection to a cancellation, as the event loop's own `sock_accept` may."""
+        """Accept a connection. Cancellation never loses one, as with the event loop's `sock_accept`. Raises OSError."""
         while True:
             try:
                 return self._listener.accept()[0]
@@ -116,7 +116,7 @@ class _Acceptor:
             connection.close()
 
     async def _until_one_may_come(self) -> None:
-        """Where there is no room, whoever does not get on makes it."""
+        """Wait until a connection may come; without room, one that makes no progress is closed."""
         while self._count() >= self._at_a_time:
             self._room.freed.clear()
             ended = self._end_silent() + self._end_slow()
@@ -170,7 +170,7 @@ class _Acceptor:
         task.add_done_callback(self._tasks.discard)
 
     async def _receive(self, connection: socket.socket) -> None:
-        """Until its handshake is done."""
+        """Handle the TLS handshake until it is done."""
         try:
             await self._loop.connect_accepted_socket(lambda: _Arrival(self._room), connection, **self._options)
         except OSError:  # no handshake, or none in time: its transport closes it
@@ -187,7 +187,7 @@ def _wake(readable: asyncio.Future[None]) -> None:
 
 
 class _Arrival(asyncio.Protocol):
-    """Until a connection is there: only then is it known whether there is room for it."""
+    """Wait until a connection is there: only then is it known whether there is room for it."""
 
     def __init__(self, room: RoomFor) -> None:
         self._room = room

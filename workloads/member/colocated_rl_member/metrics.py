@@ -1,4 +1,4 @@
-"""What every member tells Prometheus, whatever it is a member of."""
+"""Define the metrics that every member reports."""
 
 from __future__ import annotations
 

@@ -97,10 +97,10 @@ class RolloutMetrics:
 
 
 class StoreGauges(Collector):
-    """What the store knows at the moment of the scrape: samples by state, the newest batch, its volume."""
+    """These gauges show the store at the moment of the scrape: samples by state, the newest batch, its volume."""
 
     def __init__(self, store: Store | None) -> None:
-        """store: None only to `describe`."""
+        """Register the gauges. store: None only to `describe`."""
         self._store = store
 
     def describe(self) -> Iterator[GaugeMetricFamily]:
@@ -162,7 +162,7 @@ class TokenRate:
         self._sum += tokens
 
     def read(self) -> float | None:
-        """None where no time has passed yet."""
+        """Return the rate, or None where no time has passed yet."""
         now = self._clock()
         while self._events and self._events[0][0] < now - RATE_WINDOW_S:
             self._sum -= self._events.popleft()[1]

@@ -32,7 +32,7 @@ _TIED = '"$@" </dev/null & trap "kill $!" EXIT; exec >&- 2>&-; read -r _'
 
 @dataclass(frozen=True)
 class Login:
-    """Which cluster to use, and as whom, in kubectl's own flags; None means as in the kubeconfig."""
+    """A login names the cluster and the user, in kubectl's own flags; None means as in the kubeconfig."""
 
     kubeconfig: str | None = None
     context: str | None = None

@@ -134,7 +134,7 @@ class RunFigures:
 
     @property
     def first(self) -> Evaluated | None:
-        """The evaluation before the first step."""
+        """Return the evaluation before the first step."""
         return next((one for one in self.evaluations if one.step == 0), None)
 
     @property

@@ -14,7 +14,7 @@ from colocated_rl_cli.evidence.records import ladder_of
 
 
 class Mover(NamedTuple):
-    """What takes a pod from its rung to the next one, and which deadline of spec.switch bounds that."""
+    """A mover takes a pod from its rung to the next one, within a deadline of spec.switch."""
 
     text: str
     deadline: str | None
@@ -60,7 +60,7 @@ def waits_for(
     facts: Mapping[str, PodFacts | RolloutFacts],
     rungs: Mapping[str, Rung],
 ) -> str:
-    """Say what a healthy job waits for, and for how long at most."""
+    """Return what a healthy job waits for, and for how long at most."""
     known = {pod: rung for pod, rung in rungs.items() if rung is not Rung.UNKNOWN}
     at = (
         ladder_of(seen.job).slowest(known.values())
@@ -112,7 +112,7 @@ def _bound(seen: Evidence, at: Rung) -> str:
 
 
 def _batch(seen: Evidence, status: ColocatedRLJobStatus, rollout: RolloutFacts | None) -> str:
-    """Say what the next step needs while all gates are open, or there are none."""
+    """Return what the next step needs while all gates are open, or there are none."""
     spec, step = spec_of(seen.job), status.step or 0
     if spec is None:
         return f"the batch of step {step + 1}"
@@ -135,7 +135,7 @@ def _sealed(spec: ColocatedRLJobSpec, step: int, sealed: int, evaluated: int | N
 
 
 def _filling(spec: ColocatedRLJobSpec, batch: int, status: ColocatedRLJobStatus, rollout: RolloutFacts | None) -> str:
-    """Say how far rollout is, by its own facts or else by the status."""
+    """Return how far rollout is, by its own facts or else by the status."""
     figures, scoring = rollout or status.rollout, rollout or status.reference
     samples = (figures and figures.samples) or {}
     wanted = spec.rollout.batch_size * spec.rollout.group_size

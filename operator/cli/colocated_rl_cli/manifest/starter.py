@@ -35,7 +35,7 @@ HEAD = (
 
 @dataclass(frozen=True)
 class Wishes:
-    """What a person wants of a new job.
+    """Wishes are the choices that a person makes for a new job.
 
     Volumes and files are CLAIM or CLAIM:PATH; a function that makes prompts is CLAIM:MODULE:FUNCTION.
     """

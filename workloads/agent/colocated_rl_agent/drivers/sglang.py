@@ -119,14 +119,14 @@ class _EngineAnswer(BaseModel):
 
 
 class ModelInfo(_EngineAnswer):
-    """What the HTTP process says of the weights (H54: after a failed update the scheduler may know better)."""
+    """The HTTP process reports these weights (H54: after a failed update the scheduler may know better)."""
 
     weight_version: str
     model_path: str
 
 
 class _MemoryUsage(_EngineAnswer):
-    """Of one device, in GiB."""
+    """This is the memory of one device, in GiB."""
 
     weight: float = 0.0
     kvcache: float = 0.0

@@ -80,7 +80,7 @@ class PoolMeasured(_Record):
 
 
 class ChecksumAgreed(_Record):
-    """Which weights of a version the group agreed on: later the operator compares those of newer ones."""
+    """The group agreed on this checksum of a version: later the operator compares those of newer ones."""
 
     kind: Literal["agreed"] = "agreed"
     version: Version
@@ -88,7 +88,7 @@ class ChecksumAgreed(_Record):
 
 
 class Intent(_Record):
-    """Of a call that must not be repeated. `tags` for release and resume, `version` for an update."""
+    """An intent precedes a call that must not be repeated. `tags`: of release and resume. `version`: of an update."""
 
     kind: Literal["intent"] = "intent"
     incarnation: str

@@ -48,7 +48,7 @@ class Running:
 
     @contextlib.contextmanager
     def on(self, connection: UpstreamConnection, turns: Limiter) -> Iterator[None]:
-        """Tie the request to a connection for the time of the exchange."""
+        """Bind the request to a connection for the time of the exchange."""
         self._connection, self._turns = connection, turns
         self.call.flows = self._flow
         try:

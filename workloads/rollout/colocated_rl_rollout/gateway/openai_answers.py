@@ -21,7 +21,7 @@ class VersionSpan(TypedDict):
 
 
 class RoutedExperts(TypedDict):
-    """Of a mixture of experts: which of them each token of prompt and response went to, in each layer."""
+    """These are the experts that each token of prompt and response went to, in each layer."""
 
     data: Annotated[str, Field(description="Base64 of int32, little-endian: rows times width, as the engine has them")]
     rows: Annotated[
@@ -31,7 +31,7 @@ class RoutedExperts(TypedDict):
 
 
 class Extension(TypedDict):
-    """What OpenAI's answers don't say. In a stream the last event with a choice has it."""
+    """The extension adds what OpenAI's answers lack. In a stream the last event with a choice has it."""
 
     interrupted: Annotated[bool, Field(description="cut off, and not resumed: `finish_reason` is `abort`")]
     segments: Annotated[int, Field(description="the pieces it was joined from")]

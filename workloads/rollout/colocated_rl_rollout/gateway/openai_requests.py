@@ -262,7 +262,7 @@ class TextBody(Body):
 
 
 class SessionReward(ContentPart):
-    """What a session is worth, and the group that it is compared in: sessions of one task have one."""
+    """This is the reward of a session, and the group in which it is compared: sessions of one task share one."""
 
     reward: RewardValue
     group: str = Field(min_length=1, max_length=256)

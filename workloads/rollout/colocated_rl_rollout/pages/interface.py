@@ -59,7 +59,7 @@ STEP = {"name": "step", "in": "path", "required": True, "schema": {"type": "inte
 
 
 class State(TypedDict):
-    """Who this member is, what the operator asked of it last, and what it reports."""
+    """The state shows who this member is, what the operator last asked of it, and what it reports."""
 
     hello: Hello
     target: RolloutTarget | None

@@ -36,7 +36,7 @@ MAX_REPLY_BYTES = 64 * 1024
 
 
 class _EndpointAnswer(pydantic.BaseModel):
-    """What an endpoint answers; it may say more."""
+    """An endpoint answers with this; it may add fields."""
 
     reward: RewardValue
 

@@ -42,7 +42,7 @@ def free_on_volume(at: Path) -> int:
 
 
 class BatchRecord(Wire):
-    """What the store keeps of a sealed batch, for facts, logs and whoever fetches it."""
+    """The store keeps this record of a sealed batch, for facts, logs and whoever fetches it."""
 
     step: int
     groups: int

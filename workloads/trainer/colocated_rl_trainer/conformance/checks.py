@@ -100,7 +100,7 @@ def answers_its_state_during_a_step(trainer: TrainerGroup) -> None:
 
 
 def makes_progress_in_a_step(trainer: TrainerGroup) -> None:
-    """Without progress, a step that takes longer than its deadline counts as hanging."""
+    """Check progress: without it, a step that takes longer than its deadline counts as hanging."""
     before = [rank.status.progress for rank in trainer.ranks]
     step, files = _next_batch(trainer)
     after = [status.progress for status in trainer.train(step, files)]
@@ -190,7 +190,7 @@ def exports_the_same_weights_in_every_pod(trainer: TrainerGroup) -> None:
 
 
 def changes_its_weights_by_training(trainer: TrainerGroup) -> None:
-    """Rewards differ within every group, so each batch teaches something."""
+    """Train on rewards that differ within every group, so that each batch teaches something."""
     first, second = (_digests(trainer.export(train_next(trainer))[0]) for _ in range(2))
     expect(
         first != second,
@@ -239,7 +239,7 @@ def saves_while_offloaded(trainer: TrainerGroup) -> None:
 
 
 def outlives_a_checkpoint_that_it_cannot_write(trainer: TrainerGroup) -> None:
-    """A file replaces the checkpoints' directory: root can't write there either."""
+    """Replace the checkpoints' directory by a file: root can't write there either."""
     step = train_next(trainer)
     place, away = trainer.checkpoints, trainer.checkpoints.with_name("away")
     place.rename(away)
@@ -305,7 +305,7 @@ def goes_on_from_its_checkpoint_when_it_is_killed(trainer: TrainerGroup) -> None
 
 
 def refuses_a_shard_that_is_torn(trainer: TrainerGroup) -> None:
-    """The trainer may end; it must not count the shard as a step."""
+    """Let the trainer end if it likes; it must not count the shard as a step."""
     step, files = _next_batch(trainer)
     torn = trainer.folder / "torn"
     torn.write_bytes(files[0].read_bytes()[:100])
@@ -321,7 +321,7 @@ def refuses_a_shard_that_is_torn(trainer: TrainerGroup) -> None:
 
 
 def has_rank_0_write_alone_where_pods_share_the_weights(trainer: TrainerGroup) -> None:
-    """In a job whose engines have pods of their own, rank 0 alone writes.
+    """Check that rank 0 alone writes in a job whose engines have pods of their own.
 
     Each pod gets a directory of its own here, so that the files of a second writer are seen.
     """

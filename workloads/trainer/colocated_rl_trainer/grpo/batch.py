@@ -44,7 +44,7 @@ class PeerRefused(Refused):
 
 @dataclass(frozen=True)
 class Use:
-    """How a trainer uses a batch."""
+    """A use is a purpose for which a trainer reads a batch."""
 
     advantage: Advantage = "Spread"  # `group_advantage`
     max_token_age: int | None = None  # in steps, of the weights that made a token: older tokens are not trained
@@ -277,19 +277,19 @@ class Samples(Protocol):
 
     @property
     def tokens(self) -> Tensor:
-        """int64 [T]."""
+        """Return int64 [T]."""
 
     @property
     def loss_mask(self) -> Tensor:
-        """bool [T]: tokens whose log-probabilities are computed; never the first of a sample."""
+        """Return bool [T]: tokens whose log-probabilities are computed; never the first of a sample."""
 
     @property
     def start(self) -> Tensor:
-        """int64 [n], in [T]."""
+        """Return int64 [n], in [T]."""
 
     @property
     def end(self) -> Tensor:
-        """int64 [n], in [T]."""
+        """Return int64 [n], in [T]."""
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ LESS = "a smaller model, lora, optimizer: SGD, trainingState: Sharded, or more p
 
 @dataclass(frozen=True)
 class Budget:
-    """What the training state takes, in bytes."""
+    """The budget states what the training state takes, in bytes."""
 
     device: int | None  # of each rank, on its device, while it trains; None on the CPU
     host: int  # of all ranks of a pod while the engines have the devices, or at any time on the CPU

@@ -50,7 +50,7 @@ class StepTally:
     def add_tokens(
         self, loss: float, policy: PolicyLoss, entropy: Tensor, importance: Tensor, kept: Tensor, *, cap: float
     ) -> None:
-        """kept: bool [tokens], False for those that the mask of the importance ratio leaves out."""
+        """Add a step's tokens. kept: bool [tokens], False where the mask of the importance ratio leaves it out."""
         self.computed_tokens += len(entropy)
         self.loss += loss
         self.clipped += int(policy.clipped_tokens)

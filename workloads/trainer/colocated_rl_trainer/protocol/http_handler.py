@@ -1,4 +1,4 @@
-"""What the trainer's HTTP servers share: a thread for each connection, bounded bodies, JSON answers and errors.
+"""Share between the trainer's HTTP servers: a thread for each connection, bounded bodies, JSON answers and errors.
 
 A server adds its socket, its routes, and its own limits and deadlines. Standard library and pydantic only.
 """

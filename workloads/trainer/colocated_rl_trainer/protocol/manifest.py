@@ -31,7 +31,7 @@ class NotAnExport(ValueError):
 
 @dataclass(frozen=True)
 class Exported:
-    """What a loop reports about an export that it has written."""
+    """A loop reports this about an export that it has written."""
 
     probe: Probe | None = None
     digests: Mapping[str, Digest] = field(default_factory=dict)  # by name, of the files that the loop has hashed

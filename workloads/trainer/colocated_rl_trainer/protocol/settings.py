@@ -75,7 +75,7 @@ class RankSettings:
 
     @cached_property
     def writes_weights(self) -> bool:
-        """True if this rank writes exports: one rank of each pod does, or of all where pods share a volume of them."""
+        """Return whether this rank writes exports: one of each pod does, or one of all where pods share a volume."""
         if self.rank == 0 or self.local_rank != 0:
             return self.rank == 0
         return self.read_job().spec.placement is not Placement.DISAGGREGATED

@@ -59,7 +59,7 @@ class _Port(ConnectionThreads, socketserver.TCPServer):
         threading.Thread(target=self.serve_forever, name=name, daemon=True).start()
 
     def get_request(self) -> tuple[socket.socket, object]:
-        """Raises OSError; after a while where there is no descriptor, for then it is asked for again at once."""
+        """Accept a connection. Raises OSError, after a pause without a descriptor: the caller retries at once."""
         try:
             return super().get_request()
         except OSError as error:

@@ -57,5 +57,5 @@ class ReferenceSettings:
 
     @property
     def devices(self) -> list[str]:
-        """Devices that each hold the whole model."""
+        """Return the devices that each hold the whole model."""
         return [f"cuda:{index}" for index in range(self.job.spec.reference_gpus.count)] or ["cpu"]

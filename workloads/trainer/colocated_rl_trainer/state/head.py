@@ -33,7 +33,7 @@ _LOG = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class LogitForm:
-    """What a model makes of the products of hidden states and head: cap * tanh(product * scale / cap)."""
+    """The form of logits is cap * tanh(product * scale / cap), of the products of hidden states and head."""
 
     scale: float = 1.0
     cap: float | None = None
@@ -60,7 +60,7 @@ class LogitForm:
 
 @dataclass(frozen=True)
 class _Task:
-    """What the logits of a pass are made with."""
+    """A task holds what the logits of a pass are made with."""
 
     form: LogitForm
     temperature: float
@@ -176,7 +176,7 @@ class ScoringForward:
         self._head.forward = self._of_hidden
 
     def __call__(self, *inputs: Any, targets: Tensor | None = None, **options: Any) -> Any:
-        """targets: int64 [selected], the tokens that are predicted. For these also:
+        """Compute a pass. targets: int64 [selected], the tokens that are predicted. For these also:
 
         positions: int64 [kept]; predicts: bool [rows, kept]; temperature; dtype, float32_head: as of `_of_hidden`.
         """
@@ -196,7 +196,7 @@ class ScoringForward:
         dtype: torch.dtype = torch.float32,
         float32_head: bool = False,
     ) -> Any:
-        """dtype: of the head's weights in an engine. float32_head: products are computed in float32 all the same."""
+        """Apply the head. dtype: of an engine's head. float32_head: products are computed in float32 all the same."""
         if targets is None:
             return self._project(hidden)
         task = _Task(self._form, temperature, dtype)
@@ -235,7 +235,7 @@ def _is_head_of(model: PreTrainedModel, form: LogitForm) -> bool:
 
 
 class _LayersOutput:
-    """What a model's layers return, without caches, attentions and all the rest that an architecture may name."""
+    """A model's layers return this, without caches, attentions and all the rest that an architecture may name."""
 
     def __init__(self, hidden: Tensor) -> None:
         self.last_hidden_state = hidden

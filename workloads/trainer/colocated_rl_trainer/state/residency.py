@@ -218,7 +218,7 @@ class Residency:
 
     @property
     def _kept(self) -> dict[str, Blocks]:
-        """The device buffers of what outlives a step, by kind."""
+        """Return the device buffers of what outlives a step, by kind."""
         return {PARAMETERS: self.parameters} | {kind: (buffer,) for kind, buffer in self.moments.items()}
 
     @property
