@@ -29,8 +29,7 @@ from colocated_rl_rollout.engines.engine_client import (
     Generated,
     GenerateRequest,
 )
-from colocated_rl_rollout.rules.resume import Ending
-from colocated_rl_rollout.rules.samples import Span, Tokens
+from colocated_rl_rollout.rules.samples import Finish, Span, Tokens
 
 NUMBER = 10  # token of sample 0 of a group; no end token of any model
 PROMPT_TOKENS = 256
@@ -190,4 +189,4 @@ class SimulatedEngine(EngineClient):
             self._numbers.put_back(prompt, number)
         ids = np.full(got, NUMBER + number, np.int32)
         tokens = Tokens(ids, np.full(got, -1.0, np.float32), (Span(version, 0, got),) if got else ())
-        return Generated(tokens, Ending.STOP if got == length else Ending.INTERRUPTED)
+        return Generated(tokens, Finish.STOP if got == length else None)

@@ -35,7 +35,7 @@ from real_operator import (
 )
 
 DEADLINE_S = 120.0  # operators are started meanwhile, on a machine that does much else
-CANDIDATE = "waiting for the lease"
+CANDIDATE = "lease awaited"
 LEASE_PATH = f"/apis/coordination.k8s.io/v1/namespaces/{OPERATORS}/leases/colocated-rl-operator"
 LEASE = {"LEASE_DURATION_S": "90", "LEASE_RENEW_DEADLINE_S": "60", "LEASE_RETRY_S": "0.5"}  # no pause costs it
 

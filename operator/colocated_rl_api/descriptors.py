@@ -28,7 +28,7 @@ def raise_limit() -> int:
     most = ENOUGH if hard == resource.RLIM_INFINITY else min(hard, ENOUGH)
     if soft != resource.RLIM_INFINITY and soft < most:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
-    log(LOG, "limit of open files", limit=limit(), before=soft)
+    log(LOG, "open files limited", limit=limit(), before=soft)
     return limit()
 
 

@@ -189,14 +189,13 @@ class FailureRule(Part):
         default=None,
         ge=1,
         le=1000,
-        description="The rule answers so many failures in a row, without a finished step between them; after those, "
-        "later rules are asked. All when absent.",
+        description="Number of failures in a row, without a finished step between them, that the rule answers; all "
+        "when absent.",
     )
     action: Annotated[FailureAction, Field(strict=False)] = Field(description="What is done.")
     counts: bool | None = Field(
         default=None,
-        description="Whether what the rule answers is a failure of the job, against backoffLimit. Absent: as its cause "
-        "does by default, see Failures.",
+        description="Whether such a failure counts against backoffLimit; by its cause when absent.",
     )
 
     @model_validator(mode="after")
@@ -237,8 +236,8 @@ class FailurePolicy(Part):
         default=10,
         ge=0,
         le=3600,
-        description="From a trainer's death, or a rung's deadline, to what is done about it; twice as long after each "
-        "further failure in a row. RollBack comes at once, and the step again after that time. 0: no back-off.",
+        description="Delay before a step is tried again after a failure, doubled with each further failure in a row; "
+        "0 is no delay.",
     )
     max_backoff_seconds: int = Field(default=300, ge=0, le=86_400, description="No back-off is longer.")
 

@@ -85,8 +85,8 @@ class Gpus(Part):
         default=None,
         min_length=1,
         max_length=253,
-        description="ResourceClaimTemplate in the job's namespace: each GPU pod gets a claim by it, for count devices, "
-        "instead of resourceName (dynamic resource allocation). Devices of resourceName when absent.",
+        description="ResourceClaimTemplate by which each GPU pod gets a claim for count devices (dynamic resource "
+        "allocation); resourceName is used when absent.",
     )
     image: str | None = Field(
         default=None,
@@ -109,7 +109,7 @@ _Stops = Annotated[list[Annotated[str, Field(min_length=1, max_length=256)]], Fi
 
 
 class Sampling(Part):
-    """How tokens are drawn. Only what a trainer can follow: it computes log-probabilities of the whole distribution.
+    """Sampling of tokens that a trainer can follow: it computes log-probabilities of the whole distribution.
 
     SGLang (0.5.23, `Sampler.forward`) reports them before top-p, top-k and min-p take tokens away, and after a least
     number of tokens has taken the end token away, which a trainer does not know: rollout has none of these.
@@ -119,8 +119,8 @@ class Sampling(Part):
         default=1.0,
         ge=0.01,
         le=10,
-        description="Softmax temperature of rollout and training. May change; what was sampled before is trained as "
-        "sampled by other weights would be, by its behaviour log-probabilities.",
+        description="Softmax temperature of rollout and training. May change; earlier samples are corrected by their "
+        "behaviour log-probabilities.",
     )
     stop: _Stops = Field(
         default_factory=list,
@@ -166,8 +166,8 @@ _CONCURRENCY = Rule(
     rule=f"!has(self.maxConcurrency) || self.maxConcurrency <= {_ADMITTED}",
     message="maxConcurrency must be at most (maxStaleness + 1) * batchSize + spareGroups: more groups are never "
     "admitted",
-    expression="'maxConcurrency is %d, and no more than (maxStaleness + 1) * batchSize + spareGroups = %d groups are ever "
-    f"admitted: write at most that'.format([self.maxConcurrency, {_ADMITTED}])",
+    expression="'maxConcurrency is %d, and no more than (maxStaleness + 1) * batchSize + spareGroups = %d groups are "
+    f"ever admitted: write at most that'.format([self.maxConcurrency, {_ADMITTED}])",
 )
 
 
@@ -210,8 +210,8 @@ class RolloutEngine(Part):
     args: list[Annotated[str, Field(max_length=256)]] = Field(
         default_factory=list,
         max_length=64,
-        description="Further flags of the server, one list item each word. Without --tp-size and --pp-size an "
-        "engine spans all devices of its pod by tensor parallelism. May change while the job is suspended.",
+        description="Further flags of the server, one list item for each word; without --tp-size and --pp-size an "
+        "engine spans the devices of its pod. May change while the job is suspended.",
     )
 
 
@@ -299,9 +299,8 @@ class Rollout(Part):
     placement: RolePlacement = Field(
         default=RolePlacement.WITH_TRAINER,
         strict=False,
-        description="WithTrainer: engines share the trainers' devices; offload says how. OwnDevices: they have pods "
-        "and devices of their own, nothing is offloaded, rollout goes on beside training, and weights travel over a "
-        "volume that all of these pods share.",
+        description="WithTrainer: engines share the trainers' devices, as offload chooses. OwnDevices: they have pods "
+        "and devices of their own, and rollout goes on beside training.",
     )
     replicas: int | None = Field(
         default=None, ge=1, le=1024, description="Engine pods, where engines have devices of their own."
@@ -314,10 +313,9 @@ class Rollout(Part):
         default=list(EngineMemory),
         max_length=len(EngineMemory),
         json_schema_extra={"x-kubernetes-list-type": "set"},
-        description="Memory that the engines release while the trainer works. With KVCache among it the two take "
-        "turns; Weights and CUDAGraph may be left out where the trainer has room beside them: the switch is shorter by "
-        "what stays. None ([]), and both stay on the devices: rollout goes on beside training, and weights are pushed "
-        "under a short pause.",
+        description="Memory that the engines release while the trainer works: with KVCache the two take turns, "
+        "without Weights or CUDAGraph the switch is shorter, and with none ([]) rollout goes on beside "
+        "training.",
     )
     engine: RolloutEngine = Field(default_factory=RolloutEngine, description="The server that generates.")
     prompts: Prompts = Field(description="Source of prompts and rewards.")
@@ -351,43 +349,38 @@ class Rollout(Part):
     at_max_staleness: AtMaxStaleness = Field(
         default=AtMaxStaleness.WAIT,
         strict=False,
-        description="What happens to a group that is not finished in the last step that may train its oldest tokens: "
-        "the batch waits for it (Wait), it comes into a later one where tokens that are too old are not trained "
-        "(Mask), or samples with such tokens are discarded and replaced (Drop).",
+        description="What happens to a group that would grow too stale: its batch waits for it (Wait), its stale "
+        "tokens are not trained (Mask), or its stale samples are replaced (Drop).",
     )
     interruption: Interruption = Field(
         default=Interruption.RESUME,
         strict=False,
-        description="What happens to a sample that is under way when a switch begins: it is interrupted, and its "
-        "tokens are kept and continued (Resume) or it starts over (Retry), or it may finish (Wait). What is not "
-        "finished shortly before the end of switch.settleSeconds is interrupted all the same, and continued.",
+        description="What a switch does to unfinished samples: keep their tokens and continue (Resume), start over "
+        "(Retry), or let them finish until shortly before switch.settleSeconds (Wait).",
     )
     filters: list[Annotated[Filter, Field(strict=False)]] = Field(
         default_factory=list,
         max_length=2,
-        description="What is generated and kept from training, for others to take its place: groups without a "
-        "learning signal (EqualRewards), samples that the token limit ended, and their group when fewer than two are "
-        "left (Truncated). The reward in the status is of what is trained.",
+        description="Samples that are replaced instead of trained: groups without a learning signal (EqualRewards), "
+        "and samples that the token limit cut (Truncated).",
     )
     max_filtered_per_batch: int | None = Field(
         default=None,
         ge=1,
         le=1_048_576,
-        description="Groups that filters keep from one batch at most; further ones are trained as they are, and the "
-        "status shows NoLearningSignal. 4 * batchSize when absent.",
+        description="Most groups that filters keep from one batch; further ones are trained, and the status shows "
+        "NoLearningSignal. 4 * batchSize when absent.",
     )
     min_rollout_seconds: int = Field(
         default=0,
         ge=0,
         le=86_400,
-        description="A batch is not sealed before gates have been open for so long since the last step: a switch costs "
-        "the same after a short rollout. What is generated meanwhile is kept for later steps, as far as maxStaleness "
-        "allows; when nothing more may be generated the batch is sealed at once.",
+        description="Shortest time between a step and the next batch, because a switch costs the same after a short "
+        "rollout; a batch is sealed earlier only if nothing more may be generated.",
     )
     overlong_penalty: OverlongPenalty | None = Field(
         default=None,
-        description="Taken off rewards of long responses in training. Not off those of environments and of clients' "
-        "sessions. No penalty when absent.",
+        description="Penalty on the reward of long responses in training; episodes and sessions of clients have none.",
     )
     sampling: Sampling = Field(default_factory=Sampling, description="How tokens are drawn.")
     resources: Resources = Field(
@@ -402,7 +395,7 @@ class Rollout(Part):
 
     @property
     def concurrency(self) -> int:
-        """Groups in flight at most."""
+        """Return how many groups may be in flight."""
         return self.batch_size + self.spare_groups if self.max_concurrency is None else self.max_concurrency
 
     @property
@@ -507,9 +500,8 @@ class Reference(Part):
     placement: RolePlacement = Field(
         default=RolePlacement.WITH_TRAINER,
         strict=False,
-        description="WithTrainer: the trainers keep a copy of it in host memory, and each batch is scored before its "
-        "step. OwnDevices: it has pods and devices of its own, what rollout has finished is scored at once, batches "
-        "are sealed with the scores, and no step waits for them.",
+        description="WithTrainer: trainers score each batch before its step, by a copy in host memory. OwnDevices: "
+        "the reference has pods and devices of its own, which score samples as they finish.",
     )
     replicas: int | None = Field(
         default=None, ge=1, le=100, description="Reference pods, where it has devices of its own."
@@ -565,9 +557,8 @@ class Trainer(Part):
         min_length=1,
         max_length=len(TrainerMemory),
         json_schema_extra={"x-kubernetes-list-type": "set"},
-        description="State that leaves the devices for host memory while the engines, with which the trainer takes "
-        "turns, have them. Parameters may be left out where there is room beside weights and KV cache: what stays is "
-        "not moved.",
+        description="Trainer state that moves to host memory while the engines have the devices; Parameters may stay "
+        "where there is room.",
     )
 
     @model_validator(mode="after")
@@ -627,24 +618,20 @@ class WeightSync(Part):
 
     size_limit: Quantity = Field(
         default="8Gi",
-        description="Of the memory-backed volume that an engine shares with trainers in its pod; twice the size of the "
-        "weights. Counts as pod memory. May change while the job is suspended.",
+        description="Size of the memory-backed volume for weights, twice that of the model. Counts as pod memory. May "
+        "change while the job is suspended.",
     )
     volume: Claimed = Field(
         default_factory=Claimed,
-        description="Claimed ReadWriteMany for engines that have devices of their own: trainers write weights there, "
-        "once for all, and engines read them. Twice the size of the weights. Goes with the job.",
+        description="Volume, ReadWriteMany, through which engines with devices of their own read new weights; it "
+        "needs twice their size.",
     )
     verify: Verify = Field(
         default=Verify.CHECKSUM,
         strict=False,
-        description="What must hold before a gate opens on new weights: the engine names their version (Version), and "
-        "the parameters in its memory changed where the exported tensors did and the checksums of all engines "
-        "are equal (Checksum), or its log-probabilities of a fixed sequence are those of the trainer (Probe; "
-        "for float32: in 16 bits an engine that is right may differ by more than is allowed). An engine that "
-        "differs from the trainer, or from more than half of all engines, starts again on the export; where "
-        "the next one differs too, or without such a majority, the trainers start again. May change while the "
-        "job is suspended.",
+        description="Proof that an engine holds new weights before its gate opens: their version (Version), also that "
+        "changed parameters and checksums of all engines agree (Checksum), or log-probabilities equal to "
+        "the trainer's (Probe, for float32 only). May change while the job is suspended.",
     )
 
 
@@ -686,8 +673,8 @@ class Checkpoint(Part):
     )
     volume: Volume = Field(
         default_factory=Volume,
-        description="Claimed ReadWriteMany when replicas is above 1 as the job begins. Has to hold keep + 1 "
-        "checkpoints, of the default trainer 12 bytes for each parameter of the model.",
+        description="Volume of checkpoints, ReadWriteMany for several replicas; it must hold keep + 1 checkpoints, "
+        "of 12 bytes a parameter by the default trainer.",
     )
 
 
@@ -697,8 +684,8 @@ class Storage(Part):
     volume: Volume = Field(default_factory=Volume, description="Local or block storage: SQLite needs real locks.")
     keep_batches: bool = Field(
         default=False,
-        description="Sealed batches stay on the volume when checkpoints hold their steps too: a recording, which a "
-        "TrainOnly job can train.",
+        description="Keep sealed batches that checkpoints no longer need: a recording, which a TrainOnly job can "
+        "train.",
     )
 
 
@@ -753,22 +740,20 @@ class ColocatedRLJobSpec(Part):
     mode: Mode = Field(
         default=Mode.FULL,
         strict=False,
-        description="One side alone, to look for faults: RolloutOnly generates, rewards and seals steps batches with "
-        "the model as it is, keeps them all, and starts no trainer; TrainOnly trains recorded batches, and starts no "
-        "engine. Full does both.",
+        description="Full trains on its own rollout; RolloutOnly generates and records batches without a trainer; "
+        "TrainOnly trains recorded batches without an engine.",
     )
     recorded: Recording | None = Field(default=None, description="What a TrainOnly job trains.")
     suspend: bool = Field(
         default=False,
-        description="True ends the job's pods, so that its devices are free, and keeps its volumes; false makes them "
-        "again, and the job goes on where it stood. A job that is made with true has no pods at first. May change.",
+        description="True ends the job's pods, which frees its devices, and keeps its volumes; false continues the "
+        "job. May change.",
     )
     replicas: int = Field(
         default=1,
         ge=1,
         le=1024,
-        description="GPU pods, each with engine and trainer on its devices; with trainers alone, where engines have "
-        "devices of their own. May change once the job is suspended and has no pods: no sample is lost.",
+        description="Number of GPU pods. May change once the job is suspended and has no pods: no sample is lost.",
     )
     model: Model = Field(description="Starting weights.")
     gpus: Gpus = Field(
@@ -782,8 +767,8 @@ class ColocatedRLJobSpec(Part):
     )
     reference: Reference | None = Field(
         default=None,
-        description="The frozen policy that KL is measured against: the model as the job begins with it scores "
-        "everything before it is trained. No reference when absent.",
+        description="Frozen policy that KL is measured against: the initial model scores everything before it is "
+        "trained. No reference when absent.",
     )
     trainer: Trainer = Field(default_factory=Trainer, description="Training on them.")
     weight_sync: WeightSync = Field(default_factory=WeightSync, description="How new weights reach the engines.")
@@ -801,23 +786,21 @@ class ColocatedRLJobSpec(Part):
         default=6,
         ge=0,
         le=1000,
-        description="Failures within backoffWindowSteps that the trainers are started again after; one more fails the "
-        "job. May change; a job that failed for it goes on once it is higher than status.restarts.",
+        description="Failures within backoffWindowSteps after which trainers are started again; one more fails the "
+        "job. May change.",
     )
     backoff_window_steps: int = Field(
         default=10,
         ge=1,
         le=MANY_STEPS,
-        description="Steps after which a failure is forgiven: one that happened in step N counts against backoffLimit "
-        "until so many steps are done, N among them. May change.",
+        description="Number of finished steps after which a failure no longer counts against backoffLimit. May change.",
     )
     retries: int = Field(
         default=0,
         ge=0,
         le=1_000_000,
-        description="How often the job was restarted after it had failed: raise it, or use `kubectl crlj retry`, "
-        "and a failed job goes on from its newest checkpoint, with no failures counted. May change; before the job "
-        "fails it has no effect.",
+        description="Number of retries asked for: raising it, as `kubectl crlj retry` does, lets a failed job go on "
+        "from its newest checkpoint. May change.",
     )
     failure_policy: FailurePolicy = Field(
         default_factory=FailurePolicy,
@@ -827,22 +810,22 @@ class ColocatedRLJobSpec(Part):
         default=1800,
         ge=1,
         le=604_800,
-        description="All members must answer within this time of the start or of a loss, or their devices are given "
-        "back and the job tries again later (Queued). May change.",
+        description="Time in which all members must answer after a start or a loss; past it the job gives its devices "
+        "back and is queued. May change.",
     )
     active_deadline_seconds: int | None = Field(
         default=None,
         ge=1,
         le=_TEN_YEARS_S,
-        description="From status.startTime, which a resumption sets anew. A job not complete by then is failed. "
-        "No limit when absent. May change.",
+        description="Time from status.startTime after which a job that is not complete fails. No limit when absent. "
+        "May change.",
     )
     ttl_seconds_after_finished: int | None = Field(
         default=None,
         ge=0,
         le=_TEN_YEARS_S,
-        description="From completion or failure to the deletion of the job and its pods; retained volumes stay. Never "
-        "when absent. May change.",
+        description="Time from completion or failure to the deletion of the job and its pods; never when absent. May "
+        "change.",
     )
     managed_by: Annotated[str, Field(max_length=63, json_schema_extra=_manager_rule), _is_manager] | None = Field(
         default=None,

@@ -76,8 +76,8 @@ class ReferenceStatus(StatusPart):
     """The frozen policy that KL is measured against."""
 
     placement: RolePlacement = Field(
-        description="WithTrainer: a step waits until its whole batch is scored (rung Scored). OwnDevices: samples are "
-        "scored as they are finished, sealing a batch waits for its last one, and no step does."
+        description="WithTrainer: a step waits until its batch is scored. OwnDevices: sealing a batch waits for the "
+        "scores of its samples."
     )
     ready: str | None = Field(
         default=None, max_length=32, description="Its own pods that answer, of replicas: 2/2. Absent with the trainer."
@@ -144,8 +144,7 @@ class FailuresStatus(StatusPart):
     )
     pod_restarts: int = Field(
         default=0,
-        description="Restarts for which GPU pods were made again, whether they counted or not. A return from the "
-        "queue is one only if a rule counts it.",
+        description="Restarts that replaced GPU pods, whether they counted or not.",
     )
     step_retries: int = Field(default=0, description="Restarts in the pods that there were, likewise.")
     step: int | None = Field(default=None, description="Step that failed last.")
@@ -187,8 +186,7 @@ class ColocatedRLJobStatus(StatusPart):
     group: str | None = Field(default=None, max_length=64, description="Hash of the pods that form the trainer group.")
     restarts: int | None = Field(
         default=None,
-        description="Failures that count against backoffLimit: those of the last backoffWindowSteps steps. What the "
-        "cluster or a person takes away is none, unless a rule of failurePolicy counts it.",
+        description="Failures of the last backoffWindowSteps steps that count against backoffLimit.",
     )
     retries: int | None = Field(default=None, description="Of spec.retries, those that were acted on.")
     failures: FailuresStatus | None = Field(default=None, description="Absent while there were none.")
@@ -201,8 +199,7 @@ class ColocatedRLJobStatus(StatusPart):
     ready: str | None = Field(
         default=None,
         max_length=32,
-        description="GPU pods that answer, of replicas: 2/2, without those of a reference. Condition PodsReady counts "
-        "these and the rollout controller too.",
+        description="GPU pods that answer, of replicas, such as 2/2; a reference's pods are not among them.",
     )
     pods_by_rung: dict[str, int] = Field(default_factory=dict, max_length=16, description="Pods by rung.")
     out_of_line: list[PodOutOfLine] = Field(default_factory=list, max_length=10, description="At most ten.")

@@ -68,7 +68,7 @@ class PodMetadata(Part):
 
     labels: Labels = Field(
         default_factory=dict,
-        description="Further labels of the pod. kueue.x-k8s.io/queue-name puts the job's GPU pods into a queue, as one "
+        description="Further labels of the pod; kueue.x-k8s.io/queue-name puts the job's GPU pods into a queue as one "
         "group.",
     )
     annotations: Words = Field(default_factory=dict, description="Further annotations of the pod.")
@@ -269,9 +269,8 @@ class PodSpec(Part):
         default=None,
         ge=30,
         le=3600,
-        description="How long the pod may take to end once it is asked to; less, for instance, on nodes that are taken "
-        "away at short notice. When absent 60 of GPU pods, 30 of the rollout controller. A GPU pod on a node that does "
-        "not answer is forgotten 30 s later.",
+        description="Time for the pod to end once it is asked to; 60 for GPU pods and 30 for the rollout controller "
+        "when absent.",
     )
     volumes: list[ExtraVolume] = Field(default_factory=list, max_length=16, description="Further volumes.")
     containers: list[ContainerTemplate] = Field(

@@ -82,16 +82,15 @@ class HttpReward(Part):
         default=None,
         min_length=1,
         max_length=253,
-        description="Secret in the job's namespace whose entry reward-token is sent along as a bearer token. The "
-        "rollout controller alone has it.",
+        description="Secret whose entry reward-token is sent as a bearer token; the rollout controller alone reads it.",
     )
     timeout_seconds: int = Field(default=60, ge=1, le=3600, description="For each attempt.")
     attempts: int = Field(
         default=5,
         ge=1,
         le=100,
-        description="At most, with growing pauses, when there is no answer, or 429 or 5xx. Then the sample fails and "
-        "another one is generated in its place.",
+        description="Most attempts, with growing pauses, on no answer, 429 or 5xx; then the sample fails and is "
+        "replaced.",
     )
     max_concurrency: int = Field(default=64, ge=1, le=4096, description="Requests at the same time.")
 
@@ -148,8 +147,8 @@ class ReasoningGym(_Source):
         default=None,
         min_length=1,
         max_length=64,
-        description="Text before the answer in a response; the verifier sees what follows its last occurrence. "
-        "The whole response when absent.",
+        description="Text whose last occurrence precedes the answer in a response; the whole response is the answer "
+        "when absent.",
     )
 
     @property
@@ -184,14 +183,13 @@ class PromptFile(RowSource):
     claim_name: str = Field(
         min_length=1,
         max_length=253,
-        description="Claim in the job's namespace that holds the file; mounted read-only, where rewards are computed "
-        "and nowhere else.",
+        description="Claim that holds the file, mounted read-only where rewards are computed.",
     )
     path: Annotated[str, _is_data_path] = Field(
         max_length=512,
         json_schema_extra=_data_path_rule,
-        description="Inside the claim: a file that ends with .jsonl, .parquet or .arrow, several with a * in the last "
-        "part, or a directory that datasets.save_to_disk wrote.",
+        description="Path inside the claim: a .jsonl, .parquet or .arrow file, several by a * in the last part, or a "
+        "directory of datasets.save_to_disk.",
     )
 
     @property
@@ -242,8 +240,8 @@ class PromptFunction(RowSource):
         default=None,
         min_length=1,
         max_length=253,
-        description="Claim in the job's namespace that holds the module; mounted read-only, where rewards are computed "
-        "and nowhere else. The module is in the image when absent.",
+        description="Claim that holds the module, mounted read-only where rewards are computed; the image holds it "
+        "when absent.",
     )
     size: int = Field(default=10_000, ge=1, le=1_000_000, description="Number of rows; they repeat after that.")
 
@@ -263,11 +261,11 @@ class Environment(_Source):
     name: Annotated[str, _is_environment] = Field(
         max_length=200,
         json_schema_extra=_environment_rule,
-        description="Of its taskset, as vf-eval takes it. Its package and verifiers are in the image of the prompts.",
+        description="Name of the taskset for vf-eval; its package and verifiers are in the image of the prompts.",
     )
     config: Options = Field(
         default_factory=dict,
-        description="What vf-eval takes as [env], handed through: the agent's program, limits, options of the taskset.",
+        description="Settings that vf-eval takes as [env]: the agent's program, limits, options of the taskset.",
     )
     size: int = Field(default=10_000, ge=1, le=1_000_000, description="At most so many tasks, the first of its set.")
     seed: int = Field(default=0, ge=0, le=2**31 - 1, description="Of the order, another one in each pass.")
@@ -275,8 +273,8 @@ class Environment(_Source):
         default=600,
         ge=1,
         le=86_400,
-        description="For what an episode does at a stretch without the model: tools, rewards. Past it the episode "
-        "fails, and another one is played in its place. Time in which a turn waits for an engine does not count.",
+        description="Longest time that an episode may take at a stretch without the model, for tools and rewards; "
+        "past it the episode fails and is replaced.",
     )
 
     @property
@@ -313,8 +311,7 @@ class WeightedSource(_OneSource):
         default=1,
         ge=1,
         le=1000,
-        description="Share of this source. Of as many prompts in a row as the weights add up to, so many come from "
-        "here; those that are held out or too long count.",
+        description="Share of this source: of as many rows as all weights add up to, this many come from here.",
     )
 
 
@@ -337,8 +334,8 @@ class Prompts(_OneSource):
         default=None,
         min_length=1,
         max_length=512,
-        description="Image of the container that makes prompts and computes rewards, with what its functions import; "
-        "the rollout controller's when absent, and made from that.",
+        description="Image of the container that makes prompts and computes rewards, based on the rollout "
+        "controller's image, which is the default.",
     )
     resources: Resources = Field(
         default_factory=Resources,
@@ -348,9 +345,8 @@ class Prompts(_OneSource):
         default=30,
         ge=1,
         le=3600,
-        description="For a reward that is computed in that container, or for 64 prompts. Past it the process is "
-        "replaced, the sample fails and another one is generated in its place; prompts are asked for again. Endpoints "
-        "and environments have deadlines of their own.",
+        description="Longest time for a reward that this container computes, or for 64 prompts; past it the process "
+        "is replaced and the sample fails.",
     )
 
     @property

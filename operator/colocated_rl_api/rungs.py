@@ -68,7 +68,7 @@ class Placement(StrEnum):
 
 
 class RolePlacement(StrEnum):
-    """Whose devices a role computes on: `placement` of rollout and of the reference."""
+    """A role computes on the trainers' devices or on its own: `placement` of rollout and of the reference."""
 
     WITH_TRAINER = "WithTrainer"  # in the trainers' pods, on their devices
     OWN_DEVICES = "OwnDevices"  # in pods of its own

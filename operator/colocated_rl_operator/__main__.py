@@ -57,7 +57,7 @@ def main() -> int:
     try:
         run(serve(settings, access))
     except asyncio.CancelledError:
-        logs.log(LOG, "ended as a candidate")
+        logs.log(LOG, "candidacy ended")
     return 0
 
 
@@ -114,7 +114,7 @@ async def lead(settings: OperatorSettings, access: ClusterAccess, metrics: Opera
                 )
             finally:
                 context.close()
-    logs.log(LOG, "ended as leader")
+    logs.log(LOG, "leadership ended")
 
 
 async def _until_jobs_are_served(kube: Kube, namespace: str) -> None:
@@ -125,9 +125,9 @@ async def _until_jobs_are_served(kube: Kube, namespace: str) -> None:
         except NotFound as error:
             if error.is_kind_known:
                 return
-            logs.log(LOG, "the CRD is not installed: waiting for it", logging.WARNING, reason=str(error))
+            logs.log(LOG, "CRD not found, trying again", logging.WARNING, reason=str(error))
         except ApiError as error:
-            logs.log(LOG, "jobs can't be read yet: trying again", logging.WARNING, reason=str(error))
+            logs.log(LOG, "jobs not read, trying again", logging.WARNING, reason=str(error))
         else:
             return
         await asyncio.sleep(START_RETRY_S)
@@ -139,7 +139,7 @@ async def _until_authority_is_found(kube: Kube, namespace: str) -> Authority:
         try:
             return await find_authority(kube, namespace)
         except ApiError as error:
-            logs.log(LOG, "no authority yet: trying again", logging.ERROR, reason=str(error))
+            logs.log(LOG, "authority not read, trying again", logging.ERROR, reason=str(error))
         await asyncio.sleep(START_RETRY_S)
 
 
@@ -149,7 +149,7 @@ async def _become_leader(lease: Lease) -> None:
     assert task is not None
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, task.cancel)
-    logs.log(LOG, "waiting for the lease", finalizer=names.FINALIZER)
+    logs.log(LOG, "lease awaited", finalizer=names.FINALIZER)
     try:
         await lease.acquire()
     except asyncio.CancelledError:
@@ -159,7 +159,7 @@ async def _become_leader(lease: Lease) -> None:
 
 def _die(reason: str) -> NoReturn:
     """End the process without clean-up: a leader past its deadline must not send another byte."""
-    logs.log(LOG, "process ends at once", logging.CRITICAL, reason=reason)
+    logs.log(LOG, "process aborted", logging.CRITICAL, reason=reason)
     sys.stdout.flush()
     os._exit(1)
 

@@ -147,6 +147,8 @@ def _translate(raw: Schema, definitions: dict[str, Schema], *, path: str) -> Sch
     if raw.get("x-kubernetes-int-or-string"):
         del raw["type"]
     schema: Schema = {key: raw[key] for key in _KEPT if key in raw}
+    if "description" in raw:  # of a docstring, its summary
+        schema["description"] = raw["description"].split("\n\n")[0]
     if "properties" in raw:
         schema["properties"] = {
             name: _translate(field, definitions, path=f"{path}.{name}") for name, field in raw["properties"].items()

@@ -57,7 +57,7 @@ class OperatorMetrics:
             PREFIX + "jobs_stalled", "Jobs that go on only when a person acts, by why", ["reason"], registry=registry
         )
         self._states: dict[str, tuple[Phase | None, Reason | None]] = {}
-        self._tell()
+        self._update_gauges()
 
     def count_request(self, verb: str, resource: str, code: int) -> None:
         self.requests.labels(verb, resource, str(code)).inc()
@@ -66,13 +66,13 @@ class OperatorMetrics:
         """Count a job. stalled: why a person must act, of `STALLS`; None when nobody has to."""
         if self._states.get(uid) != (phase, stalled):
             self._states[uid] = phase, stalled
-            self._tell()
+            self._update_gauges()
 
     def forget_job(self, uid: str) -> None:
         if self._states.pop(uid, None) is not None:
-            self._tell()
+            self._update_gauges()
 
-    def _tell(self) -> None:
+    def _update_gauges(self) -> None:
         phases = Tally(phase for phase, _ in self._states.values())
         for phase in Phase:
             self._jobs.labels(phase.value).set(phases[phase])

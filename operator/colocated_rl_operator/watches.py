@@ -47,7 +47,7 @@ def patient(watch: Watch, *, rest: Callable[[float], Awaitable[None]] = asyncio.
                     raise
                 reason = repr(error)
             if reason != logged:
-                log(LOG, "watch ended: listing again", logging.WARNING, reason=reason)
+                log(LOG, "watch ended", logging.WARNING, reason=reason)
             logged = reason
             await rest(again_s)
             again_s = min(2 * again_s, MAX_AGAIN_S)

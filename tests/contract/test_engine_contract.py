@@ -43,7 +43,8 @@ from colocated_rl_api.member_wire import Endpoint
 from colocated_rl_api.rungs import WeightVersion
 from colocated_rl_api.weights import Probe
 from colocated_rl_rollout.engines.engine_client import GenerateRequest
-from colocated_rl_rollout.rules.resume import Ending, read_answer
+from colocated_rl_rollout.rules.resume import read_answer
+from colocated_rl_rollout.rules.samples import Finish
 from engines import ADMIN_KEY, EngineProcess, engine_process
 from fakes.engine import END_TOKEN
 from fakes.engine import VOCABULARY as FAKE_VOCABULARY
@@ -459,7 +460,7 @@ async def test_what_the_rollout_controller_asks_through_a_gate_is_understood(eng
         assert answer.status == 200
         chunks = [json.loads(event) async for event in events(answer.content) if event != b"[DONE]"]
     tokens, ending = read_answer(chunks[-1])
-    assert Ending.STOP is ending
+    assert Finish.STOP is ending
     assert 0 < len(tokens) < len(whole)
     assert whole.ids[: len(tokens)].tolist() == tokens.ids.tolist()
     assert {"type": "stop", "matched": stop} == reason_of(chunks[-1])

@@ -204,7 +204,7 @@ def test_config_that_makes_no_sense_ends_the_trainer_with_one_clear_line(kind: T
     with TrainerGroup(wrong, tmp_path, size=1) as group:
         assert 2 == group.ranks[0].process.wait(DEADLINE_S)
 
-        (line,) = group.ranks[0].events("trainer can't start")
+        (line,) = group.ranks[0].events("trainer start failed")
         assert "unknown key learnRate in spec.trainer.config, did you mean learningRate?" in line["reason"]
 
 

@@ -147,5 +147,5 @@ def test_model_that_is_not_whole_ends_the_process_with_its_name(model: Path, tmp
 
     assert 2 == running.process.wait(timeout=START_S)
     last = json.loads(running.log.read_text().splitlines()[-1])
-    assert ("reference can't start", names.ROLE_REFERENCE) == (last["event"], last["role"])
+    assert ("reference start failed", names.ROLE_REFERENCE) == (last["event"], last["role"])
     assert str(tmp_path / "model") in last["reason"]

@@ -252,7 +252,7 @@ def change_config(origin: Path, **changes: object) -> None:
     ("spoil", "said"),
     [
         (cut_off, r"model\.safetensors is cut off, .*: copy the model again; "),
-        (leave_a_pointer, r"model\.safetensors is cut off, or not what its name says \(a pointer of Git LFS\?\)"),
+        (leave_a_pointer, r"model\.safetensors is cut off, or not what its name is \(a pointer of Git LFS\?\)"),
         (lose_a_file, r"be loaded from .*/model: .*model-00001-of-00002\.safetensors.*: copy it again"),
         (lose_all_files, r"be loaded from .*/model: .* no file named model\.safetensors.*: copy it again"),
         (partial(change_config, hidden_size=8), r"have another shape, first .* instead of .*: copy the model again"),

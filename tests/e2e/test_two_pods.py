@@ -182,7 +182,7 @@ def test_an_engine_killed_while_it_serves_comes_back_gated_and_climbs(job: Runni
     job.wait_for_step(job.step + 2, deadline_s=START_S)
     assert engine_of(job, pod)["incarnation"] not in (None, before)
     after = since_loss(job, pod)
-    up, agrees = first(after, "engine up"), first(after, "probe agrees")
+    up, agrees = first(after, "engine started"), first(after, "probe passed")
     serves = first(after, "rung reached", rung=Rung.SERVING)
     assert after.index(up) < after.index(agrees) < after.index(serves)
     wait_for(

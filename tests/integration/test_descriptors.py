@@ -60,7 +60,7 @@ async def test_2000_requests_at_once_lose_nothing_under_a_soft_limit_of_1024(tmp
     told = await crowd(tmp_path, files=MANY, count=2000)
     assert {"200": 2000} == told.statuses
     assert told.linked
-    assert [(MANY, SOFT)] == [(line["limit"], line["before"]) for line in told.lines("limit of open files")]
+    assert [(MANY, SOFT)] == [(line["limit"], line["before"]) for line in told.lines("open files limited")]
     assert [] == [line for line in told.log if line["level"] in ("warning", "error")]
 
 
@@ -120,7 +120,7 @@ def test_each_process_raises_its_limit_at_its_start_and_says_so_once(name: str, 
         process.kill()
         rest = process.stdout.read()
     assert (MANY, MANY) == (allowed, first.get("limit", first.get("files")))
-    assert "limit of open files" not in rest
+    assert "open files limited" not in rest
 
 
 @pytest.mark.parametrize("turns", range(4))

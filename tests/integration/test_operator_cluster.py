@@ -212,7 +212,7 @@ async def test_a_leader_that_was_stopped_in_the_middle_of_a_switch_wakes_up_and_
         await world.until(lambda: world.status["epoch"] > before)
         taken_over = world.status["epoch"]
         leader.process.send_signal(signal.SIGCONT)
-        await world.until(lambda: leader.said("process ends at once"))
+        await world.until(lambda: leader.said("process aborted"))
         assert 1 == await leader.process.wait()
         assert (taken_over, 2) == (world.status["epoch"], world.status["targetStep"])
 

@@ -84,7 +84,7 @@ async def test_questions_rewards_and_split_come_from_the_task(tmp_path: Path) ->
         )
 
     async with task_processes(make_spec().rollout.prompts, tmp_path) as processes, asyncio.timeout(START_S):
-        questions = [str(asked.question) for asked in await processes.questions(0, 200)]
+        questions = [str(asked.prompt) for asked in await processes.prompts(0, 200)]
         first = questions[0]
         value = eval(first.partition("problem: ")[2].removesuffix("="))  # digits, plus and minus
         for response, reward in (
@@ -101,7 +101,7 @@ async def test_questions_rewards_and_split_come_from_the_task(tmp_path: Path) ->
         with pytest.raises(NoPrompts, match="were longer than maxPromptTokens"):
             await source(max_prompt_tokens=3).held_out(1)
         assert 1000 == (await processes.data()).size
-        assert (0, questions[0]) == (await processes.questions(999, 2))[1][:2], "the data begins again"
+        assert (0, questions[0]) == (await processes.prompts(999, 2))[1][:2], "the data begins again"
 
         going, again = source(), source(position=990)
         makers = [asyncio.create_task(each.run()) for each in (going, again)]

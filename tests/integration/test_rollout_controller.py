@@ -535,7 +535,7 @@ data = {"value": {"size": 1000, "digest": "x"}}
 print(json.dumps({"error": "its data is gone"} if lost.exists() else data), flush=True)
 for line in sys.stdin:
     match json.loads(line):
-        case {"questions": [start, count]}:
+        case {"prompts": [start, count]}:
             made = [(number, f"problem: {number} + 1 =", number % 5 == 0) for number in range(start, start + count)]
             print(json.dumps({"value": made}), flush=True)
         case _:
@@ -550,7 +550,7 @@ json.loads(sys.stdin.readline())
 print(json.dumps({"value": {"size": 1000, "digest": "x"}}), flush=True)
 for line in sys.stdin:
     match json.loads(line):
-        case {"questions": [start, count]}:
+        case {"prompts": [start, count]}:
             made = [(number, f"problem: {number} + 1 =", number % 5 == 0) for number in range(start, start + count)]
             print(json.dumps({"value": made}), flush=True)
         case _:

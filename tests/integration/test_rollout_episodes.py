@@ -273,7 +273,7 @@ async def test_a_process_that_does_not_end_a_hung_episode_is_replaced_with_all_t
         problem = scene.episodes.problem
         assert problem is not None
         assert "PlayerLost" == problem.reason
-        assert "an episode did not end within 0 s of being told to" in problem.message
+        assert "an episode did not end within 0 s of being asked to" in problem.message
         again = scene.play(FAILING)
         await scene.go()
         assert "EpisodeFailed" == (await failure(again))[0], "another one plays"

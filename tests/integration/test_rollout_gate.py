@@ -31,7 +31,7 @@ from colocated_rl_rollout.engines.engine_client import (
     RequestRejected,
     gate_socket,
 )
-from colocated_rl_rollout.rules.resume import Ending
+from colocated_rl_rollout.rules.samples import Finish
 from fakes.engine import CONTEXT, END_TOKEN, FakeEngine
 from fakes.exhausted import no_descriptors
 from fakes.rollout import JOB_UID, JobOnDisk, make_spec, until
@@ -92,7 +92,7 @@ async def test_a_response_comes_back_with_log_probabilities_and_the_version_that
     await scene.open()
     assert (VERSION, True) == (scene.client.version, scene.client.takes_requests)
     generated = await scene.client.generate(request([5, 6, 7]))
-    assert Ending.STOP is generated.ending
+    assert Finish.STOP is generated.finish
     ids = generated.tokens.ids.tolist()
     assert END_TOKEN == ids[-1]
     assert [span.version for span in generated.tokens.spans] == [VERSION]
@@ -103,7 +103,7 @@ async def test_a_response_comes_back_with_log_probabilities_and_the_version_that
 async def test_the_limit_is_the_one_that_was_asked_for(scene: Scene) -> None:
     await scene.open()
     generated = await scene.client.generate(request([5, 6, 7], limit=3))
-    assert (Ending.LENGTH, 3) == (generated.ending, len(generated.tokens))
+    assert (Finish.LENGTH, 3) == (generated.finish, len(generated.tokens))
 
 
 async def test_a_switch_brings_back_what_was_generated(scene: Scene) -> None:
@@ -114,7 +114,7 @@ async def test_a_switch_brings_back_what_was_generated(scene: Scene) -> None:
     scene.gate.close()
     scene.engine.abort("", everything=True)
     generated = await asked
-    assert Ending.INTERRUPTED is generated.ending
+    assert generated.finish is None
     assert len(generated.tokens) == len(generated.tokens.logp) > 0
     await until(lambda: not scene.client.is_open)
     with pytest.raises(GateClosed):
@@ -125,7 +125,7 @@ async def test_what_was_read_from_a_lost_engine_is_kept(scene: Scene) -> None:
     await scene.open()
     scene.engine.faults["/generate"] = "cut"
     generated = await scene.client.generate(request([5, 6, 7]))
-    assert (Ending.INTERRUPTED, 1) == (generated.ending, len(generated.tokens))
+    assert (None, 1) == (generated.finish, len(generated.tokens))
     assert [span.version for span in generated.tokens.spans] == [VERSION]
 
 
@@ -151,7 +151,7 @@ async def test_a_request_that_the_engine_will_never_take_is_told_from_trouble_th
         await scene.client.generate(request([5] * CONTEXT))
     scene.gate.open(Backend("http://127.0.0.1:1", "b", VERSION, scene.backend.abort))
     generated = await scene.client.generate(request([5, 6, 7]))
-    assert (Ending.INTERRUPTED, 0) == (generated.ending, len(generated.tokens))
+    assert (None, 0) == (generated.finish, len(generated.tokens))
     assert not scene.client.takes_requests, "an engine that brings nothing is let be for a while"
 
 

@@ -189,6 +189,6 @@ async def test_a_start_that_cannot_work_says_why_in_one_line(tmp_path: Path) -> 
     )
     output, errors = await process.communicate()
     limit, line = output.splitlines()
-    assert "limit of open files" == json.loads(limit)["event"]
+    assert "open files limited" == json.loads(limit)["event"]
     assert (1, b"") == (process.returncode, errors)
     assert "tokenizer.json" in json.loads(line)["reason"]

@@ -131,7 +131,7 @@ async def test_a_task_that_cannot_be_made_is_said_to_whoever_asks(tmp_path: Path
     async with processes(tmp_path, """print('{"error": "file can not be used: no rows"}')""") as made:
         for _ in range(2):
             with pytest.raises(TaskUnusable, match=r"spec\.rollout\.prompts\.file can not be used: no rows"):
-                await made.questions(0, 1)
+                await made.prompts(0, 1)
         with pytest.raises(TaskUnusable):
             await made.data()
 
@@ -145,7 +145,7 @@ async def test_what_is_no_reward_fails_one_sample(tmp_path: Path, text: str) -> 
         assert "ReplyGarbled" == failed.value.reason
         assert 1.0 == await made.score(0, '{"value": 1}')
         with pytest.raises(RewardFailed, match="no such answer"):
-            await made.questions(0, 1)
+            await made.prompts(0, 1)
 
 
 @pytest.mark.parametrize("text", ["}", "[" * 100_000, '{"values": 1}', "\udc80"])

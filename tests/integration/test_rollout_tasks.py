@@ -132,9 +132,9 @@ async def processes(
 async def test_a_sum_is_asked_and_scored_without_pycosat(tmp_path: Path) -> None:
     task = ReasoningGym(name="chain_sum", config={"min_terms": 2, "max_terms": 2}, size=10, answer_after="Answer:")
     async with processes(task, tmp_path, WITHOUT_PYCOSAT) as made:
-        (asked,) = await made.questions(3, 1)
-        assert isinstance(asked.question, str)
-        right = eval(asked.question.partition(":")[2].rstrip(" ="))
+        (asked,) = await made.prompts(3, 1)
+        assert isinstance(asked.prompt, str)
+        right = eval(asked.prompt.partition(":")[2].rstrip(" ="))
         assert [1.0, 0.0, 0.0] == [
             await made.score(3, answer) for answer in (f"Answer: {right}", f"Answer: {right + 1}", f"{right}")
         ]
@@ -303,7 +303,7 @@ async def test_the_server_ends_at_once_when_it_is_asked_to_with_a_process_under_
 async def test_the_task_that_needs_pycosat_says_what_the_image_lacks(tmp_path: Path) -> None:
     async with processes(ReasoningGym(name="zebra_puzzles", size=10), tmp_path, WITHOUT_PYCOSAT) as made:
         with pytest.raises(TaskUnusable, match=r"reasoningGym 'zebra_puzzles'.*needs pycosat.*add it.*another task"):
-            await made.questions(0, 1)
+            await made.prompts(0, 1)
 
 
 async def test_rows_of_a_file_come_once_in_each_pass_and_in_the_same_order_after_a_restart(tmp_path: Path) -> None:
@@ -317,7 +317,7 @@ async def test_rows_of_a_file_come_once_in_each_pass_and_in_the_same_order_after
     rows = [{"prompt": f"{number} + 1?", "answer": "1"} for number in range(40)]
     source = write_file(tmp_path, *rows, {"prompt": conversation, "answer": "4"})
     async with processes(source, tmp_path) as made:
-        asked = [(each.row, each.question) for each in await made.questions(0, 82)]
+        asked = [(each.row, each.prompt) for each in await made.prompts(0, 82)]
         assert 41 == (await made.data()).size
     first, second = asked[:41], asked[41:]
     assert (
@@ -328,7 +328,7 @@ async def test_rows_of_a_file_come_once_in_each_pass_and_in_the_same_order_after
     assert first != second
     assert [index for index, _ in first] != list(range(41))
     async with processes(source, tmp_path) as made:
-        assert asked[50:60] == [(each.row, each.question) for each in await made.questions(50, 10)]
+        assert asked[50:60] == [(each.row, each.prompt) for each in await made.prompts(50, 10)]
 
 
 async def test_a_function_of_ones_own_gives_any_reward_that_float32_can_be_trained_with(tmp_path: Path) -> None:
@@ -401,7 +401,7 @@ async def test_the_example_of_a_mix_is_asked_and_scored(tmp_path: Path) -> None:
     (tmp_path / "my-prompts").symlink_to(EXAMPLE)
     prompts = Prompts.model_validate(yaml.safe_load((EXAMPLE / "mix.yaml").read_text()), by_alias=True)
     async with asyncio.timeout(DEADLINE_S), task_processes(prompts, tmp_path) as made:
-        asked = {str(each.question)[:12]: each.row for each in await made.questions(0, (await made.data()).size)}
+        asked = {str(each.prompt)[:12]: each.row for each in await made.prompts(0, (await made.data()).size)}
         assert 6 == len(asked)
         assert 1.0 == await made.score(asked["Solve $2x = "], "It is \\boxed{0.5}.")
         assert 0.1 == await made.score(asked["A box holds "], "#### 47")
@@ -481,7 +481,7 @@ async def test_mathematics_is_compared_by_what_it_means(tmp_path: Path) -> None:
     }
     (tmp_path / "mine/math/verl.jsonl").write_text(json.dumps(row))
     async with processes(nested, tmp_path) as made:
-        assert row["data"]["prompt"] == (await made.questions(0, 1))[0].question
+        assert row["data"]["prompt"] == (await made.prompts(0, 1))[0].prompt
         assert [1.0, 0.0] == [await made.score(0, response) for response in ("$72$", "24")]
 
 
@@ -499,8 +499,8 @@ async def test_a_dataset_comes_from_the_hub_at_one_commit_and_once(tmp_path: Pat
             name="us/sums", revision="v1", endpoint=endpoint, prompt_field="question", reward=Reward(math=MathReward())
         )
         async with processes(source, tmp_path, count=2) as made:
-            asked = await made.questions(0, 5)
-            assert {f"{number} + 1?" for number in range(5)} == {each.question for each in asked}
+            asked = await made.prompts(0, 5)
+            assert {f"{number} + 1?" for number in range(5)} == {each.prompt for each in asked}
             assert [1.0, 0.0] == [await made.score(3, answer) for answer in ("$4$", "$5$")]
         assert ["main/train-0.parquet"] == hub.downloads
         assert {"v1"} == set(hub.revisions)
@@ -545,10 +545,10 @@ async def test_a_mix_scores_each_row_as_its_source_says(tmp_path: Path) -> None:
     endpoint = RowKeeper()
     prompts = Prompts(mix=Mix(seed=5, sources=[WeightedSource(file=file, weight=2), WeightedSource(file=judged)]))
     async with asyncio.timeout(DEADLINE_S), task_processes(prompts, tmp_path, endpoints={1: endpoint}) as made:
-        asked = await made.questions(0, 9)
+        asked = await made.prompts(0, 9)
         assert {False: 6, True: 3} == Counter(each.held_out for each in asked)
         for each in asked:
-            prompt = str(each.question)
+            prompt = str(each.prompt)
             assert (7.0 if each.held_out else 0.25) == await made.score(each.row, prompt[0])
     assert [(f"{n}?", str(n)) for n in range(3)] == sorted(endpoint.asked)
 
@@ -599,19 +599,19 @@ async def test_rows_that_a_function_makes_are_as_those_of_a_file(tmp_path: Path)
     """Each once in a pass, in an order that comes back, plain, and another function says what responses are worth."""
     source = made_by(tmp_path)
     async with processes(source, tmp_path, count=2) as made:
-        asked = [(each.row, each.question) for each in await made.questions(0, 60)]
+        asked = [(each.row, each.prompt) for each in await made.prompts(0, 60)]
         assert [1.0, 0.0] == [await made.score(7, response) for response in ("8", "9")]
     every = sorted((number, f"{number} + 1?") for number in range(30))
     assert [every, every] == [sorted(asked[:30]), sorted(asked[30:])]
     assert asked[:30] not in (every, asked[30:])
     async with processes(source, tmp_path) as made:
-        assert asked[20:50] == [(each.row, each.question) for each in await made.questions(20, 30)]
+        assert asked[20:50] == [(each.row, each.prompt) for each in await made.prompts(20, 30)]
 
 
 async def test_a_row_that_a_function_does_not_make_is_told_by_place(tmp_path: Path) -> None:
     async with processes(made_by(tmp_path, size=40), tmp_path) as made:
         with pytest.raises(RewardFailed, match=r"^ValueError at .*making\.py:9, called at ") as failed:
-            await made.questions(0, 40)
+            await made.prompts(0, 40)
         assert "secret" not in str(failed.value)
 
 
@@ -632,7 +632,7 @@ async def test_a_job_is_not_continued_over_what_another_function_makes(tmp_path:
         ),
         ("making:text", "row 0: no JSON object"),
         ("making:question", "row 0: has no 'prompt', only 'question': set promptField"),
-        ("making:of_sets", "a value of type set can't be said in JSON"),
+        ("making:of_sets", "a value of type set can't be written in JSON"),
         ("making:half", "row 0: half of a character"),
         ("making:no_key", "function 'making:no_key' can't be used: SystemExit at "),
         ("making:nothing", "module making has no function nothing"),
@@ -645,15 +645,15 @@ async def test_what_is_wrong_with_a_function_is_said_before_the_job_begins(
 ) -> None:
     async with processes(made_by(tmp_path, name), tmp_path) as made:
         with pytest.raises(TaskUnusable, match=re.escape(said)):
-            await made.questions(0, 1)
+            await made.prompts(0, 1)
 
 
 async def test_the_example_of_a_function_is_asked_and_scored(tmp_path: Path) -> None:
     (tmp_path / "my-prompts").symlink_to(EXAMPLE)
     prompts = Prompts.model_validate(yaml.safe_load((EXAMPLE / "function.yaml").read_text()), by_alias=True)
     async with asyncio.timeout(DEADLINE_S), task_processes(prompts, tmp_path) as made:
-        (asked,) = await made.questions(0, 1)
-        left, _, right = str(asked.question).partition(" = ")[0].partition(" + ")
+        (asked,) = await made.prompts(0, 1)
+        left, _, right = str(asked.prompt).partition(" = ")[0].partition(" + ")
         assert [1.0, 0.1] == [await made.score(asked.row, f"#### {int(left) + int(right) + more}") for more in (0, 1)]
 
 
@@ -732,4 +732,4 @@ async def test_what_is_wrong_with_a_file_is_said_before_the_job_begins(
     (tmp_path / "mine/math/train.jsonl").write_bytes(lines)
     async with processes(prompt_file(**changes), tmp_path) as made:
         with pytest.raises(TaskUnusable, match=re.escape(said)):
-            await made.questions(0, 1)
+            await made.prompts(0, 1)

@@ -241,7 +241,7 @@ async def test_shard_that_can_not_be_had_whole_is_not_there_and_the_error_names_
     controller: Controller, tmp_path: Path
 ) -> None:
     for name, value, words in (
-        ("digest", "0" * 64, "the header says 0000"),
+        ("digest", "0" * 64, "the header declares 0000"),
         ("status", 404, "HTTP 404"),
         ("cut", True, "shard 1 of batch 4 from rollout"),
     ):

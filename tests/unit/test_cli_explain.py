@@ -152,7 +152,7 @@ def test_a_pod_that_lags_is_named_with_its_rung_how_long_and_the_deadline() -> N
     found = explained(job(status=status), states=states, since={"sums-gpu-0-0": NOW.timestamp() - 12})
     assert {"sums-gpu-0-0": "Paused", "sums-gpu-1-0": "Drained"} == found.rungs
     assert (
-        "sums-gpu-0-0 at Paused, for 12 s now: the engine's scheduler says that it is idle (at most 60 s: "
+        "sums-gpu-0-0 at Paused, for 12 s now: the engine's scheduler reports that it is idle (at most 60 s: "
         "switch.engineCallSeconds)"
     ) == found.waits_for
 

@@ -149,7 +149,7 @@ def test_each_rung_is_timed_from_the_one_before() -> None:
 
 
 def test_start_up_begins_when_the_agent_is_up() -> None:
-    up = {"ts": -10.0, "event": "agent up", "role": "gpu", "pod": "a"}
+    up = {"ts": -10.0, "event": "agent started", "role": "gpu", "pod": "a"}
     figures = read_figures([up, *one_switch()])
     assert (-10.0, PodHolder.START) == (figures.began, figures.spans[0].holder)
 

@@ -16,8 +16,10 @@ from colocated_rl_api.rungs import WeightVersion
 from colocated_rl_rollout.rules.samples import (
     Finish,
     Group,
+    GroupId,
     Prompt,
     Sample,
+    SampleId,
     SampleState,
     Span,
     Tokens,
@@ -39,11 +41,13 @@ def make_sample(
         spans.append(Span(WeightVersion(step, 1), start, start + length))
         start += length
     tokens = Tokens(np.arange(100, 100 + start, dtype=np.int32), np.full(start, -0.25, np.float32), tuple(spans))
-    return Sample(number, group, SampleState.COMPLETED, tokens, segments=len(lengths), finish=finish, reward=reward)
+    return Sample(
+        SampleId(number), group, SampleState.COMPLETED, tokens, segments=len(lengths), finish=finish, reward=reward
+    )
 
 
 def make_groups() -> list[Group]:
-    first, second = Group(4, Prompt(0, 0, (7, 8))), Group(6, Prompt(1, 1, (9,)))
+    first, second = Group(GroupId(4), Prompt(0, 0, (7, 8))), Group(GroupId(6), Prompt(1, 1, (9,)))
     first.samples = [
         make_sample(first, 1, lengths=[(1, 2), (2, 1)], reward=1.0),
         make_sample(first, 2, lengths=[(2, 2)], reward=0.0, finish=Finish.LENGTH),
@@ -99,7 +103,7 @@ def test_columns_say_of_each_token_who_made_it_and_of_each_sample_how_its_group_
 
 def test_what_a_reference_says_stands_beside_each_token_that_is_trained(tmp_path: Path) -> None:
     """Also where a response has tokens that are too old, which are context."""
-    said = {number: -np.arange(1, 9, dtype=np.float32) - number for number in (1, 2, 3, 4)}
+    said = {SampleId(number): -np.arange(1, 9, dtype=np.float32) - number for number in (1, 2, 3, 4)}
     write_batch(
         tmp_path, make_groups(), step=3, shards=1, temperature=0.7, seed=5, oldest_step=2, reference=said
     )  # fmt: skip

@@ -27,7 +27,6 @@ from colocated_rl_rollout.engines.engine_client import (
     GenerateRequest,
 )
 from colocated_rl_rollout.engines.engines import BURST, PACE_S, Engines
-from colocated_rl_rollout.rules.resume import Ending
 from colocated_rl_rollout.rules.samples import Span, Tokens
 
 OPEN = GateState(open=True, epoch=1, incarnation="e1", version=WeightVersion(0, 1), in_flight=0)
@@ -161,7 +160,7 @@ def test_an_engine_that_brings_nothing_rests_twice_as_long_each_time_until_it_br
         client._set(OPEN)
         growing = [min(REST_S * 2**times, REST_AT_MOST_S) for times in range(12)]
         assert growing == pytest.approx([await rest(client) for _ in range(12)])
-        client.brings = Generated(tokens_of_one(), Ending.INTERRUPTED)
+        client.brings = Generated(tokens_of_one(), None)
         assert 0 == await rest(client)
         client.brings = None
         assert growing[:2] == pytest.approx([await rest(client) for _ in range(2)])

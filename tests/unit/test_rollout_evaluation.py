@@ -29,7 +29,6 @@ from colocated_rl_rollout.gateway.sessions import Sessions
 from colocated_rl_rollout.metrics import RolloutMetrics
 from colocated_rl_rollout.rewards.prompts import PromptSource
 from colocated_rl_rollout.rewards.rewards import TaskProcesses
-from colocated_rl_rollout.rules.resume import Ending
 from colocated_rl_rollout.rules.samples import (
     Finish,
     Prompt,
@@ -277,7 +276,7 @@ class Answering(Serving):
         count = request.max_new_tokens
         spans = (Span(self.version, 0, count),)
         tokens = Tokens(np.full(count, 5, np.int32), -np.ones(count, np.float32), spans)
-        return Generated(tokens, Ending.INTERRUPTED)
+        return Generated(tokens, None)
 
 
 class Asked(OneEngine):

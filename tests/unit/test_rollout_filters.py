@@ -11,8 +11,10 @@ from colocated_rl_rollout.rules.filters import judge
 from colocated_rl_rollout.rules.samples import (
     Finish,
     Group,
+    GroupId,
     Prompt,
     Sample,
+    SampleId,
     SampleState,
 )
 
@@ -20,9 +22,9 @@ EQUAL, TRUNCATED = Filter.EQUAL_REWARDS, Filter.TRUNCATED
 
 
 def group_of(*samples: tuple[float, Finish]) -> Group:
-    group = Group(1, Prompt(0, 0, (1,)))
+    group = Group(GroupId(1), Prompt(0, 0, (1,)))
     group.samples = [
-        Sample(number, group, SampleState.COMPLETED, reward=reward, finish=finish)
+        Sample(SampleId(number), group, SampleState.COMPLETED, reward=reward, finish=finish)
         for number, (reward, finish) in enumerate(samples)
     ]
     return group

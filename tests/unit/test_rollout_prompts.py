@@ -19,7 +19,7 @@ import json, sys
 json.loads(sys.stdin.readline())
 print(json.dumps({"value": {"size": 1000, "digest": "x"}}), flush=True)
 for number, line in enumerate(sys.stdin):
-    start, count = json.loads(line)["questions"]
+    start, count = json.loads(line)["prompts"]
     made = {"value": [(place, f"{place} + 1 =", False) for place in range(start, start + count)]}
     print(json.dumps({"error": "OSError: disk"} if number < 2 else made), flush=True)
 """
@@ -102,7 +102,7 @@ import json, sys
 json.loads(sys.stdin.readline())
 print(json.dumps({{"value": {{"size": 128, "digest": "x"}}}}), flush=True)
 for line in sys.stdin:
-    start, count = json.loads(line)["questions"]
+    start, count = json.loads(line)["prompts"]
     print(json.dumps({{"value": [({row}) for place in range(start, start + count)]}}), flush=True)
 """
     return [sys.executable, "-c", program]

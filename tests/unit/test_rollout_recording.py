@@ -22,8 +22,10 @@ from colocated_rl_rollout.replay import Replay
 from colocated_rl_rollout.rules.samples import (
     Finish,
     Group,
+    GroupId,
     Prompt,
     Sample,
+    SampleId,
     SampleState,
     Span,
     Tokens,
@@ -39,7 +41,7 @@ Row = tuple[object, ...]
 
 def group_of(number: int, lengths: list[int]) -> Group:
     """Samples of so many tokens, each written by two versions and with a word of a tool between them."""
-    group = Group(number, Prompt(number, number, (number, 1)))
+    group = Group(GroupId(number), Prompt(number, number, (number, 1)))
     for place, length in enumerate(lengths):
         versions = WeightVersion(0, 1), WeightVersion(1, 1)
         spans = (
@@ -47,7 +49,7 @@ def group_of(number: int, lengths: list[int]) -> Group:
         )
         ids = np.arange(length, dtype=np.int32) + 100 * place
         tokens = Tokens(ids, np.linspace(-2, -0.1, length, dtype=np.float32), spans)
-        sample = Sample(10 * number + place, group, SampleState.COMPLETED, tokens, segments=1)
+        sample = Sample(SampleId(10 * number + place), group, SampleState.COMPLETED, tokens, segments=1)
         sample.finish, sample.reward = (Finish.LENGTH if place == 1 else Finish.STOP), 0.25 * (place + number % 2)
         group.samples.append(sample)
     return group

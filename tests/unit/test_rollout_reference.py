@@ -21,8 +21,10 @@ from colocated_rl_rollout.reference import AT_ONCE, TOLD_AFTER, ReferencePods
 from colocated_rl_rollout.rules.samples import (
     Finish,
     Group,
+    GroupId,
     Prompt,
     Sample,
+    SampleId,
     SampleState,
     Span,
     Tokens,
@@ -92,11 +94,13 @@ async def scene(tmp_path: Path) -> AsyncIterator[Scene]:
 
 def make_group(number: int = 1, *, samples: int = 2, prompt: tuple[int, ...] = (3, 4), length: int = 5) -> Group:
     """Finished: rewards are in."""
-    group = Group(number, Prompt(0, 0, prompt))
+    group = Group(GroupId(number), Prompt(0, 0, prompt))
     for place in range(samples):
         ids = np.arange(place, place + length, dtype=np.int32)
         tokens = Tokens(ids, np.full(length, -1, np.float32), (Span(WeightVersion(0, 1), 0, length),))
-        sample = Sample(100 * number + place, group, SampleState.COMPLETED, tokens, finish=Finish.STOP, reward=1.0)
+        sample = Sample(
+            SampleId(100 * number + place), group, SampleState.COMPLETED, tokens, finish=Finish.STOP, reward=1.0
+        )
         group.samples.append(sample)
     return group
 

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from colocated_rl_api.rungs import WeightVersion
 from colocated_rl_rollout.rules.resume import (
-    Ending,
     GarbledAnswer,
     finish_of,
     join,
@@ -56,15 +55,15 @@ def tokens(*parts: tuple[int, int]) -> Tokens:
 @pytest.mark.parametrize(
     ("reason", "expected"),
     [
-        ({"type": "stop", "matched": END}, Ending.STOP),
-        ({"type": "length", "length": 3}, Ending.LENGTH),
-        ({"type": "abort", "message": "Aborted", "status_code": None}, Ending.INTERRUPTED),
-        ({"type": "abort", "message": "Abort in waiting queue"}, Ending.INTERRUPTED),
-        ({"type": "aborted"}, Ending.INTERRUPTED),
-        (None, Ending.INTERRUPTED),  # the last state that was read from an engine that died
+        ({"type": "stop", "matched": END}, Finish.STOP),
+        ({"type": "length", "length": 3}, Finish.LENGTH),
+        ({"type": "abort", "message": "Aborted", "status_code": None}, None),
+        ({"type": "abort", "message": "Abort in waiting queue"}, None),
+        ({"type": "aborted"}, None),
+        (None, None),  # the last state that was read from an engine that died
     ],
 )
-def test_finish_reasons_come_down_to_three(reason: dict[str, Any] | None, expected: Ending) -> None:
+def test_finish_reasons_come_down_to_three(reason: dict[str, Any] | None, expected: Finish | None) -> None:
     read, ending = read_answer(answer([5, 6, END], reason=reason))
     assert expected is ending
     assert [5, 6, END] == read.ids.tolist()
@@ -86,7 +85,7 @@ def test_spans_are_taken_as_the_engine_has_them() -> None:
 def test_an_abort_before_the_first_token_is_an_empty_segment() -> None:
     meta = {"weight_versions": [{"version": "3-1", "start": 0, "end": 0}]}
     read, ending = read_answer(answer([], reason={"type": "abort"}, **meta))
-    assert (0, (), Ending.INTERRUPTED) == (len(read), read.spans, ending)
+    assert (0, (), None) == (len(read), read.spans, ending)
 
 
 @pytest.mark.parametrize(
@@ -194,24 +193,26 @@ def test_whatever_is_joined_each_token_keeps_its_version(segments: list[tuple[in
 
 
 @pytest.mark.parametrize(
-    ("last", "ending", "limit", "expected"),
+    ("last", "attempt", "limit", "expected"),
     [
-        (7, Ending.STOP, 9, Finish.STOP),
-        (7, Ending.LENGTH, 2, Finish.LENGTH),
-        (7, Ending.INTERRUPTED, 9, None),
-        (END, Ending.INTERRUPTED, 9, Finish.STOP),  # hidden by the abort
-        (7, Ending.INTERRUPTED, 2, Finish.LENGTH),
-        (END, Ending.LENGTH, 2, Finish.STOP),  # hidden by the limit
-        (7, Ending.LENGTH, 9, Finish.LENGTH),  # a limit of the engine's own
+        (7, Finish.STOP, 9, Finish.STOP),
+        (7, Finish.LENGTH, 2, Finish.LENGTH),
+        (7, None, 9, None),
+        (END, None, 9, Finish.STOP),  # hidden by the abort
+        (7, None, 2, Finish.LENGTH),
+        (END, Finish.LENGTH, 2, Finish.STOP),  # hidden by the limit
+        (7, Finish.LENGTH, 9, Finish.LENGTH),  # a limit of the engine's own
     ],
 )
-def test_an_end_is_found_whatever_hides_it(last: int, ending: Ending, limit: int, expected: Finish | None) -> None:
+def test_an_end_is_found_whatever_hides_it(
+    last: int, attempt: Finish | None, limit: int, expected: Finish | None
+) -> None:
     whole = Tokens(np.array([5, last], np.int32), -np.ones(2, np.float32), (Span(WeightVersion(0, 1), 0, 2),))
-    assert expected is finish_of(whole, ending, limit=limit, end_ids={END})
+    assert expected is finish_of(whole, attempt, limit=limit, end_ids={END})
 
 
 def test_nothing_has_not_ended() -> None:
-    assert finish_of(NO_TOKENS, Ending.INTERRUPTED, limit=3, end_ids={END}) is None
+    assert finish_of(NO_TOKENS, None, limit=3, end_ids={END}) is None
 
 
 def test_the_budget_holds_over_all_attempts() -> None:

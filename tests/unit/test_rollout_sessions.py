@@ -73,7 +73,7 @@ class SessionsMachine(RuleBasedStateMachine):
         with suppress(RequestRefused):
             session = self.sessions.begin(name)
             parent = session.turns[-1] if goes_on and session.turns else None
-            before = [message for turn in (parent.path if parent else []) for message in turn.said]
+            before = [message for turn in (parent.path if parent else []) for message in turn.messages]
             said = [*before, {"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]
             tokens = Tokens(
                 np.arange(length, dtype=np.int32),

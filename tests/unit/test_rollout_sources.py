@@ -236,7 +236,7 @@ class Counting:
     def __init__(self, name: str, size: int) -> None:
         self.name, self.size, self.digest = name, size, ""
 
-    def question(self, position: int) -> tuple[int, PromptContent]:
+    def prompt(self, position: int) -> tuple[int, PromptContent]:
         return position % self.size, f"{self.name}{position}"
 
     def score(self, index: int, response: str) -> float | dict[str, Any]:
@@ -248,7 +248,7 @@ MIX = [MixPart(Counting("a", 7), weight=3), MixPart(Counting("b", 100)), MixPart
 
 def test_sources_take_turns_in_their_shares_each_at_its_own_pace() -> None:
     tasks = Tasks(MIX, seed=1)
-    asked = [str(tasks.question(position).question) for position in range(600)]
+    asked = [str(tasks.prompt(position).prompt) for position in range(600)]
     for start in range(0, 600, 6):
         assert {"a": 3, "b": 1, "c": 2} == Counter(name[0] for name in asked[start : start + 6])
     for name in "abc":
@@ -260,24 +260,24 @@ def test_sources_take_turns_in_their_shares_each_at_its_own_pace() -> None:
 @given(st.integers(0, 10_000), st.integers(0, 3))
 def test_a_restart_at_any_position_goes_on_in_the_same_order(position: int, seed: int) -> None:
     going, again = Tasks(MIX, seed=seed), Tasks(MIX, seed=seed)
-    before = [going.question(place) for place in range(position, position + 10)]
-    assert before[5:] == [again.question(place) for place in range(position + 5, position + 10)]
+    before = [going.prompt(place) for place in range(position, position + 10)]
+    assert before[5:] == [again.prompt(place) for place in range(position + 5, position + 10)]
 
 
 def test_a_row_of_a_mix_is_found_again_by_its_index() -> None:
     tasks = Tasks(MIX, seed=1)
     for position in range(tasks.size):
-        asked = tasks.question(position)
+        asked = tasks.prompt(position)
         scored = tasks.score(asked.row, "ask")
         assert not isinstance(scored, float)
-        assert str(asked.question)[0] == scored.prompt == "abc"[scored.source]
+        assert str(asked.prompt)[0] == scored.prompt == "abc"[scored.source]
     assert {"a": 7, "b": 100, "c": 2} == Counter(
-        str(tasks.question(position).question)[0]
-        for position in {tasks.question(position).row: position for position in range(tasks.size)}.values()
+        str(tasks.prompt(position).prompt)[0]
+        for position in {tasks.prompt(position).row: position for position in range(tasks.size)}.values()
     ), "one pass over the mix shows every row of every source"
 
 
 def test_each_source_holds_out_its_own_share() -> None:
     tasks = Tasks([MixPart(Counting("a", 100), held_out_percent=100), MixPart(Counting("b", 100))], seed=0)
-    asked = [tasks.question(position) for position in range(200)]
-    assert {("a", True), ("b", False)} == {(str(each.question)[0], each.held_out) for each in asked}
+    asked = [tasks.prompt(position) for position in range(200)]
+    assert {("a", True), ("b", False)} == {(str(each.prompt)[0], each.held_out) for each in asked}

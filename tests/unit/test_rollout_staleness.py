@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from colocated_rl_rollout.rules.samples import GroupId
 from colocated_rl_rollout.rules.staleness import (
     NO_DEADLINE,
     Candidate,
@@ -128,11 +129,13 @@ LATER = 7  # a deadline that no step of the tables below reaches
 def test_a_batch_is_chosen_so_that_no_group_passes_its_deadline(
     groups: list[tuple[int, int, bool]], expected: list[int] | None
 ) -> None:
-    assert expected == choose([Candidate(*group) for group in groups], step=1, batch_size=2)
+    assert expected == choose(
+        [Candidate(due, GroupId(number), is_complete) for due, number, is_complete in groups], step=1, batch_size=2
+    )
 
 
 def test_a_job_that_does_not_wait_takes_what_is_complete() -> None:
-    groups = [Candidate(1, 1, False), Candidate(LATER, 2, True), Candidate(LATER, 3, True)]
+    groups = [Candidate(1, GroupId(1), False), *(Candidate(LATER, GroupId(number), True) for number in (2, 3))]
     assert [2, 3] == choose(groups, step=1, batch_size=2, waits=False)
 
 
@@ -187,7 +190,7 @@ def test_no_group_is_ever_too_old_whatever_their_lengths(
                 group.left -= 1
         chosen = choose(
             [
-                Candidate(deadline(group.oldest, max_staleness=max_staleness), group.id, group.left == 0)
+                Candidate(deadline(group.oldest, max_staleness=max_staleness), GroupId(group.id), group.left == 0)
                 for group in groups
             ],
             step=sealed + 1,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Coroutine
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -18,11 +18,12 @@ from colocated_rl_rollout.gateway.openai_requests import CompletionRequest, Requ
 from colocated_rl_rollout.gateway.turns import EXPERTS_WEIGH, TOKENS_HELD_AT_MOST, Turns
 from colocated_rl_rollout.metrics import RolloutMetrics
 from colocated_rl_rollout.rules.chat import Chat
-from colocated_rl_rollout.rules.resume import ATTEMPTS_AT_MOST, Ending
+from colocated_rl_rollout.rules.resume import ATTEMPTS_AT_MOST
 from colocated_rl_rollout.rules.samples import Finish, Span, Tokens
 from fakes.rollout import write_model
 
 PARKED_S = 60.0
+LOST: Literal["lost"] = "lost"
 
 
 def turns_of(chat: Chat) -> Turns:
@@ -33,12 +34,13 @@ def turns_of(chat: Chat) -> Turns:
 class SlowEngines:
     """One engine, that takes an hour for an attempt.
 
-    endings: of attempts; None: it is lost. tokens: of the first one; each later one brings one token.
+    endings: of attempts. None: interrupted. LOST: its connection broke. tokens: of the first one; each later one
+    brings one token.
     """
 
     name = "a"
 
-    def __init__(self, *endings: Ending | None, tokens: int = 1) -> None:
+    def __init__(self, *endings: Finish | Literal["lost"] | None, tokens: int = 1) -> None:
         self._endings = iter(endings)
         self._tokens = tokens
 
@@ -52,7 +54,7 @@ class SlowEngines:
 
     async def generate(self, request: GenerateRequest, grew: object) -> Generated:
         await asyncio.sleep(3600)
-        if (ending := next(self._endings)) is None:
+        if (ending := next(self._endings)) == LOST:
             raise AttemptLost("its connection broke")
         count, self._tokens = self._tokens, 1
         spans = (Span(WeightVersion(0, 1), 0, count),)
@@ -67,14 +69,14 @@ def test_only_time_without_an_engine_counts_and_at_a_stretch(
 
     async def main() -> Finish | None:
         turns = turns_of(chat)
-        engines: Any = SlowEngines(Ending.INTERRUPTED, Ending.STOP)
+        engines: Any = SlowEngines(None, Finish.STOP)
         with turns.begin(CompletionRequest(np.array([5], np.int32), 9, 1.0)) as turn:
             async with asyncio.TaskGroup() as group:
                 for wait_s in waits_s:
                     await asyncio.sleep(wait_s)
                     turns.send(engines, group, at_most=9)
                     await asyncio.sleep(3601)
-            await turn.end()
+            await turn.wait_done()
         assert 2 == turn.segments
         return turn.finish
 
@@ -92,12 +94,12 @@ def test_a_turn_of_the_jobs_own_episode_waits_as_samples_do(tmp_path: Path) -> N
 
     async def main() -> Finish | None:
         turns = turns_of(chat)
-        engines: Any = SlowEngines(Ending.STOP)
+        engines: Any = SlowEngines(Finish.STOP)
         with turns.begin(CompletionRequest(np.array([5], np.int32), 9, 1.0), is_own=True) as turn:
             await asyncio.sleep(100 * PARKED_S)
             async with asyncio.TaskGroup() as group:
                 turns.send(engines, group, at_most=9)
-            await turn.end()
+            await turn.wait_done()
         return turn.finish
 
     assert Finish.STOP is virtual_time.run(main())
@@ -109,14 +111,14 @@ def test_a_long_completion_is_not_sent_again_for_ever(tmp_path: Path) -> None:
 
     async def main() -> int:
         turns = turns_of(chat)
-        engines: Any = SlowEngines(*[Ending.INTERRUPTED, *[None] * 14] * 4, tokens=28)
+        engines: Any = SlowEngines(*[None, *[LOST] * 14] * 4, tokens=28)
         with turns.begin(CompletionRequest(np.array([5], np.int32), 32, 1.0)) as turn:
             async with asyncio.TaskGroup() as group:
                 while not turn.ended:
                     turns.send(engines, group, at_most=9)
                     await asyncio.sleep(3601)
             with pytest.raises(RequestRefused, match="tokens were sent again, with a limit of 32") as refused:
-                await turn.end()
+                await turn.wait_done()
         assert 503 == refused.value.status
         return turn.attempts
 

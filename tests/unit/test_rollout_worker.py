@@ -26,7 +26,7 @@ from colocated_rl_rollout.gateway.turns import Turns
 from colocated_rl_rollout.metrics import RolloutMetrics
 from colocated_rl_rollout.rewards.prompts import PromptSource
 from colocated_rl_rollout.rewards.rewards import TaskProcesses
-from colocated_rl_rollout.rules.resume import ATTEMPTS_AT_MOST, IDLE_ATTEMPTS_AT_MOST, RESENT_AT_MOST, Ending
+from colocated_rl_rollout.rules.resume import ATTEMPTS_AT_MOST, IDLE_ATTEMPTS_AT_MOST, RESENT_AT_MOST
 from colocated_rl_rollout.rules.samples import (
     NO_TOKENS,
     Finish,
@@ -525,7 +525,7 @@ async def test_a_stop_text_that_a_switch_cuts_in_two_ends_the_sample_behind_it(s
     scene.store.start(sample)
     scene.worker._group = asyncio.TaskGroup()
     async with scene.worker._group:
-        scene.worker._accept(sample, Generated(said(scene, "wer> and more"), Ending.INTERRUPTED))
+        scene.worker._accept(sample, Generated(said(scene, "wer> and more"), finish=None))
         assert (SampleState.SCORING, Finish.STOP) == (sample.state, sample.finish)
         assert "it is 7</answer>" == scene.worker._chat.text(sample.tokens.ids.tolist())
         assert len(sample.tokens) == len(sample.tokens.logp) == sample.tokens.spans[-1].end

@@ -133,9 +133,9 @@ def test_what_is_not_supported_yet_is_said_so(tmp_path: Path, key: str, said: st
 @pytest.mark.parametrize(
     ("config", "said"),
     [
-        ({"schedule": "Cosine"}, "decaySteps says when a Linear or Cosine schedule ends"),
+        ({"schedule": "Cosine"}, "decaySteps sets when a Linear or Cosine schedule ends"),
         ({"finalLearningRate": 0.1}, "finalLearningRate is where a Linear or Cosine schedule ends"),
-        ({"decaySteps": 9}, "decaySteps says when a Linear or Cosine schedule ends"),
+        ({"decaySteps": 9}, "decaySteps sets when a Linear or Cosine schedule ends"),
         ({"schedule": "Linear", "decaySteps": 9, "warmupSteps": 9}, "decaySteps must be after warmupSteps, 9"),
         ({"optimizer": "SGD", "betas": [0.9, 0.95]}, "betas are AdamW.s"),
         ({"maxSkippedUpdates": 3}, "maxSkippedUpdates is of nonFiniteGradient Skip"),

@@ -206,7 +206,7 @@ def explanation_text(explanation: Explanation) -> str:
     for cause in explanation.causes:
         where = " ".join(part for part in (cause.pod, f"at {cause.rung}" if cause.rung else None) if part)
         lines += ["", f"{cause.reason}{f', {where}' if where else ''}: {cause.remedy.means}"]
-        lines += [f"  said:   {cause.message}"] if cause.message else []
+        lines += [f"  message:{cause.message}"] if cause.message else []
         lines += [f"  to do:  {cause.remedy.do}"]
     if explanation.waits_for:
         lines += ["", f"Nothing is wrong. It waits for: {explanation.waits_for}"]
@@ -261,8 +261,8 @@ async def evaluations(args: Namespace) -> Exit:
     found = {one.step: asdict(one) for one in read_figures(records.lines).evaluations}
     newest = job.get("status", {}).get("evaluation")
     if newest:  # the status has it even if no readable log does
-        said = {name: value for name, value in newest.items() if name != "bestOf"} | {"best_of": best_of(newest)}
-        found[newest["step"]] = {"ts": None, **found.get(newest["step"], {}), **said}
+        evaluated = {name: value for name, value in newest.items() if name != "bestOf"} | {"best_of": best_of(newest)}
+        found[newest["step"]] = {"ts": None, **found.get(newest["step"], {}), **evaluated}
     rows = [found[step] for step in sorted(found)]
     if args.output == "text":
         counts = sorted({count for row in rows for count in row["best_of"]})

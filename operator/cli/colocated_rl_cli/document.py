@@ -63,7 +63,7 @@ RIGHTS = (
     (
         "`bundle`",
         "as `explain`, and `list` of persistentvolumeclaims; `--operator` pods and pods/log there; what may not be "
-        "read is told in the archive",
+        "read is noted in the archive",
         "`view`; with pages `edit`",
     ),
 )
@@ -71,7 +71,7 @@ RIGHTS = (
 TAIL = """\
 ## Reasons, and what to do
 
-What `explain` says, by the reason that operator, members and kubelet give. Those that heal by themselves need a person
+Answers of `explain`, by the reason that operator, members and kubelet give. Those that heal by themselves need a person
 only when they stay.
 """
 

@@ -18,7 +18,7 @@ EPILOG = """\
 \b
 exit codes: 0 fine; 1 a problem was found (an invalid manifest, a job that does not move); 2 wrong words;
 3 no answer (kubectl, the API server or a member not reached, not allowed, no such job); 130 interrupted.
-Logging in is kubectl's: its contexts and plugins work, KUBECTL names another one. docs/cli.md says more.
+Logging in is kubectl's: its contexts and plugins work, KUBECTL names another one. docs/cli.md has more.
 """
 STATES = (
     "admitted", "running", "interrupted", "scoring", "completed",
@@ -178,7 +178,7 @@ COMMANDS = (
             Option(["--parquet"], metavar="FILE", help="write them there, with tokens and log-probabilities"),
         ],
         "From the rollout controller's store; those of batches that a checkpoint holds are only counted there. With "
-        "`--follow` each is told once, when its reward is in or it was given up, until the job is over, or Ctrl-C; "
+        "`--follow` each is shown once, when its reward is in or it was given up, until the job is over, or Ctrl-C; "
         "`-o json` is a line each. A connection that breaks is made again, and no sample is missed. "
         "[Samples](samples.md) has the columns of a Parquet file.",
     ),

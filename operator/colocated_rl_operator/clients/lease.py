@@ -204,7 +204,7 @@ class Lease:
                 await api.replace_lease(self._terms.namespace, lease)
             log(LOG, "lease released")
         except (ApiError, TimeoutError) as error:
-            log(LOG, "lease not released, it runs out by itself", logging.WARNING, reason=in_words(error))
+            log(LOG, "lease not released", logging.WARNING, reason=in_words(error))
 
     def _signed(self, lease: dict[str, Any], *, taken: bool) -> dict[str, Any]:
         at = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")

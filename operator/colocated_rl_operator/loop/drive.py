@@ -142,7 +142,7 @@ async def _drive(state: JobState, stopped: Stopped, context: OperatorContext) ->
             await _within(wait_s, woken)
             await _within(min(REST * state.thought_s, MAX_REST_S), hurried)
     except JobGone as error:
-        log(LOG, "the job is gone", logging.WARNING, reason=str(error))
+        log(LOG, "job deleted", logging.WARNING, reason=str(error))
         context.jobs.pop(uid, None)
 
 

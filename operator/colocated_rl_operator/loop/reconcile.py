@@ -40,11 +40,11 @@ async def one_pass(state: JobState, body: Mapping[str, Any], doors: Doors) -> fl
         if state.stall is None:
             state.failing_since = None
     except* StaleEpoch as errors:
-        log(LOG, "somebody else raised the epoch", logging.WARNING, reason=str(first(errors)))
+        log(LOG, "epoch raised elsewhere", logging.WARNING, reason=str(first(errors)))
         await doors.confirm()
         state.forget()
     except* NotFound as errors:
-        log(LOG, "something is gone, perhaps the job: looking again", logging.WARNING, reason=str(first(errors)))
+        log(LOG, "object not found, trying again", logging.WARNING, reason=str(first(errors)))
         state.forget()
         wait_s = _again_s(state, first(errors), doors)
     except* ApiError as errors:

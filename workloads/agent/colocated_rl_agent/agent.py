@@ -147,7 +147,7 @@ class Agent:
             self._journal.close()
 
     async def _live(self) -> None:
-        log(LOG, "agent up", ports=str(self.server.ports))
+        log(LOG, "agent started", ports=str(self.server.ports))
         beside = [self._tasks.create_task(self._runner.run(), name="runner link")]
         if self._settings.tends_exports:
             beside.append(self._tasks.create_task(self._look_at_volume(), name="look at volume"))
@@ -491,7 +491,7 @@ class Agent:
         self._runner_known = True
         self._wake_up()
 
-    # ----------------------------------------------------------------------------------------------------------- tell
+    # ----------------------------------------------------------------------------------------------------------- report
     def _reached(self, rung: Rung, took_s: float) -> None:
         target = self.server.target
         assert target is not None, "a rung is reached on the way to a target"

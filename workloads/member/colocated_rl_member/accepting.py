@@ -4,7 +4,7 @@ An event loop's own server takes whatever comes. Handshakes are then bounded by 
 connections that say nothing take every descriptor of the process; a thousand that come at once share its time, and none
 is done in time; and what failed for want of a descriptor is tried again at once, with a line in the log each time. Here
 what waits is left to the kernel until there is room, few handshakes go on at a time, first come, first served, and a
-connection that says nothing has no part in them: it makes room when others wait.
+connection that sends nothing has no part in them: it makes room when others wait.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class _Acceptor:
             except ConnectionError:  # it has gone again
                 continue
             except OSError as error:
-                self._troubled.log(LOG, "connections are not accepted", reason=in_words(error))
+                self._troubled.log(LOG, "connections refused", reason=in_words(error))
                 await asyncio.sleep(AGAIN_S)
                 continue
             connection.setblocking(False)
@@ -121,14 +121,14 @@ class _Acceptor:
             self._room.freed.clear()
             ended = self._end_silent() + self._end_slow()
             if ended:
-                self._crowded.log(LOG, "connections that do not get on are ended", connections=ended)
+                self._crowded.log(LOG, "stalled connections closed", connections=ended)
             elif self._count() >= self._at_a_time:
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(PATIENCE_S / 8):
                         await self._room.freed.wait()
 
     def _count(self) -> int:
-        return len(self._silent) + len(self._waiting) + len(self._beginning) + len(self._room.told)
+        return len(self._silent) + len(self._waiting) + len(self._beginning) + len(self._room.refused)
 
     def _end_silent(self) -> int:
         now = self._loop.time()

@@ -37,10 +37,10 @@ class MemberConnection(web.RequestHandler):
         if isinstance(exc, HttpProcessingError):
             why = exc.message.partition(":")[0]  # the rest quotes the caller, perhaps a token: never log it
             log(LOG, "request unreadable", logging.DEBUG, reason=why)
-            told = f"this can't be read as a request of HTTP: {why}"
+            message = f"this can't be read as a request of HTTP: {why}"
         else:
             super().handle_error(request, status, exc, message)  # for its log; raises if an answer has begun
-            told = f"{HTTPStatus(status).phrase}: see the log of this pod"
-        answer = web.json_response(error_body(status, told), status=status)
+            message = f"{HTTPStatus(status).phrase}: see the log of this pod"
+        answer = web.json_response(error_body(status, message), status=status)
         answer.force_close()
         return answer

@@ -30,26 +30,27 @@ class Bound:
     def __init__(self, most: int, event: str) -> None:
         self.most = most
         self._event = event
-        self._is_told = False
+        self._is_logged = False
 
     def is_reached(self, count: int) -> bool:
-        if count >= self.most and not self._is_told:
-            self._is_told = True
+        if count >= self.most and not self._is_logged:
+            self._is_logged = True
             log(LOG, self._event, logging.WARNING, most=self.most)
         elif count <= self.most * 3 // 4:
-            self._is_told = False
+            self._is_logged = False
         return count >= self.most
 
 
 class RoomFor:
     """A RoomFor makes a port's protocols: its own for up to `most` connections, beyond them ones that turn away.
 
-    held: returns how many of its own are open. told: connections that are turned away. freed: one of those has ended.
+    held: returns how many of its own are open. refused: connections that are turned away. freed: one of those has
+    ended.
     """
 
     def __init__(self, most: int, held: Callable[[], int], own: Callable[[], asyncio.BaseProtocol]) -> None:
         self._bound, self._held, self._own = Bound(most, "port has no room"), held, own
-        self.told: set[asyncio.BaseProtocol] = set()
+        self.refused: set[asyncio.BaseProtocol] = set()
         self.freed = asyncio.Event()
 
     def __call__(self) -> asyncio.BaseProtocol:
@@ -65,7 +66,7 @@ class _NoRoom(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast("asyncio.Transport", transport)
-        self._room.told.add(self)
+        self._room.refused.add(self)
         self._deadline = asyncio.get_running_loop().call_later(LINGER_S, self._transport.abort)
 
     def data_received(self, data: bytes) -> None:
@@ -74,6 +75,6 @@ class _NoRoom(asyncio.Protocol):
             self._transport.write(ANSWER)
 
     def connection_lost(self, error: Exception | None) -> None:
-        self._room.told.discard(self)
+        self._room.refused.discard(self)
         self._room.freed.set()
         self._deadline.cancel()

@@ -43,7 +43,7 @@ async def serve(settings: RolloutSettings) -> None:
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, controller.drain)
         async with asyncio.TaskGroup() as group:
-            makes = settings.recording is None  # makes questions and rewards; a recording already has them
+            makes = settings.recording is None  # makes prompts and rewards; a recording already has them
             keeping = group.create_task(processes.run(), name="task-processes") if makes else None
             await controller.run()
             if keeping is not None:

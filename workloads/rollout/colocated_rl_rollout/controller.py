@@ -63,7 +63,7 @@ class Controller:
     """Runs until `drain` or goal Stop.
 
     session: for the engines' gates; every request has a connection of its own.
-    processes: those that make questions and score answers; the caller keeps them up.
+    processes: those that make prompts and score answers; the caller keeps them up.
     """
 
     def __init__(
@@ -297,12 +297,12 @@ class Controller:
     # ------------------------------------------------------------------------------------------------- facts
     async def _report(self) -> None:
         """Publish facts that a plan depends on at once, and progress figures now and then."""
-        told, told_at = self._decisive(), -self._progress_s
+        reported, reported_at = self._decisive(), -self._progress_s
         while True:
             self._dirty.clear()
             now = asyncio.get_running_loop().time()
-            if self._decisive() != told or now >= told_at + self._progress_s:
-                told, told_at = self._decisive(), now
+            if self._decisive() != reported or now >= reported_at + self._progress_s:
+                reported, reported_at = self._decisive(), now
                 await self._publish()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self._progress_s):

@@ -71,7 +71,7 @@ class _Player:
     playing: dict[int, asyncio.Future[TaskReply | None]] = field(default_factory=dict)
     lost: asyncio.Future[str] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
 
-    async def tell(self, kind: str, line: Play | Stop) -> None:
+    async def send(self, kind: str, line: Play | Stop) -> None:
         """Send a line; the process counts as lost if it does not take it."""
         try:
             await self.connection.send(f'{{"{kind}": {line.model_dump_json()}}}\n'.encode(), deadline_s=SEND_S)
@@ -151,7 +151,7 @@ class Episodes:
         player.playing[number] = ended = asyncio.get_running_loop().create_future()
         try:
             address = f"{self._gateway()}/sessions/{session.id}"
-            await player.tell("play", Play(episode=number, row=row, address=address))
+            await player.send("play", Play(episode=number, row=row, address=address))
             await self._end_of(ended, session, deadline_s=source.deadline_seconds)
         finally:
             if ended.done():
@@ -173,10 +173,10 @@ class Episodes:
 
     async def _stop(self, player: _Player, number: int) -> None:
         """End an episode, or else the process that plays it."""
-        await player.tell("stop", Stop(episode=number))
+        await player.send("stop", Stop(episode=number))
         await asyncio.wait([player.playing[number]], timeout=self._stop_s)
         if not player.playing.pop(number).done():
-            player.lose(f"an episode did not end within {self._stop_s:.0f} s of being told to")
+            player.lose(f"an episode did not end within {self._stop_s:.0f} s of being asked to")
 
     # ------------------------------------------------------------------------------------------------- one process
     async def _keep_up(self) -> None:

@@ -1,9 +1,9 @@
 """Evaluation measures the mean reward of one weights version on the held-out prompts, beside rollout.
 
-Answers to each prompt are sampled as the evaluation says, or else as in rollout. Every answer comes from one and the
-same version: an answer that other weights made, in part or in whole, is discarded and requested again. An evaluation
-ends when all answers are in, or when the operator asks for another one. `worker` sends its requests, before those of
-rollout.
+Answers to each prompt are sampled as the evaluation asks for, or else as in rollout. Every answer comes from one and
+the same version: an answer that other weights made, in part or in whole, is discarded and requested again. An
+evaluation ends when all answers are in, or when the operator asks for another one. `worker` sends its requests, before
+those of rollout.
 """
 
 from __future__ import annotations
@@ -175,12 +175,12 @@ class Evaluator:
                 return
         self.problem = None
         if len(self._held_out) < samples:
-            log(LOG, "fewer held-out prompts", logging.WARNING, samples=len(self._held_out), wanted=samples)
+            log(LOG, "held-out prompts missing", logging.WARNING, samples=len(self._held_out), wanted=samples)
         self._begin()
 
     def _stop(self, error: Exception) -> None:
         """Stop without a result, which is better than a made-up one: the operator's deadline ends the wait for it."""
-        log(LOG, "evaluation impossible", logging.ERROR, reason=str(error))
+        log(LOG, "evaluation refused", logging.ERROR, reason=str(error))
         self.problem = Problem(reason="EvaluationImpossible", message=str(error)[:1024])
         self._board = None
         self._changed()
@@ -222,7 +222,7 @@ class Evaluator:
             self._board = Scoreboard(self._asked, prompts=len(self._held_out), responses=self.how.responses)
             self._began = time.monotonic()
             self._redone = self._unscored = 0
-            log(LOG, "evaluation began", step=self._asked, samples=len(self._held_out))
+            log(LOG, "evaluation started", step=self._asked, samples=len(self._held_out))
         self._changed()
 
     # ------------------------------------------------------------------------------------------------- one answer
@@ -292,7 +292,7 @@ class Evaluator:
     async def _take(self, board: Scoreboard, place: int, prompt: Prompt, generated: Generated) -> None:
         """Score a complete answer as in training, 0 unless it ended by itself; request an interrupted one again."""
         tokens = generated.tokens
-        finish = finish_of(tokens, generated.ending, limit=self._board_limit, end_ids=self._chat.end_ids)
+        finish = finish_of(tokens, generated.finish, limit=self._board_limit, end_ids=self._chat.end_ids)
         reward = await self._reward(prompt, tokens) if finish is Finish.STOP else 0.0
         if reward is None:
             self._redone += 1

@@ -27,7 +27,9 @@ from colocated_rl_member.data import DataClient
 from colocated_rl_rollout.metrics import RolloutMetrics
 from colocated_rl_rollout.rules.samples import (
     Group,
+    GroupId,
     Sample,
+    SampleId,
     SampleState,
     Scores,
 )
@@ -89,9 +91,9 @@ class ReferencePods:
         self._changed = changed
         self._rest_s = rest_s
         self._pods: dict[Endpoint, _Pod] = {}
-        self._due: dict[int, Sample] = {}  # samples that may be sent, by id, oldest request first
-        self._left: dict[int, dict[int, Sample]] = {}  # samples without scores, by group; perhaps no longer wanted
-        self._trouble: dict[int, _Trouble] = {}  # by sample
+        self._due: dict[SampleId, Sample] = {}  # samples that may be sent, by id, oldest request first
+        self._left: dict[GroupId, dict[SampleId, Sample]] = {}  # without scores, perhaps no longer wanted
+        self._trouble: dict[SampleId, _Trouble] = {}  # by sample
         self._tasks: set[asyncio.Task[None]] = set()
         self._words = ""  # of the newest failure
         metrics.unscored.set_function(lambda: self.unscored)
@@ -258,7 +260,7 @@ class ReferencePods:
 def _words_of(body: bytes) -> str:
     """Return the reference's message, which quotes no sample; for any other body, its length."""
     try:
-        said = ScoreError.model_validate_json(body)
+        refusal = ScoreError.model_validate_json(body)
     except pydantic.ValidationError:
         return f"{len(body)} bytes"
-    return f"{said.error}: {said.message}"[:300]
+    return f"{refusal.error}: {refusal.message}"[:300]

@@ -74,9 +74,9 @@ class Sealer(ABC):
 
     def _log_sealed(self, record: BatchRecord, since: float, *, filtered_groups: int | None = None) -> None:
         """Log that a batch is sealed. since: on the monotonic clock."""
-        said = record.model_dump(exclude={"sha256"}) | {"reward_mean": round(record.reward_mean, 4)}
+        fields = record.model_dump(exclude={"sha256"}) | {"reward_mean": round(record.reward_mean, 4)}
         took_s = round(time.monotonic() - since, 3)
-        log(LOG, "batch sealed", **said, filtered_groups=filtered_groups, took_s=took_s)
+        log(LOG, "batch sealed", **fields, filtered_groups=filtered_groups, took_s=took_s)
 
 
 def trainer_ranks(spec: ColocatedRLJobSpec) -> int:

@@ -63,7 +63,7 @@ def read_settings(arguments: Sequence[str], environment: Mapping[str, str]) -> R
         "--task-processes",
         type=int,
         default=max(1, min(4, (os.cpu_count() or 1) // 4)),
-        help="processes that make questions and score answers",
+        help="processes that make prompts and score answers",
     )
     parser.add_argument("--drain-seconds", type=float, default=DRAIN_S, help="after SIGTERM, for responses to end")
     parser.add_argument("--progress-seconds", type=float, default=PROGRESS_S, help="between reports of progress")

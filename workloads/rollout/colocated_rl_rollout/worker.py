@@ -60,6 +60,7 @@ from colocated_rl_rollout.rules.samples import (
     Finish,
     Group,
     Sample,
+    SampleId,
     SampleState,
 )
 from colocated_rl_rollout.rules.staleness import (
@@ -117,7 +118,7 @@ class Worker(Sealer):
         self._sessions = sessions
         self._metrics = metrics
         self._group: asyncio.TaskGroup  # while `run` is up
-        self._tasks: dict[int, asyncio.Task[None]] = {}  # by sample
+        self._tasks: dict[SampleId, asyncio.Task[None]] = {}  # by sample
         self._sealing: asyncio.Task[None] | None = None
         self._collecting_since = time.monotonic()
         self._looks_again: asyncio.TimerHandle | None = None  # for room on the volume
@@ -292,7 +293,7 @@ class Worker(Sealer):
             self._metrics.attempts.labels("rejected").inc()
             self._replace(sample, SampleState.FAILED, "EngineRejected", str(error))
         else:
-            self._metrics.attempts.labels(generated.ending).inc()
+            self._metrics.attempts.labels(generated.finish or "interrupted").inc()
             self._metrics.resent_tokens.inc(len(sample.tokens))
             self._accept(sample, generated)
 
@@ -315,7 +316,7 @@ class Worker(Sealer):
         segment = generated.tokens
         whole = join(sample.tokens, segment)
         limit = self._rollout.max_response_tokens
-        finish = finish_of(whole, generated.ending, limit=limit, end_ids=self._chat.end_ids)
+        finish = finish_of(whole, generated.finish, limit=limit, end_ids=self._chat.end_ids)
         stop = stopped_at(whole.ids.tolist(), self._stops, self._chat.text)
         if stop is not None:
             finish, whole, segment = Finish.STOP, cut(whole, stop), cut(segment, stop - len(sample.tokens))
@@ -410,7 +411,7 @@ class Worker(Sealer):
             return
         self._give_up(group, "GroupGivenUp")
         self.problem = Problem(reason=reason, message=f"group {group.id} given up: {message}"[:1024])
-        log(LOG, "group given up", logging.WARNING, group=group.id, reason=message)
+        log(LOG, "group abandoned", logging.WARNING, group=group.id, reason=message)
 
     def _give_up(self, group: Group, reason: str) -> None:
         """Discard a group, whatever of it is under way."""
@@ -475,7 +476,7 @@ class Worker(Sealer):
         works = self._store.counts[SampleState.RUNNING] > 0 or len(self._store.waiting) > 0
         return works and not self._only_records and loop.time() < since + least_s - MOMENT_S
 
-    def _scores_of(self, groups: Iterable[Group]) -> dict[int, NDArray[np.float32]] | None:
+    def _scores_of(self, groups: Iterable[Group]) -> dict[SampleId, NDArray[np.float32]] | None:
         """Return the reference's scores of each response, by sample; None without a reference."""
         if self._reference is None:
             return None

@@ -23,7 +23,7 @@ class Exit(IntEnum):
 
 
 class CliError(Exception):
-    """The base class; a message says what was attempted, on what, and what to do next."""
+    """The base class; a message states what was attempted, on what, and what to do next."""
 
     code = Exit.NO_ANSWER
 

@@ -134,7 +134,7 @@ async def _until_it_serves(process: asyncio.subprocess.Process, stderr_file: Pat
                 return
     except TimeoutError as error:
         raise NotReached(f"kubectl proxy did not start within {START_DEADLINE_S:.0f} s") from error
-    raise NotReached(f"kubectl proxy did not start: {_content(stderr_file) or 'it said nothing'}")
+    raise NotReached(f"kubectl proxy did not start: {_content(stderr_file) or 'it wrote nothing'}")
 
 
 def _content(file: Path) -> str:

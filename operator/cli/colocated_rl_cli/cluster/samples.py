@@ -123,7 +123,7 @@ async def rollout_pod(api: Api, job: str) -> str:
             and pod["status"].get("phase") == "Running"
         ):
             return str(pod["metadata"]["name"])
-    raise ObjectMissing(f"job {api.namespace}/{job} has no rollout pod that runs: kubectl crlj explain {job} says why")
+    raise ObjectMissing(f"job {api.namespace}/{job} has no rollout pod that runs: kubectl crlj explain {job} shows why")
 
 
 def listed(rows: list[Row], form: str, *, text: bool) -> str:

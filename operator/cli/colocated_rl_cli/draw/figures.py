@@ -292,7 +292,7 @@ def _spans(lines: Sequence[Line], ladder: Ladder) -> list[RungSpan]:
     for line in lines:
         if line.get("role") not in names.GPU_ROLES:  # the operator's lines are about the whole group
             continue
-        if line.get("event") == "agent up" and line["pod"] not in rises:
+        if line.get("event") == "agent started" and line["pod"] not in rises:
             rises[line["pod"]].append({**line, "rung": Rung.UNKNOWN})
         elif _is_of_a_rung(line):
             rises[line["pod"]].append(line)

@@ -81,13 +81,13 @@ def plain_line(line: Line) -> str | None:
             )
         case "evaluation ended":
             return f"step {line['step']:3d}: held-out mean reward {line['mean']:.3f} ± {line['stderr']:.3f}"
-        case "agent up":
+        case "agent started":
             return f"{line['pod']}: the agent is up, the trainer starts"
         case "trainers loaded":
             return (
                 f"{line['pod']}: the trainer is up after {line['took_s']:.0f} s; the engine starts on its weights next"
             )
-        case "engine up":
+        case "engine started":
             return f"{line['pod']}: the engine is up after {line['took_s']:.0f} s"
         case "problem":
             return f"{line['pod']}: {line['reason']}: {line.get('message', '')}"

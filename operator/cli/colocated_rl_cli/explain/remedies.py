@@ -29,7 +29,7 @@ REMEDIES: dict[str, Remedy] = {
     "NotSeen": Remedy(
         "no operator has looked at this job",
         "see that one runs and watches this namespace: "
-        "kubectl get deployment -A -l app.kubernetes.io/name=colocated-rl; its log says why it does not",
+        "kubectl get deployment -A -l app.kubernetes.io/name=colocated-rl; its log shows why it does not",
     ),
     "SpecNotSeen": Remedy(
         "the operator has not looked at the newest spec yet", "wait; if it stays, see the operator's log", heals=True
@@ -41,7 +41,7 @@ REMEDIES: dict[str, Remedy] = {
     "ObjectRefused": Remedy(
         "the API server does not admit an object of the job, or its deletion: quota, pod security, a webhook, a "
         "missing right, a name that is taken; or it fails at it",
-        "put right what the message says; the operator tries again every 30 s",
+        "put right what the message names; the operator tries again every 30 s",
     ),
     "VolumeLost": Remedy(
         "somebody deleted a volume of the job, and nothing is begun anew in its place",
@@ -54,7 +54,7 @@ REMEDIES: dict[str, Remedy] = {
         "or raise backoffLimit: it goes on from its newest checkpoint",
     ),
     "FailurePolicy": Remedy(
-        "a rule of spec.failurePolicy says that such a failure ends the job",
+        "a rule of spec.failurePolicy ends the job at such a failure",
         "put right what the message names, or the rule, then kubectl crlj retry JOB: it goes on from its newest "
         "checkpoint",
     ),
@@ -85,12 +85,12 @@ REMEDIES: dict[str, Remedy] = {
     ),
     "Suspending": Remedy("spec.suspend is true: members stop, then pods go", "wait", heals=True),
     "Suspended": Remedy("spec.suspend is true: the job has no pods, its volumes are kept", "kubectl crlj resume JOB"),
-    "Retried": Remedy("a failed job is told to go on: its former pods go first", "wait", heals=True),
+    "Retried": Remedy("a failed job is asked to go on: its former pods go first", "wait", heals=True),
     # --- the operator, of a climb that begins again
     "PodReplaced": Remedy(
         "a GPU pod was replaced, so the trainers start together again, unless it had engines alone",
         "nothing, unless it goes on happening; it uses up backoffLimit only if the pod failed by itself, or if a rule "
-        "says so",
+        "shows it",
         heals=True,
     ),
     "TrainerDied": Remedy(
@@ -117,7 +117,7 @@ REMEDIES: dict[str, Remedy] = {
     "NoPod": Remedy(
         "a seat of the job has no pod", "see the job's events: something does not admit it, or it is made soon"
     ),
-    "PodNotRunning": Remedy("a container of the pod does not run", "read the message; kubectl describe pod says more"),
+    "PodNotRunning": Remedy("a container of the pod does not run", "read the message; kubectl describe pod shows more"),
     "Unschedulable": Remedy(
         "no node has room for the pod",
         "see the message: free devices or add nodes, correct gpus.resourceName or resources, or ask for fewer replicas",
@@ -197,7 +197,7 @@ REMEDIES: dict[str, Remedy] = {
         heals=True,
     ),
     "ExportTorn": Remedy(
-        "weights on the volume that GPU pods share are not what their manifest says, or are not seen there",
+        "weights on the volume that GPU pods share do not match their manifest, or are not seen there",
         "see that the storage class gives one volume to pods on several nodes (ReadWriteMany), and shows each what "
         "others wrote",
         heals=True,
@@ -225,9 +225,7 @@ REMEDIES: dict[str, Remedy] = {
         "a TrainOnly job finds no whole batch of its next step in the recording; it looks again",
         "lower spec.steps to what is recorded, or let it be recorded; look at spec.recorded",
     ),
-    "QuestionsNotMade": Remedy(
-        "the task could not make its questions; it is asked again", "read the message", heals=True
-    ),
+    "PromptsNotMade": Remedy("the task could not make its prompts; it is asked again", "read the message", heals=True),
     "HeldOutPromptsNotMade": Remedy(
         "the prompts of the evaluation could not be made; they are asked for again", "read the message", heals=True
     ),
@@ -250,7 +248,7 @@ REMEDIES: dict[str, Remedy] = {
     ),
     "VerifierFailed": Remedy(
         "the reward function failed on the answers of a group, which was given up for it",
-        "the message says where it was raised; make the function take every answer",
+        "the message names where it was raised; make the function take every answer",
         heals=True,
     ),
     "RewardTimedOut": Remedy(
@@ -269,13 +267,13 @@ REMEDIES: dict[str, Remedy] = {
         heals=True,
     ),
     "PlayerLost": Remedy(
-        "the process that plays episodes ended, or did not end one when told to; it is started again",
+        "the process that plays episodes ended, or did not end one when asked to; it is started again",
         "if it goes on, see container rewards: its log, and whether rollout.prompts.resources leave it memory",
         heals=True,
     ),
     "EpisodeFailed": Remedy(
         "episodes of the environment failed until their group was given up",
-        "the message says where; play the environment alone with vf-eval over the job's gateway",
+        "the message names where; play the environment alone with vf-eval over the job's gateway",
         heals=True,
     ),
     "EpisodeHung": Remedy(

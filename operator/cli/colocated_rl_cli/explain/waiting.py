@@ -25,7 +25,7 @@ MOVERS: dict[Rung, Mover] = {
     Rung.SEALED: Mover("its agent closes the gate", "settle_seconds"),
     Rung.CLOSED: Mover("requests in flight are ended and handed back", "settle_seconds"),
     Rung.SETTLED: Mover("the engine pauses", "engine_call_seconds"),
-    Rung.PAUSED: Mover("the engine's scheduler says that it is idle", "engine_call_seconds"),
+    Rung.PAUSED: Mover("the engine's scheduler reports that it is idle", "engine_call_seconds"),
     Rung.DRAINED: Mover("the engine releases its memory", "engine_call_seconds"),
     Rung.RELEASED: Mover("the trainer, which has the GPU, makes the step (after a start: loads its checkpoint)", None),
     Rung.SCORED: Mover("the trainer, which has scores of the batch, makes the step", None),

@@ -27,7 +27,7 @@ README = """\
 A support archive of job {job}, made by kubectl crlj bundle {version} at {at}.
 
 job.yaml, pods/*.yaml, claims.yaml, events.yaml   objects as the API server had them
-explanation.txt                                   what kubectl crlj explain said
+explanation.txt                                   the output of kubectl crlj explain
 pods/POD/CONTAINER.log, .previous.log             logs, as far as kubelet keeps them
 pods/POD/state.json, progress.json, metrics.txt   the members' own pages
 operator/                                         the operator's pods and logs, where asked for

@@ -23,11 +23,11 @@ class DriverError(Exception):
 
 
 class CallRefused(DriverError):
-    """The neighbour refused. said: its message, for code to act on. Never log or show it: it may quote the request."""
+    """The neighbour refused. detail: its message, for code alone. Never log or show it: it may quote the request."""
 
-    def __init__(self, message: str, *, said: str = "") -> None:
+    def __init__(self, message: str, *, detail: str = "") -> None:
         super().__init__(message)
-        self.said = said
+        self.detail = detail
 
 
 class NothingDone(CallRefused):

@@ -26,7 +26,7 @@ SUPPORTED_VERSIONS = ("0.5.23",)
 FLUSH_MARGIN = 0.8  # the engine's flush timeout as a share of our deadline: its answer must come first
 MAX_ANSWER_BYTES = 64 * 1024 * 1024  # with a checksum it names each tensor of each rank
 MAX_ERROR_BYTES = 1000
-SEE_LOG = "the engine's log says why"
+SEE_LOG = "see the engine's log"
 ENGINE_KEEP_ALIVE_S = 75
 IDLE_CONNECTION_S = 15.0  # well below the engine's: a request on a connection that the engine just closed is lost
 
@@ -286,7 +286,7 @@ class SGLang:
         try:
             await self._call("POST", "/generate", {"input_ids": [0], "sampling_params": bias})
         except CallRefused as refusal:
-            known = re.search(r"logit_bias .* in \[0, (\d+)\]", refusal.said)
+            known = re.search(r"logit_bias .* in \[0, (\d+)\]", refusal.detail)
             return int(known[1]) + 1 if known else None
         except OutcomeUnknown:
             return None
@@ -326,7 +326,7 @@ class SGLang:
         path = "/update_weights_from_disk"
         answer = read_answer(UpdateAnswer, await self._call("POST", path, body), path)
         if not answer.success:
-            raise CallRefused(f"update to {version}: it did not succeed; {SEE_LOG}", said=answer.message)
+            raise CallRefused(f"update to {version}: it did not succeed; {SEE_LOG}", detail=answer.message)
 
     async def checksum(self) -> tuple[str, dict[str, tuple[str, ...]]]:
         """Return the checksum of the weights in memory, and those of each parameter. Raises CallRefused.
@@ -336,7 +336,7 @@ class SGLang:
         path = "/weights_checker"  # its other actions overwrite weights
         answer = read_answer(ChecksumAnswer, await self._call("POST", path, {"action": "checksum"}), path)
         if not answer.success or answer.per_engine_checksum is None:
-            raise CallRefused(f"checksum of the weights: none was given; {SEE_LOG}", said=answer.message)
+            raise CallRefused(f"checksum of the weights: none was given; {SEE_LOG}", detail=answer.message)
         return answer.per_engine_checksum, answer.by_parameter()
 
     async def continue_(self) -> None:
@@ -374,8 +374,8 @@ class SGLang:
         ):
             text = await read_body(answer, call, most_bytes=MAX_ANSWER_BYTES)
         if answer.status != 200:
-            said = text[:MAX_ERROR_BYTES].decode(errors="replace")
-            raise CallRefused(f"{call}: HTTP {answer.status}, {len(text)} bytes; {SEE_LOG}", said=said)
+            detail = text[:MAX_ERROR_BYTES].decode(errors="replace")
+            raise CallRefused(f"{call}: HTTP {answer.status}, {len(text)} bytes; {SEE_LOG}", detail=detail)
         if answer.content_type != "application/json":
             return None
         try:

@@ -100,7 +100,7 @@ async def fetch_shard(
         raise ShardUnavailable(f"{what}: {failure_of(error)}") from error
     if digest.hexdigest() != expected:
         raise ShardUnavailable(
-            f"{what}: digest {digest.hexdigest()[:16]}, the header says {(expected or 'nothing')[:16]}"
+            f"{what}: digest {digest.hexdigest()[:16]}, the header declares {(expected or 'nothing')[:16]}"
         )
     draft.replace(path)
     return path

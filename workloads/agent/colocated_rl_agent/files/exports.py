@@ -214,7 +214,7 @@ def _read_files(directory: Path, manifest: Manifest, beat: Beat) -> dict[str, Te
     tensors: dict[str, TensorEntry] = {}
     for (path, digest), read in zip(named, found, strict=True):
         if read != digest:
-            raise ExportTorn(f"{path} has digest {read}, its manifest says {digest}")
+            raise ExportTorn(f"{path} has digest {read}, its manifest declares {digest}")
         tensors |= _tensors(path)
         beat()
     return tensors

@@ -268,7 +268,7 @@ class Journal:
             try:
                 self._rewrite()
             except OSError as error:  # the record is written: the file is only longer than necessary
-                log(LOG, "journal not rewritten, it goes on as it is", logging.WARNING, reason=str(error))
+                log(LOG, "journal not rewritten", logging.WARNING, reason=str(error))
 
     def _rewrite(self) -> None:
         """Replace the file by the shortest equal journal. Raises OSError; appends go on to the file then in place."""

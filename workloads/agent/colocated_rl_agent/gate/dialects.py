@@ -184,12 +184,12 @@ class NativeReply:
             return event
         self._ended = True
         try:
-            said = _event(event)
-            state = last_state(said, rid=self._rid, version=self._version)
+            sent = _event(event)
+            state = last_state(sent, rid=self._rid, version=self._version)
         except GateRefusal as refusal:
             self._refusal, self.outcome = refusal, "error"
             return event
-        self._last = event if state == said else to_json(state)
+        self._last = event if state == sent else to_json(state)
         self.size = len(self._last)
         self._tokens = len(state["output_ids"])
         self.outcome = "aborted" if state["meta_info"]["finish_reason"]["type"] == "abort" else "finished"
@@ -208,23 +208,23 @@ class NativeReply:
         return self._last if self._ended else to_json(self._state())
 
     def _state(self) -> dict[str, Any]:
-        said = _event(self._last) if self._last else {"text": "", "output_ids": []}
-        return last_state(said, rid=self._rid, version=self._version)
+        sent = _event(self._last) if self._last else {"text": "", "output_ids": []}
+        return last_state(sent, rid=self._rid, version=self._version)
 
 
-def last_state(said: dict[str, Any], *, rid: str, version: WeightVersion) -> dict[str, Any]:
+def last_state(sent: dict[str, Any], *, rid: str, version: WeightVersion) -> dict[str, Any]:
     """Return the finished answer from the last chunk; one cut off counts as aborted. Raises GateRefusal."""
-    _raise_error(said)
+    _raise_error(sent)
     with _understood():
-        ids, told = [*said.get("output_ids", [])], {**said.get("meta_info", {})}
+        ids, meta_info = [*sent.get("output_ids", [])], {**sent.get("meta_info", {})}
         version_of_none = {} if ids else {"weight_version": str(version)}  # only the engine knows the version of tokens
-        meta: dict[str, Any] = {"id": rid, "completion_tokens": len(ids)} | version_of_none | told
+        meta: dict[str, Any] = {"id": rid, "completion_tokens": len(ids)} | version_of_none | meta_info
         reason = meta.get("finish_reason") or ENGINE_LOST
         if reason["type"] == "abort" and reason.get("status_code") is not None:
             if reason.get("message") != ABORTED_WHILE_COMPILING:
                 raise GateRefusal(error_status(reason["status_code"]), str(reason.get("message")))
             reason = {"type": "abort", "message": ABORTED_WHILE_COMPILING}
-        return {**said, "output_ids": ids, "meta_info": {**meta, "finish_reason": reason}}
+        return {**sent, "output_ids": ids, "meta_info": {**meta, "finish_reason": reason}}
 
 
 # ---------------------------------------------------------------------------------------------------- OpenAI routes
@@ -325,11 +325,11 @@ class OpenAIReply:
             raise self._refusal
         choice = dict(self._choice)
         with _understood():
-            told = (choice.get("logprobs") or {}).get("content")
-            if told is not None and len(told) != self.tokens:  # H27
+            scored = (choice.get("logprobs") or {}).get("content")
+            if scored is not None and len(scored) != self.tokens:  # H27
                 raise GateRefusal(
                     502,
-                    f"the engine gave log-probabilities of {len(told)} of {self.tokens} tokens: its streams of chats "
+                    f"the engine gave log-probabilities of {len(scored)} of {self.tokens} tokens: its streams of chats "
                     "have none of a character's first bytes; /generate has all",
                 )
         choice["finish_reason"] = choice.get("finish_reason") or "abort"
@@ -414,17 +414,17 @@ def _streams(asked: dict[str, Any]) -> bool:
 def _event(event: bytes) -> dict[str, Any]:
     """Parse one event. Raises GateRefusal if it is not a JSON object."""
     try:
-        said = from_json(event)
+        parsed = from_json(event)
     except ValueError as error:
         raise GateRefusal(502, f"the engine sent {len(event)} bytes that are not JSON") from error
-    if not isinstance(said, dict):
+    if not isinstance(parsed, dict):
         raise GateRefusal(502, "the engine sent a chunk that is not an object")
-    return said
+    return parsed
 
 
-def _raise_error(said: dict[str, Any]) -> None:
+def _raise_error(parsed: dict[str, Any]) -> None:
     """Raise GateRefusal with the code of an error inside a stream, if there is one."""
-    error = said.get("error")
+    error = parsed.get("error")
     if error is None:
         return
     code, message = (error.get("code"), error.get("message", error)) if isinstance(error, dict) else (None, error)

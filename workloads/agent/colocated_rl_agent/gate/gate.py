@@ -127,7 +127,7 @@ class Gate:
     def open(self, backend: Backend) -> None:
         self._leave_upstream()
         self._backend, self._upstream = backend, Upstream(backend.url)
-        self._tell()
+        self._notify()
 
     def close(self) -> None:
         """Close the gate. It is effective on return: every later request is refused."""
@@ -135,11 +135,11 @@ class Gate:
         self._leave_upstream()
         for running in self._running:
             running.call.wait_for_caller(CLOSING_S)
-        self._tell()
+        self._notify()
 
     def enter_epoch(self, epoch: int) -> None:
         self.epoch = epoch
-        self._tell()
+        self._notify()
 
     async def settled(self) -> None:
         """Wait until nothing is in flight."""
@@ -156,7 +156,7 @@ class Gate:
             await route.serve(call)
 
     # --------------------------------------------------------------------------------------------------- the state
-    def _tell(self) -> None:
+    def _notify(self) -> None:
         self._news.set()
         self._news = asyncio.Event()
         self._changed()

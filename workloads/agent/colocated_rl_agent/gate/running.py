@@ -72,8 +72,8 @@ class Running:
         before = reply.size
         events = self._events.feed(piece)
         for event in events:
-            if event != DONE and (said := reply.take(event)) is not None and streams:
-                given.append(b"data: %b\n\n" % said)  # noqa: PERF401 - a comprehension takes longer for one event
+            if event != DONE and (sent := reply.take(event)) is not None and streams:
+                given.append(b"data: %b\n\n" % sent)  # noqa: PERF401 - a comprehension takes longer for one event
         if given:
             self.call.give(b"".join(given), STREAM)
         if reply.size != before:

@@ -151,7 +151,7 @@ class Engine:
             if info.pool_tokens is not None and self._journal.memory.pool_tokens is None:
                 self._journal.pool_measured(info.pool_tokens)
             (self._settings.directories.sockets / f"{ENGINE_NAME}.yaml").unlink(missing_ok=True)
-            log(LOG, "engine up", incarnation=incarnation, version=str(version), took_s=_since(started))
+            log(LOG, "engine started", incarnation=incarnation, version=str(version), took_s=_since(started))
             self._unasked = None
             self._set(self.view.answered(version, checksum))
 
@@ -232,7 +232,7 @@ class Engine:
         if not remembered.is_whole and not paused:
             return remembered.broke("it takes requests while memory is released")
         if remembered.version is not None and remembered.version != version:
-            return remembered.broke(f"it holds {version}, the journal says {remembered.version}")
+            return remembered.broke(f"it holds {version}, the journal has {remembered.version}")
         # the gate admitted nothing since this agent started, and an engine is drained before it releases memory
         drained = paused and not remembered.is_whole
         return replace(remembered, checksum=checksum, paused=paused, drained=drained, flushed=False)
@@ -337,7 +337,7 @@ class Engine:
                 _, before = await client.checksum()
             await client.update(directory, version)
             if (found := await client.weight_version()) != version:
-                raise CallRefused(f"it says {found} after the update to {version}")
+                raise CallRefused(f"it reports {found} after the update to {version}")
             checksum = await self._checksum(client, version)
             self._require_changes(held, before)
 
@@ -367,7 +367,7 @@ class Engine:
             except DriverError as error:
                 raise WeightsDoubted(f"it gives no log-probabilities of the probe: {error}") from error
             mean = require_agreement(probe.logp, found, dtype=self._dtype)
-            log(LOG, "probe agrees", version=str(self.view.version), mean_nats=mean, tokens=len(found))
+            log(LOG, "probe passed", version=str(self.view.version), mean_nats=mean, tokens=len(found))
 
         await self._change("probe", compare, EngineView.agreed)
 

@@ -98,8 +98,8 @@ class Trainers:
     @property
     def exported(self) -> WeightVersion | None:
         """Return the version that every rank of the pod reports as exported, or None."""
-        said = {view.exported for view in self.views}
-        return said.pop() if len(said) == 1 else None
+        versions = {view.exported for view in self.views}
+        return versions.pop() if len(versions) == 1 else None
 
     async def close(self) -> None:
         for client in self._clients.values():
@@ -380,7 +380,9 @@ class Trainers:
         if not view.is_alive:
             return
         if (status.rank, status.lineage) != (rank, view.lineage):
-            self.broke(rank, f"it says rank {status.rank}, lineage {status.lineage}, and was started as {view.lineage}")
+            self.broke(
+                rank, f"it reports rank {status.rank}, lineage {status.lineage}, and was started as {view.lineage}"
+            )
             return
         self._set(
             view.reported(
@@ -404,8 +406,8 @@ class Trainers:
         self._changed()
 
 
-def _other(words: str, said: object, wanted: object) -> str:
-    return "" if said == wanted else f"it answered as if it were done, and {words} {said}, not {wanted}"
+def _other(words: str, found: object, wanted: object) -> str:
+    return "" if found == wanted else f"it answered as if it were done, and {words} {found}, not {wanted}"
 
 
 def _other_state(wanted: TrainerState) -> Callable[[TrainerStatus], str]:

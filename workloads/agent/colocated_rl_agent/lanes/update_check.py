@@ -12,7 +12,7 @@ Engines fuse and split tensors. The parts of a fused parameter are found by name
 changed if any rank's part has. A parameter of another name (scales, buffers) is not judged. Where the engine computes
 in a narrower type than the export has, or quantizes, a small change may vanish, so only the second half is judged.
 
-Two things it can't tell. Tensors that another change put in the place of the right ones, for instance two layers
+Two faults it can't detect. Tensors that another change put in the place of the right ones, for instance two layers
 exchanged: a checksum depends on the engine's layout, so it compares with those of other engines alone. And one part of
 a fused parameter that was left as it was while another part changed.
 """
@@ -81,7 +81,7 @@ def require_changes(
 
 
 def _sources(parameter: str, tensors: Set[str]) -> tuple[str, ...]:
-    """Return the names of the exported tensors that make up a parameter; none if its name tells nothing."""
+    """Return the names of the exported tensors that make up a parameter; none if its name is unknown."""
     if parameter in tensors:
         return (parameter,)
     if (expert := _EXPERT.fullmatch(parameter)) is not None:

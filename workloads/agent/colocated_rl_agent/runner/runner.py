@@ -276,13 +276,13 @@ class Runner:
     def _accept(self) -> None:
         connection, _ = self.listener.accept()
         if was_started_here(connection):
-            log("connection refused", reason="only the agent may tell the runner what to do")
+            log("connection refused", reason="only the agent may send requests to the runner")
             connection.close()
             return
         self._drop_agent()
         self.agent = AgentConnection(connection)
         self.selector.register(connection, selectors.EVENT_READ, self._on_agent)
-        self._tell(
+        self._send(
             event="hello",
             protocol=PROTOCOL,
             runner=self.id,
@@ -313,11 +313,11 @@ class Runner:
         try:
             parsed = json.loads(line)
             request = parsed if isinstance(parsed, dict) else {}
-            self._tell(id=request.get("id"), ok=True, **self._carry_out(request))
+            self._send(id=request.get("id"), ok=True, **self._carry_out(request))
         except CommandRefused as refusal:
-            self._tell(id=request.get("id"), ok=False, error=refusal.error, message=str(refusal))
+            self._send(id=request.get("id"), ok=False, error=refusal.error, message=str(refusal))
         except (ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError) as error:
-            self._tell(id=request.get("id"), ok=False, error="BadRequest", message=repr(error))
+            self._send(id=request.get("id"), ok=False, error="BadRequest", message=repr(error))
 
     def _carry_out(self, request: dict[str, Any]) -> dict[str, Any]:
         op = request["op"]
@@ -348,7 +348,7 @@ class Runner:
             raise CommandRefused("NoSuchChild", f"{name} was never started by this runner")
         return child
 
-    def _tell(self, **message: Any) -> None:
+    def _send(self, **message: Any) -> None:
         if self.agent is not None:
             self.agent.unsent += json.dumps(message, separators=(",", ":")).encode() + b"\n"
             self._send_all()
@@ -439,19 +439,19 @@ class Runner:
         del self.groups[child.process.pid]
         log("child exited", child=child.name, incarnation=child.incarnation, code=child.code)
         status = child.status()
-        self._tell(event="exited", **{key: status[key] for key in ("name", "incarnation", "code", "tail")})
+        self._send(event="exited", **{key: status[key] for key in ("name", "incarnation", "code", "tail")})
 
     # ------------------------------------------------------------------------------------------------ the end
     def _on_signal(self) -> None:
         numbers = os.read(self.wakeup, 1024)
-        is_told = (signal.SIGTERM in numbers or signal.SIGINT in numbers) and self.terminate_at is None
-        if is_told:  # reported before the exits of children that got the signal too: they have not failed
+        is_signalled = (signal.SIGTERM in numbers or signal.SIGINT in numbers) and self.terminate_at is None
+        if is_signalled:  # reported before the exits of children that got the signal too: they have not failed
             wait_s = max(0.0, self.grace_s - RESERVE_S)
             self.terminate_at = time.monotonic() + wait_s
             log("runner terminating", children_end_in_s=wait_s)
-            self._tell(event="terminating", children_end_in_s=wait_s)
+            self._send(event="terminating", children_end_in_s=wait_s)
         self._reap()
-        if is_told and not self.groups:
+        if is_signalled and not self.groups:
             self._end(128 + signal.SIGTERM)
 
     def _end(self, code: int) -> None:

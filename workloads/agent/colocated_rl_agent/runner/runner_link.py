@@ -213,4 +213,4 @@ class RunnerLink:
             elif (answer := self._answers.get(message["id"])) is not None and not answer.done():
                 answer.set_result(message)
             else:
-                log(LOG, "runner answered too late", logging.WARNING, reason=f"request {message['id']}")
+                log(LOG, "runner reply dropped", logging.WARNING, reason=f"request {message['id']}")

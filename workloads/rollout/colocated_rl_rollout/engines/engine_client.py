@@ -29,12 +29,11 @@ from colocated_rl_api.rungs import WeightVersion
 from colocated_rl_member.data import DataClient
 from colocated_rl_rollout.rules.resume import (
     NO_EXPERTS,
-    Ending,
     GarbledAnswer,
     read_answer,
     read_experts,
 )
-from colocated_rl_rollout.rules.samples import NO_TOKENS, Tokens
+from colocated_rl_rollout.rules.samples import NO_TOKENS, Finish, Tokens
 
 LOG = logging.getLogger(__name__)
 
@@ -46,7 +45,7 @@ REST_AT_MOST_S = 30.0
 GIVE_UP_MARGIN_S = 30.0  # beyond settleSeconds, in which the agent itself ends every request
 IDLE_CONNECTION_S = 600.0  # requests come in bursts, a training step apart; a handshake costs more than a connection
 KEEPALIVE_S = 20  # silence on a connection before the first probe, and then between two probes
-KEEPALIVE_QUESTIONS = 3
+KEEPALIVE_PROBES = 3
 MAX_ANSWER_BYTES = 256 * 1024 * 1024
 MAX_ERROR_BYTES = 2048
 TOO_LONG = ("context length", "longer than", "maximum allowed length")  # as SGLang 0.5.23 words it
@@ -84,13 +83,13 @@ class AnswerGarbled(GateRefused):
 class RequestRejected(Exception):
     """The engine itself rejected the request, 4xx (H8).
 
-    said: its message, only for the sender of the request, because it may quote it. is_too_long: the request is too
+    detail: its message, only for the sender of the request, because it may quote it. is_too_long: the request is too
     long.
     """
 
-    def __init__(self, message: str, *, said: str = "", is_too_long: bool = False) -> None:
+    def __init__(self, message: str, *, detail: str = "", is_too_long: bool = False) -> None:
         super().__init__(message)
-        self.said = said
+        self.detail = detail
         self.is_too_long = is_too_long
 
 
@@ -152,11 +151,11 @@ class Generated:
     """Holds the result of one engine attempt. experts: of each token but the last, where they were wanted."""
 
     tokens: Tokens
-    ending: Ending
+    finish: Finish | None  # None: it was interrupted
     experts: NDArray[np.int32] = field(default_factory=lambda: NO_EXPERTS)
 
 
-NOTHING = Generated(NO_TOKENS, Ending.INTERRUPTED)
+NOTHING = Generated(NO_TOKENS, finish=None)
 
 
 def gate_connector() -> aiohttp.TCPConnector:
@@ -173,8 +172,8 @@ def gate_socket(address: aiohttp.AddrInfoType) -> socket.socket:
     for option, value in (
         (socket.TCP_KEEPIDLE, KEEPALIVE_S),
         (socket.TCP_KEEPINTVL, KEEPALIVE_S),
-        (socket.TCP_KEEPCNT, KEEPALIVE_QUESTIONS),
-        (socket.TCP_USER_TIMEOUT, KEEPALIVE_S * (1 + KEEPALIVE_QUESTIONS) * 1000),  # for what was sent
+        (socket.TCP_KEEPCNT, KEEPALIVE_PROBES),
+        (socket.TCP_USER_TIMEOUT, KEEPALIVE_S * (1 + KEEPALIVE_PROBES) * 1000),  # for what was sent
     ):
         made.setsockopt(socket.IPPROTO_TCP, option, value)
     return made
@@ -237,7 +236,7 @@ class EngineClient:
                 await self._follow()
                 self._set(None, "its stream ended")
             except (aiohttp.ClientError, OSError, TimeoutError, GateRefused, ValueError) as error:
-                if not is_exhausted(error):  # that says nothing about the gate
+                if not is_exhausted(error):  # that is no fault of the gate
                     self._set(None, failure_of(error)[:200])
             await asyncio.sleep(RECONNECT_S * (0.5 + random.random()))
 
@@ -251,7 +250,7 @@ class EngineClient:
 
     def _set(self, state: GateState | None, reason: str | None = None) -> None:
         was, self.state = self.state, state
-        if _told(was) == _told(state):
+        if _reported(was) == _reported(state):
             return
         if state is None:
             event, patience_s = "gate lost", SILENCE_S
@@ -366,14 +365,14 @@ class _GateAnswer:
         except (ValueError, RecursionError) as error:
             raise AnswerGarbled(f"answer of {self._name} is not JSON: {failure_of(error)}") from error
 
-    def _read(self, said: Any) -> Generated:
+    def _read(self, answer: Any) -> Generated:
         try:
-            tokens, ending = read_answer(said)
+            tokens, finish = read_answer(answer)
             first = self._request.experts_from
             if first is None or not len(tokens):
-                return Generated(tokens, ending)
+                return Generated(tokens, finish)
             rows = len(self._request.input_ids) + len(tokens) - 1 - first  # the last token was sampled, and not read
-            return Generated(tokens, ending, read_experts(said, rows=rows, width=self._request.experts_width))
+            return Generated(tokens, finish, read_experts(answer, rows=rows, width=self._request.experts_width))
         except GarbledAnswer as error:
             raise AnswerGarbled(f"answer of {self._name}: {error}") from error
 
@@ -388,20 +387,20 @@ class _Stream(_GateAnswer):
     def feed(self, piece: bytes) -> None:
         super().feed(piece)
         *events, self._bytes = self._bytes.split(b"\n\n")
-        said = [event for event in events if event.startswith(b"data: ") and event != b"data: [DONE]"]
-        if said:
-            self._take(bytes(said[-1].removeprefix(b"data: ")))  # the last event includes those before it
+        data = [event for event in events if event.startswith(b"data: ") and event != b"data: [DONE]"]
+        if data:
+            self._take(bytes(data[-1].removeprefix(b"data: ")))  # the last event includes those before it
 
     def end(self) -> Generated:
         return self.so_far
 
     def _take(self, event: bytes) -> None:
-        said = self._parse(event)
-        if failure := _failure_in(said):
+        event_body = self._parse(event)
+        if failure := _failure_in(event_body):
             raise _refusal(self._name, *failure)
-        generated = self._read(said)
+        generated = self._read(event_body)
         if len(generated.tokens) < len(self.so_far.tokens):
-            raise AnswerGarbled(f"{self._name} took back tokens that it had said")
+            raise AnswerGarbled(f"{self._name} took back tokens that it had sent")
         grown = len(generated.tokens) > len(self.so_far.tokens)
         self.so_far = generated
         if grown:
@@ -420,13 +419,13 @@ def _refusal(name: str, status: int, text: str) -> Exception:
     if 400 <= status < 500:
         too_long = any(words in text for words in TOO_LONG)
         why = ": prompt and response are longer than its context" if too_long else ""
-        return RequestRejected(answered + why, said=f"{name} answered {status}: {text[:300]}", is_too_long=too_long)
+        return RequestRejected(answered + why, detail=f"{name} answered {status}: {text[:300]}", is_too_long=too_long)
     return AttemptLost(answered)
 
 
-def _failure_in(said: Any) -> tuple[int, str] | None:
+def _failure_in(event: Any) -> tuple[int, str] | None:
     """Return status and text of an event that is an error, or an abort that is one (H8), else None."""
-    match said:
+    match event:
         case {"error": {"code": int(code), "message": str(text)}}:
             return code, text
         case {"error": error} if error is not None:
@@ -437,7 +436,7 @@ def _failure_in(said: Any) -> tuple[int, str] | None:
             return None
 
 
-def _told(state: GateState | None) -> tuple[bool, WeightVersion | None] | None:
+def _reported(state: GateState | None) -> tuple[bool, WeightVersion | None] | None:
     """Return the part of a gate's state that anybody acts on."""
     return None if state is None else (state.open, state.version)
 

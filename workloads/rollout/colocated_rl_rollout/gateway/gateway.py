@@ -259,9 +259,9 @@ class Gateway:
         with self._turns.begin(asking, streams=form.streams, engine=engine, is_own=is_own) as turn:
             if form.streams:
                 return await self._stream(Stream(request), reply, turn, place)
-            await turn.end()
+            await turn.wait_done()
             await self._record(place, reply, turn)
-            whole = reply.whole(self._chat, turn.tokens, turn.finish, said_of(turn))
+            whole = reply.whole(self._chat, turn.tokens, turn.finish, extension_of(turn))
             return web.json_response(whole)
 
     async def _stream(
@@ -270,19 +270,19 @@ class Gateway:
         pieces = Pieces(reply, self._chat)
         while not turn.ended:
             turn.grew.clear()
-            await stream.tell(pieces.more(turn.so_far))
+            await stream.send(pieces.more(turn.so_far))
             if not await wait_until_set(turn.grew, SILENCE_S):
                 await stream.write(COMMENT)
         try:
-            await turn.end()
+            await turn.wait_done()
             await self._record(place, reply, turn)
         except RequestRefused as refused:
             if not stream.begun:
                 raise
             self._metrics.refused_requests.labels(refused.status).inc()
-            await stream.tell([refused.body()])
+            await stream.send([refused.body()])
         else:
-            await stream.tell(pieces.rest(turn.tokens, turn.finish, said_of(turn)))
+            await stream.send(pieces.rest(turn.tokens, turn.finish, extension_of(turn)))
             await stream.write(DONE)
         return await stream.end()
 
@@ -291,11 +291,11 @@ class Gateway:
         if place is None:
             return
         text, calls = reply.read(self._chat, turn.tokens, turn.finish)
-        said = [*place.said, as_rendered(message_of(text, reply.called(calls)))] if reply.form.chat else []
+        messages = [*place.messages, as_rendered(message_of(text, reply.called(calls)))] if reply.form.chat else []
         await self._sessions.record(
             place.session,
             place.parent,
-            said,
+            messages,
             place.setting,
             prompt=turn.asked.prompt,
             tokens=turn.tokens,
@@ -310,7 +310,7 @@ class TurnPlace:
 
     session: Session
     parent: RecordedTurn | None
-    said: tuple[Mapping[str, Any], ...]
+    messages: tuple[Mapping[str, Any], ...]
     setting: str
 
 
@@ -357,7 +357,7 @@ class Stream:
     def begun(self) -> bool:
         return self._response.prepared
 
-    async def tell(self, events: Iterable[dict[str, Any]]) -> None:
+    async def send(self, events: Iterable[dict[str, Any]]) -> None:
         for event in events:
             await self.write(b"data: " + json.dumps(event, ensure_ascii=False).encode() + b"\n\n")
 
@@ -375,7 +375,7 @@ class Stream:
         return self._response
 
 
-def said_of(turn: Turn) -> Extension:
+def extension_of(turn: Turn) -> Extension:
     return extension(turn.tokens, turn.finish, turn.segments, turn.experts if turn.asked.experts else None)
 
 
@@ -398,7 +398,7 @@ def _session_name(request: web.Request) -> str:
 
 
 def headers_of(refused: RequestRefused) -> dict[str, str]:
-    """Return Retry-After where a retry helps, and tell clients that retry by themselves where it does not."""
+    """Return Retry-After where a retry helps, and stop clients from retrying by themselves where it does not."""
     if refused.retry_s is not None:
         return {"Retry-After": str(refused.retry_s)}
     return {"X-Should-Retry": "false"} if refused.status == 409 or refused.status >= 500 else {}

@@ -34,7 +34,7 @@ class GrowingText:
     def __init__(self, decoder: Decoder) -> None:
         self._decoder = decoder
         self._window: list[int] = []
-        self._told = 0  # characters of the window's text that were returned
+        self._returned = 0  # characters of the window's text that were returned
 
     def more(self, ids: Iterable[int]) -> str:
         """Return the text that further tokens add."""
@@ -42,12 +42,12 @@ class GrowingText:
         if not self._window or self._window[-1] in self._decoder.byte_ids:
             return ""
         text = self._decoder.text(self._window)
-        told = len(text.removesuffix(CUT_OFF))
-        piece = text[self._told : told]
-        self._told = max(self._told, told)
+        whole = len(text.removesuffix(CUT_OFF))
+        piece = text[self._returned : whole]
+        self._returned = max(self._returned, whole)
         if len(self._window) > WINDOW:
             kept = self._window[-KEPT:]
-            again = len(self._decoder.text(kept)) - (len(text) - self._told)
+            again = len(self._decoder.text(kept)) - (len(text) - self._returned)
             if again > 0:
-                self._window, self._told = kept, again
+                self._window, self._returned = kept, again
         return piece

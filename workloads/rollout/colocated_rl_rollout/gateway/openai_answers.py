@@ -1,4 +1,4 @@
-"""The shapes of what clients of the gateway are told: OpenAI's, and what they don't have (`colocated_rl`)."""
+"""Define the shapes of the gateway's answers: OpenAI's, and an extension (`colocated_rl`)."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class RoutedExperts(TypedDict):
 
     data: Annotated[str, Field(description="Base64 of int32, little-endian: rows times width, as the engine has them")]
     rows: Annotated[
-        int, Field(description="a row for each token but the last; fewer where an engine was lost before it said more")
+        int, Field(description="a row for each token but the last; fewer where an engine was lost before it sent more")
     ]
     width: Annotated[int, Field(description="layers times experts of a token")]
 

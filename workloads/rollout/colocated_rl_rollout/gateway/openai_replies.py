@@ -49,7 +49,7 @@ class CompletionReply:
     id: str
 
     # ------------------------------------------------------------------------------------------------- at once
-    def whole(self, chat: Chat, tokens: Tokens, finish: Finish | None, said: Extension) -> dict[str, Any]:
+    def whole(self, chat: Chat, tokens: Tokens, finish: Finish | None, extension: Extension) -> dict[str, Any]:
         text, calls = self.read(chat, tokens, finish)
         choice: dict[str, Any] = {"index": 0, "finish_reason": _reason(finish, calls)}
         if self.form.chat:
@@ -64,7 +64,7 @@ class CompletionReply:
             "choices": [choice],
             "usage": self.usage(tokens),
             **({"prompt_token_ids": self.asked.prompt.tolist()} if self.form.token_ids else {}),
-            EXTENSION: said,
+            EXTENSION: extension,
         }
 
     def read(self, chat: Chat, tokens: Tokens, finish: Finish | None) -> tuple[str, list[Call]]:
@@ -116,7 +116,7 @@ class Pieces:
         self._held = ""  # text that may become a mark
         self._is_marked = False  # all further text is sent at the end
         self._decoded = 0  # tokens
-        self._told = 0  # tokens that were sent
+        self._sent = 0  # tokens that were sent
         self._length = 0  # characters that were sent
         self._begun = False
 
@@ -133,17 +133,17 @@ class Pieces:
         if piece and visible(text, self._reply.asked.stops) == text:
             yield from self._event(piece, tokens)
 
-    def rest(self, tokens: Tokens, finish: Finish | None, said: Extension) -> Iterator[dict[str, Any]]:
+    def rest(self, tokens: Tokens, finish: Finish | None, extension: Extension) -> Iterator[dict[str, Any]]:
         """Return events for the rest, and those that close the stream."""
         text, calls = self._reply.read(self._chat, tokens, finish)
         new = text[self._length :]
-        if new or len(tokens) > self._told or not self._begun:
+        if new or len(tokens) > self._sent or not self._begun:
             yield from self._event(new, tokens)
         if calls:
             called = [{"index": place, **call} for place, call in enumerate(self._reply.called(calls))]
             yield self._chunk({"delta": {"tool_calls": called}})
         closing = self._chunk(self._empty(), finish_reason=_reason(finish, calls))
-        yield closing | {EXTENSION: said}
+        yield closing | {EXTENSION: extension}
         if self._reply.form.usage:
             yield {**self._chunk({}), "choices": [], "usage": self._reply.usage(tokens)}
 
@@ -153,13 +153,13 @@ class Pieces:
             yield self._chunk({"delta": {"role": "assistant", "content": ""}})
         choice: dict[str, Any] = {"delta": {"content": new}} if form.chat else {"text": new}
         if form.logprobs:
-            choice["logprobs"] = self._reply.logprobs(self._chat, tokens, self._told, self._length)
+            choice["logprobs"] = self._reply.logprobs(self._chat, tokens, self._sent, self._length)
         if form.token_ids:
-            choice["token_ids"] = tokens.ids[self._told :].tolist()
+            choice["token_ids"] = tokens.ids[self._sent :].tolist()
         event = self._chunk(choice)
         if form.token_ids and not self._begun:
             event["prompt_token_ids"] = self._reply.asked.prompt.tolist()
-        self._length, self._told, self._begun = self._length + len(new), len(tokens), True
+        self._length, self._sent, self._begun = self._length + len(new), len(tokens), True
         yield event
 
     def _empty(self) -> dict[str, Any]:
@@ -217,7 +217,7 @@ def extension(
     tokens: Tokens, finish: Finish | None, segments: int, experts: NDArray[np.int32] | None = None
 ) -> Extension:
     """Return the members that OpenAI's answers lack. experts: None where the client does not want them."""
-    said: Extension = {
+    extension: Extension = {
         "interrupted": finish is None,
         "segments": segments,
         "weight_versions": versions_of(tokens),
@@ -225,8 +225,8 @@ def extension(
     if experts is not None:
         rows, width = experts.shape
         data = base64.b64encode(experts.astype("<i4", copy=False).tobytes()).decode()
-        said["routed_experts"] = {"data": data, "rows": rows, "width": width}
-    return said
+        extension["routed_experts"] = {"data": data, "rows": rows, "width": width}
+    return extension
 
 
 def versions_of(tokens: Tokens) -> list[VersionSpan]:

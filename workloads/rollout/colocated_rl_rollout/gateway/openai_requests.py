@@ -273,11 +273,11 @@ BodyT = TypeVar("BodyT", bound=Body)
 
 def read_body(kind: type[BodyT], text: bytes, *, model: str) -> tuple[BodyT, Form]:
     """Return the parsed request and the form of its reply. Raises RequestRefused."""
-    said = _read_object(text)
-    may_call = said.get("tool_choice") != "none"
-    _take_out(ONLY, said)
+    sent = _read_object(text)
+    may_call = sent.get("tool_choice") != "none"
+    _take_out(ONLY, sent)
     try:
-        body = kind.model_validate({name: value for name, value in said.items() if name not in WITHOUT_EFFECT})
+        body = kind.model_validate({name: value for name, value in sent.items() if name not in WITHOUT_EFFECT})
     except pydantic.ValidationError as error:
         raise _refused(error) from error
     if body.model != model:
@@ -305,12 +305,12 @@ def _read_object(text: bytes) -> dict[str, Any]:
         raise RequestRefused(400, f"the body is not JSON: {number} is no number there")
 
     try:
-        said = json.loads(text, object_pairs_hook=once, parse_constant=none)
+        sent = json.loads(text, object_pairs_hook=once, parse_constant=none)
     except (ValueError, RecursionError) as error:
         raise RequestRefused(400, f"the body is not JSON: {error}"[:300]) from error
-    if not isinstance(said, dict):
+    if not isinstance(sent, dict):
         raise RequestRefused(400, "the body is not a JSON object")
-    return said
+    return sent
 
 
 def read_reward(text: bytes) -> SessionReward:
@@ -321,10 +321,10 @@ def read_reward(text: bytes) -> SessionReward:
         raise _refused(error) from error
 
 
-def _take_out(only: Mapping[str, tuple[Sequence[Any], str]], said: dict[str, Any], place: str = "") -> None:
-    """Remove parameters that request nothing from `said`. Raises RequestRefused."""
+def _take_out(only: Mapping[str, tuple[Sequence[Any], str]], sent: dict[str, Any], place: str = "") -> None:
+    """Remove parameters that request nothing from `sent`. Raises RequestRefused."""
     for name, (taken, why) in only.items():
-        value = said.pop(name, None)
+        value = sent.pop(name, None)
         if value is not None and not any(_is_same(value, nothing) for nothing in taken):
             message = f"{place}{name} can't be {_short(value)}: {why}"
             raise RequestRefused(400, message, param=place + name, code="unsupported_value")
@@ -362,7 +362,9 @@ def prompt_of(conversation: Conversation, chat: Chat) -> tuple[int, ...]:
         text = chat.rendered(conversation.messages, tools=conversation.tools, options=conversation.options)
         return _not_empty(chat.encode(text), "messages")
     except Unrenderable as error:
-        raise RequestRefused(400, f"the model's chat template refuses this: {error.said}", param="messages") from error
+        raise RequestRefused(
+            400, f"the model's chat template refuses this: {error.detail}", param="messages"
+        ) from error
 
 
 def text_prompt_of(body: TextBody, chat: Chat) -> tuple[int, ...]:
@@ -376,7 +378,7 @@ def text_prompt_of(body: TextBody, chat: Chat) -> tuple[int, ...]:
     try:
         return _not_empty(chat.encode(prompt, special=True), "prompt")
     except Unrenderable as error:
-        raise RequestRefused(400, f"the prompt can't be read: {error.said}", param="prompt") from error
+        raise RequestRefused(400, f"the prompt can't be read: {error.detail}", param="prompt") from error
 
 
 def asked(
@@ -437,7 +439,7 @@ def _refused(error: pydantic.ValidationError) -> RequestRefused:
     if first["type"] == "extra_forbidden":
         message = f"{place} is not a parameter that is known here"
         return RequestRefused(400, message, param=place, code="unknown_parameter")
-    instead = f"; write {said}" if (said := INSTEAD.get(str(*field))) else ""
+    instead = f"; write {value}" if (value := INSTEAD.get(str(*field))) else ""
     return RequestRefused(400, f"{place}: {first['msg'][:500]}{instead}", param=place)
 
 

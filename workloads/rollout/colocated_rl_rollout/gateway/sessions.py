@@ -54,13 +54,13 @@ MARK = "\u2063colocated-rl-reply\u2063"  # stands for a reply while the template
 
 @dataclass(frozen=True, eq=False)
 class RecordedTurn:
-    """One answered turn. said: messages since the parent, its reply the last. context: ids between the parent's end and
-    the reply; for the first turn of a path, the whole prompt.
+    """This turn was answered. messages: those since the parent, the reply last. context: ids between the parent's end
+    and the reply; for the first turn of a path, the whole prompt.
     """
 
     number: int
     parent: RecordedTurn | None
-    said: tuple[Mapping[str, Any], ...]
+    messages: tuple[Mapping[str, Any], ...]
     setting: str  # tools and template options
     context: NDArray[np.int32]
     tokens: Tokens
@@ -83,8 +83,9 @@ class RecordedTurn:
         return ids
 
     @property
-    def messages(self) -> int:
-        return sum(len(turn.said) for turn in self.path)
+    def history_length(self) -> int:
+        """Return how many messages lie up to the end of its reply."""
+        return sum(len(turn.messages) for turn in self.path)
 
     @property
     def size(self) -> int:
@@ -117,13 +118,14 @@ class Session:
 
     def match(self, conversation: Conversation) -> RecordedTurn | None:
         """Return the turn with the longest history that the conversation continues, or None."""
-        said, setting = [told(message) for message in conversation.messages], setting_of(conversation)
+        history, setting = [normalized(message) for message in conversation.messages], setting_of(conversation)
         ends: dict[int, int] = {}  # messages up to the end of each turn that matches
         for turn in self.turns:
             start = ends.get(turn.parent.number, -1) if turn.parent else 0
-            end = start + len(turn.said)
-            if start >= 0 and turn.said and turn.setting == setting:
-                ends |= {turn.number: end} if [told(message) for message in turn.said] == said[start:end] else {}
+            end = start + len(turn.messages)
+            can_match = start >= 0 and turn.messages and turn.setting == setting
+            if can_match and [normalized(message) for message in turn.messages] == history[start:end]:
+                ends[turn.number] = end
         best = max(ends, key=lambda number: (ends[number], number), default=None)
         return None if best is None else self.turns[best - 1]
 
@@ -215,7 +217,7 @@ class Sessions:
         self,
         session: Session,
         parent: RecordedTurn | None,
-        said: Sequence[Mapping[str, Any]],
+        messages: Sequence[Mapping[str, Any]],
         setting: str,
         *,
         prompt: NDArray[np.int32],
@@ -226,11 +228,11 @@ class Sessions:
         """Record a turn; return when it is durable and may be sent. Raises RequestRefused when the session is gone."""
         if self._sessions.get(session.id) is not session or session.reward is not None:
             raise RequestRefused(409, f"session {session.id} ended before this turn did", code="session_ended")
-        start = (len(parent.ids), parent.messages) if parent else (0, 0)
+        start = (len(parent.ids), parent.history_length) if parent else (0, 0)
         turn = RecordedTurn(
             len(session.turns) + 1,
             parent,
-            tuple(said[start[1] :]),
+            tuple(messages[start[1] :]),
             parent.setting if parent else setting,  # the same, and kept once
             prompt[start[0] :].copy(),
             tokens,
@@ -410,7 +412,7 @@ def prompt_after(turn: RecordedTurn, conversation: Conversation, chat: Chat) -> 
 
     The template is rendered with a mark in the reply's place: what follows the mark follows the reply.
     """
-    known = turn.messages
+    known = turn.history_length
     marked = [
         *conversation.messages[: known - 1],
         {"role": "assistant", "content": MARK},
@@ -443,7 +445,7 @@ def context_tokens(ids: NDArray[np.int32]) -> Tokens:
     return Tokens(ids, np.zeros(len(ids), np.float32), ())
 
 
-def told(message: Mapping[str, Any]) -> Any:
+def normalized(message: Mapping[str, Any]) -> Any:
     """Normalize a message for comparison: clients add members to a reply, omit some, and write JSON their own way."""
     if message["role"] != "assistant":
         return message
@@ -460,7 +462,7 @@ def _row_of(session: Session, turn: RecordedTurn) -> Statement:
         session.id,
         turn.number,
         turn.parent.number if turn.parent else None,
-        json.dumps(turn.said),
+        json.dumps(turn.messages),
         "" if turn.parent else turn.setting,
         turn.context.tobytes(),
         *tables.packed(turn.tokens),

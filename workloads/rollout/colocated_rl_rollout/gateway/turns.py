@@ -88,7 +88,7 @@ class Turn:
     def held(self) -> int:
         return (len(self.asked.prompt) + self.asked.limit) * (EXPERTS_WEIGH if self.asked.experts else 1)
 
-    async def end(self) -> None:
+    async def wait_done(self) -> None:
         """Return when the turn has ended. Raises RequestRefused."""
         while not self.ended:
             self.grew.clear()
@@ -227,7 +227,7 @@ class Turns:
             turn.attempt = None
             self._park(turn)
         except GateRefused as error:
-            log(LOG, "turn's attempt lost", logging.DEBUG, gate=engine.name, turn=turn.number, reason=str(error))
+            log(LOG, "turn attempt lost", logging.DEBUG, gate=engine.name, turn=turn.number, reason=str(error))
             turn.resent += len(turn.tokens)
             self._interrupt(turn)
         except RequestRejected as error:
@@ -245,7 +245,7 @@ class Turns:
         turn.experts = join_experts(turn.experts, generated.experts)[: len(asked.prompt) + len(turn.tokens) - 1]
         turn.segments += brought
         turn.finish = (
-            finish_of(whole, generated.ending, limit=asked.limit, end_ids=self._chat.end_ids)
+            finish_of(whole, generated.finish, limit=asked.limit, end_ids=self._chat.end_ids)
             if stop is None
             else Finish.STOP
         )
@@ -312,4 +312,4 @@ def _ended() -> RequestRefused:
 def refusal_of(error: RequestRejected) -> RequestRefused:
     """Return the engine's rejection in its own words, which have both numbers where a prompt is too long."""
     code = "context_length_exceeded" if error.is_too_long else "rejected_by_engine"
-    return RequestRefused(400, error.said, code=code)
+    return RequestRefused(400, error.detail, code=code)

@@ -87,18 +87,18 @@ async def _handed_on(request: web.Request, process: Process) -> web.StreamRespon
                     await response.prepare(request)
                 await response.write(piece)
         code = await asyncio.wait_for(process.wait(), QUIET_S)
-        said = (await complaints).decode(errors="replace").strip()[-WORDS_AT_MOST:]
+        complaint = (await complaints).decode(errors="replace").strip()[-WORDS_AT_MOST:]
     except TimeoutError:
-        code, said = -1, f"nothing more of it for {QUIET_S:.0f} s"
+        code, complaint = -1, f"nothing more of it for {QUIET_S:.0f} s"
     finally:
         complaints.cancel()
     if code == 0:
         async with reading(request, response):
             await response.write_eof()
         return response
-    log(LOG, "samples not exported", logging.ERROR, reason=said)
+    log(LOG, "samples not exported", logging.ERROR, reason=complaint)
     if not response.prepared:
-        raise web.HTTPInternalServerError(text=f"no file of samples could be written: {said}\n")
+        raise web.HTTPInternalServerError(text=f"no file of samples could be written: {complaint}\n")
     if request.transport is not None:
         request.transport.abort()
     raise ClientGone(response)

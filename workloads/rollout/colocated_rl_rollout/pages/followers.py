@@ -66,13 +66,13 @@ class Followers:
         news = asyncio.Event()
         self._store.followers.add(news)
         try:
-            return await self._tell(request, news, after, state, self._text if text else None)
+            return await self._send(request, news, after, state, self._text if text else None)
         except ClientGone as gone:
             return gone.response
         finally:
             self._store.followers.discard(news)
 
-    async def _tell(
+    async def _send(
         self,
         request: web.Request,
         news: asyncio.Event,

@@ -50,7 +50,7 @@ ON_LOOPBACK = {"servers": [LOOPBACK]}
 ON_DATA_PORT = {"servers": [DATA_PORT], "security": [{TOKEN_SCHEME: []}]}
 ON_BOTH = {"servers": [LOOPBACK, DATA_PORT], "security": [{}, {TOKEN_SCHEME: []}]}
 NO_TOKEN = {"401": ("on the data port, without its token", answers.ErrorAnswer)}
-REFUSED = {**NO_TOKEN, "default": ("refused, or ended; docs/gateway.md says when", answers.ErrorAnswer)}
+REFUSED = {**NO_TOKEN, "default": ("refused, or ended; docs/gateway.md lists the cases", answers.ErrorAnswer)}
 SESSION = {"schema": {"type": "string", "pattern": f"^{SESSION_NAME.pattern}$"}, "description": "a session's name"}
 IN_PATH = {"name": "session", "in": "path", "required": True, **SESSION}
 IN_HEADER = {"name": SESSION_HEADER, "in": "header", **SESSION}
@@ -71,8 +71,8 @@ def _page(summary: str, answer: Any, **more: Any) -> Operation:
 
 
 def _asked_of_gateway(summary: str, answer: Any, event: Any = None, **more: Any) -> Operation:
-    told = {JSON: answer} | ({EVENTS: event} if event else {})
-    return Operation(tag=GATEWAY, summary=summary, answers=told, refusals=REFUSED, rest=ON_BOTH, **more)
+    answers = {JSON: answer} | ({EVENTS: event} if event else {})
+    return Operation(tag=GATEWAY, summary=summary, answers=answers, refusals=REFUSED, rest=ON_BOTH, **more)
 
 
 def _turns(root: str, session: dict[str, Any]) -> dict[Route, Operation]:
@@ -120,7 +120,7 @@ OPERATIONS: dict[Route, Operation] = {
     Route("GET", "/openapi.json"): _page("This document", {"type": "object"}),
     Route("GET", "/v1/batches/{step}"): Operation(
         tag=BATCHES,
-        summary="A shard of a sealed batch: safetensors, as colocated_rl_api.batch says; the same bytes each time",
+        summary="A shard of a sealed batch: safetensors, as in colocated_rl_api.batch; the same bytes each time",
         answers={"application/octet-stream": {"type": "string", "format": "binary"}},
         headers={DIGEST_HEADER: {"schema": {"type": "string"}, "description": "SHA-256 of the shard"}},
         refusals={"400": ("there is no such shard", None), **NO_TOKEN, "404": ("no such batch is kept", None)},

@@ -82,25 +82,25 @@ class _Schemas:
 
 
 def _described(route: Route, operation: Operation, schemas: _Schemas) -> dict[str, Any]:
-    said: dict[str, Any] = {
+    described: dict[str, Any] = {
         "tags": [operation.tag],
         "operationId": re.sub(r"\W+", "_", f"{route.method.lower()}{route.path}").strip("_"),
         "summary": operation.summary,
         **operation.rest,
     }
     if parameters := [*operation.parameters, *(_queried(operation.query) if operation.query else ())]:
-        said["parameters"] = parameters
+        described["parameters"] = parameters
     if operation.body:
         content = {JSON: {"schema": schemas.of(operation.body, answers=False)}}
-        said["requestBody"] = {"required": True, "content": content}
+        described["requestBody"] = {"required": True, "content": content}
     answer = {media: {"schema": schemas.of(kind, answers=True)} for media, kind in operation.answers.items()}
-    said["responses"] = {"200": {"description": "OK", "content": answer}}
+    described["responses"] = {"200": {"description": "OK", "content": answer}}
     if operation.headers:
-        said["responses"]["200"]["headers"] = operation.headers
+        described["responses"]["200"]["headers"] = operation.headers
     for status, (meaning, kind) in operation.refusals.items():
         content = {JSON: {"schema": schemas.of(kind, answers=True)}} if kind else {TEXT: {"schema": {"type": "string"}}}
-        said["responses"][status] = {"description": meaning, "content": content}
-    return said
+        described["responses"][status] = {"description": meaning, "content": content}
+    return described
 
 
 def _queried(query: type[BaseModel]) -> list[dict[str, Any]]:
@@ -116,6 +116,6 @@ def _queried(query: type[BaseModel]) -> list[dict[str, Any]]:
         return [inlined(value) for value in part] if isinstance(part, list) else part
 
     return [
-        {"name": name, "in": "query", "required": name in schema.get("required", ()), "schema": inlined(said)}
-        for name, said in schema["properties"].items()
+        {"name": name, "in": "query", "required": name in schema.get("required", ()), "schema": inlined(field)}
+        for name, field in schema["properties"].items()
     ]

@@ -21,7 +21,7 @@ from colocated_rl_member.data import data_application
 from colocated_rl_member.tls import MemberTls
 from colocated_rl_rollout.pages.exports import SampleExports
 from colocated_rl_rollout.pages.followers import Followers
-from colocated_rl_rollout.rules.samples import Finish, SampleState
+from colocated_rl_rollout.rules.samples import Finish, GroupId, SampleId, SampleState
 from colocated_rl_rollout.store.batches import BatchRecord, shard_path
 from colocated_rl_rollout.store.store import Store
 
@@ -46,7 +46,7 @@ class SamplesAsked(BaseModel):
         ge=0,
         lt=10**9,
         description=f"at most; {SAMPLES_DEFAULT} when absent, and never more than {SAMPLES_AT_MOST}. Of a file all "
-        "when absent, and as many as it says",
+        "when absent, and at most that many",
     )
     format: Literal["json", "parquet"] = Field(
         default="json", description="parquet: a file, with tokens; its columns are in docs/samples.md"
@@ -75,8 +75,8 @@ class SamplesAsked(BaseModel):
 class SampleShown(TypedDict):
     """One sample. `finish`, `reward` and `step` are null until it has them."""
 
-    id: int
-    group_id: int
+    id: SampleId
+    group_id: GroupId
     prompt_index: Annotated[int, Field(description="row of the data; negative of sessions and of recordings")]
     state: SampleState
     reason: Annotated[str, Field(description="of a sample that ended without training")]

@@ -91,7 +91,7 @@ def _samples(directory: Path, state: SampleState | None, limit: int | None) -> I
         while True:
             database.execute("BEGIN")  # rows and tokens as they were at one moment
             rows = database.execute(tables.NUMBERED, {"after": after, "state": state, "limit": ROWS_A_PAGE}).fetchall()
-            found = [(dict(row), said) for row, said in transcripts.of(database, batches, rows)]
+            found = [(dict(row), transcript) for row, transcript in transcripts.of(database, batches, rows)]
             database.execute("COMMIT")
             yield from sorted(found, key=lambda sample: int(sample[0]["id"]))
             if len(rows) < ROWS_A_PAGE:
@@ -121,18 +121,18 @@ def _groups(samples: Iterable[Sample]) -> Iterator[list[Sample]]:
 
 
 def _table(samples: Sequence[Sample], schema: pa.Schema, text: Callable[[list[int]], str] | None) -> pa.Table:
-    said = [transcript for _, transcript in samples]
+    found = [transcript for _, transcript in samples]
     made: dict[str, Any] = {
-        "prompt_length": [len(each.prompt) for each in said],
-        "response_length": [len(each.response) for each in said],
+        "prompt_length": [len(each.prompt) for each in found],
+        "response_length": [len(each.response) for each in found],
     }
     for name, part in OF_TRANSCRIPT.items():
-        of_each = [getattr(each, part) for each in said]
+        of_each = [getattr(each, part) for each in found]
         ends = [0, *itertools.accumulate(map(len, of_each))]
         made[name] = pa.ListArray.from_arrays(pa.array(ends, pa.int32()), pa.array(np.concatenate(of_each)))
     if text is not None:
         for name in WORDS:
-            made[name] = [text(ids.tolist()) if len(ids := getattr(each, name)) else None for each in said]
+            made[name] = [text(ids.tolist()) if len(ids := getattr(each, name)) else None for each in found]
     rows = [row for row, _ in samples]
     arrays = [made[field.name] if field.name in made else [row.get(field.name) for row in rows] for field in schema]
     return pa.Table.from_arrays(
@@ -183,9 +183,9 @@ def main(arguments: Sequence[str]) -> int:
     text = Chat(asked.model).text if asked.model else None
     try:
         write(asked.store, sys.stdout.buffer, state=asked.state, limit=asked.limit, text=text)
-    except Exception as error:  # noqa: BLE001 - the last one: the controller logs what is said here
-        said = in_words(error) if isinstance(error, sqlite3.Error) else failure_of(error)  # SQLite quotes no values
-        print(said, file=sys.stderr)  # noqa: T201
+    except Exception as error:  # noqa: BLE001 - the last one: the controller logs what is written here
+        message = in_words(error) if isinstance(error, sqlite3.Error) else failure_of(error)  # SQLite quotes no values
+        print(message, file=sys.stderr)  # noqa: T201
         return 1
     return 0
 

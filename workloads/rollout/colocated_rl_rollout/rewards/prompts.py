@@ -1,7 +1,7 @@
 """A job's prompts come in a fixed order, divided into those that train and those that are held out.
 
 The order is that of the source, pass after pass; the store keeps the position, so a restart resumes where it was. A
-question is held out by its hash, wherever it stands and however often: it never trains. Prompts longer than
+prompt is held out by its hash, wherever it stands and however often: it never trains. Prompts longer than
 `maxPromptTokens`, and those that the model's chat template refuses, are left out and counted. A task of an environment
 has no prompt: its episodes ask their own.
 """
@@ -24,7 +24,7 @@ from colocated_rl_rollout.tasks.task_wire import PromptRow
 
 LOG = logging.getLogger(__name__)
 
-CHUNK = 64  # questions asked for at once
+CHUNK = 64  # rows requested at once
 AHEAD = 256  # prompts held ready
 RETRY_S = 5.0
 REFUSED_AT_MOST = 64  # in a row; beyond that the template or all of the data is at fault, and a person has to fix it
@@ -36,7 +36,7 @@ class NoPrompts(Exception):
 
 
 class LeftOut(StrEnum):
-    """Names the reason why a question trains nothing."""
+    """Names the reason why a row trains nothing."""
 
     HELD_OUT = "HeldOut"
     TOO_LONG = "TooLong"
@@ -71,7 +71,7 @@ class PromptSource:
         self._remember = remember
         self._count = count
         self._retry_s = retry_s
-        self._position = position  # of the next question to look at
+        self._position = position  # of the next row to look at
         self._ready: deque[Prompt] = deque()
         self._taken = asyncio.Event()
         self.left_out: Counter[LeftOut] = Counter()
@@ -87,7 +87,7 @@ class PromptSource:
 
     async def run(self) -> None:
         """Make prompts ahead of need until cancelled."""
-        barren = 0  # questions in a row without a usable prompt
+        barren = 0  # rows in succession without a usable prompt
         while True:
             try:
                 data = await self._processes.data()
@@ -97,19 +97,19 @@ class PromptSource:
                 self._remember(data.digest)
                 found = await self._look(self._position, held_out=False)
             except RewardFailed as error:
-                log(LOG, "questions not made", logging.WARNING, reason=str(error))
-                self._tell(Problem(reason="QuestionsNotMade", message=f"{error}; asked again"[:1024]))
+                log(LOG, "prompts not made", logging.WARNING, reason=str(error))
+                self._report(Problem(reason="PromptsNotMade", message=f"{error}; asked again"[:1024]))
                 await asyncio.sleep(self._retry_s)
                 continue
             except (TaskUnusable, Unrenderable) as error:
                 self._stop("PromptsUnusable", str(error))
                 return
             if self.problem:
-                self._tell(None)
+                self._report(None)
             self._position += CHUNK
             barren = 0 if found else barren + CHUNK
             if barren >= data.size:
-                self._stop("PromptsUnusable", f"no prompt to train on among {data.size}: {self._said_of_left_out()}")
+                self._stop("PromptsUnusable", f"no prompt to train on among {data.size}: {self._counts_left_out()}")
                 return
             self._ready.extend(found)
             if found:
@@ -131,32 +131,32 @@ class PromptSource:
             if len(found) >= count:
                 break
         if not found:
-            raise NoPrompts(f"no held-out prompt among {size}: {self._said_of_left_out()}")
+            raise NoPrompts(f"no held-out prompt among {size}: {self._counts_left_out()}")
         return list(found.values())[:count]
 
     async def _look(self, start: int, *, held_out: bool) -> list[Prompt]:
-        """Return the prompts of the next CHUNK questions."""
+        """Return the usable prompts of the next CHUNK rows."""
         found = []
-        questions = await self._processes.questions(start, CHUNK)
-        of_kind = [(position, asked) for position, asked in enumerate(questions, start) if asked.held_out is held_out]
-        for _ in range(0 if held_out else len(questions) - len(of_kind)):
+        rows = await self._processes.prompts(start, CHUNK)
+        of_kind = [(position, row) for position, row in enumerate(rows, start) if row.held_out is held_out]
+        for _ in range(0 if held_out else len(rows) - len(of_kind)):
             self._leave_out(LeftOut.HELD_OUT)
         # in a thread: a chunk with prompts of many thousand tokens takes seconds
-        tokens = await asyncio.to_thread(lambda: [self._ids(asked) for _, asked in of_kind])
-        for (position, asked), ids in zip(of_kind, tokens, strict=True):
+        tokens = await asyncio.to_thread(lambda: [self._ids(row) for _, row in of_kind])
+        for (position, row), ids in zip(of_kind, tokens, strict=True):
             if isinstance(ids, Unrenderable):
-                self._refuse(f"prompt {asked.row + 1} of the data: {ids}")
+                self._refuse(f"prompt {row.row + 1} of the data: {ids}")
                 continue
             self._refused_in_a_row = 0
             if len(ids) > self._max_prompt_tokens:
                 self._leave_out(LeftOut.TOO_LONG)
                 continue
-            found.append(Prompt(position, asked.row, ids))
+            found.append(Prompt(position, row.row, ids))
         return found
 
-    def _ids(self, asked: PromptRow) -> tuple[int, ...] | Unrenderable:
+    def _ids(self, row: PromptRow) -> tuple[int, ...] | Unrenderable:
         try:
-            return () if asked.question is None else self._chat.prompt_ids(asked.question)
+            return () if row.prompt is None else self._chat.prompt_ids(row.prompt)
         except Unrenderable as error:
             return error
 
@@ -173,7 +173,7 @@ class PromptSource:
         self.left_out[why] += 1
         self._count(why)
 
-    def _said_of_left_out(self) -> str:
+    def _counts_left_out(self) -> str:
         return (
             f"{self.left_out[LeftOut.HELD_OUT]} were held out (heldOutPercent), "
             f"{self.left_out[LeftOut.TOO_LONG]} were longer than maxPromptTokens ({self._max_prompt_tokens}), "
@@ -182,8 +182,8 @@ class PromptSource:
 
     def _stop(self, reason: str, message: str) -> None:
         log(LOG, "prompts unusable", logging.ERROR, reason=message)
-        self._tell(Problem(reason=reason, message=message[:1024]))
+        self._report(Problem(reason=reason, message=message[:1024]))
 
-    def _tell(self, problem: Problem | None) -> None:
+    def _report(self, problem: Problem | None) -> None:
         self.problem = problem
         self._changed()

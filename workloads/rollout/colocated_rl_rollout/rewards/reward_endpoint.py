@@ -2,7 +2,7 @@
 
 The rollout controller itself asks it, with a bounded number of requests at a time; only the controller has the token.
 No answer, 429 and 5xx are retried with growing pauses, a bounded number of times; every other answer that is no reward
-fails the sample at once. A redirect is not followed: the token goes where the job says and nowhere else. Messages
+fails the sample at once. A redirect is not followed: the token goes where the job sends it and nowhere else. Messages
 report an answer by its status and length only: the text may quote the request.
 """
 
@@ -80,9 +80,9 @@ class RewardEndpoint:
                     reward = await self._ask(body)
             except _TryAgain as error:
                 why, pause_s = str(error), error.pause_s
-                self._tell(f"{self._reward.url}: {why}")
+                self._report(f"{self._reward.url}: {why}")
             else:
-                self._tell(None)
+                self._report(None)
                 return reward
             if attempt < self._reward.attempts:
                 growing_s = self._first_pause_s * 2 ** (attempt - 1) * (0.5 + random.random())
@@ -93,7 +93,7 @@ class RewardEndpoint:
         try:
             body = json.dumps({**asked, "job": self._job}, allow_nan=False).encode()
         except ValueError as error:
-            raise RewardFailed("RewardNotAsked", "the row can't be said in JSON: a number in it is none") from error
+            raise RewardFailed("RewardNotAsked", "the row can't be written in JSON: a number in it is none") from error
         if len(body) > MAX_REQUEST_BYTES:
             raise RewardFailed(
                 "RewardNotAsked", f"the request has {len(body)} bytes, at most {MAX_REQUEST_BYTES} are sent"
@@ -116,13 +116,13 @@ class RewardEndpoint:
         except (aiohttp.ClientError, OSError) as error:
             raise _TryAgain(failure_of(error)) from error
 
-    def _tell(self, trouble: str | None) -> None:
+    def _report(self, trouble: str | None) -> None:
         if trouble is None:
             if self.problem:
-                log(LOG, "reward endpoint answers again", reason=self._reward.url)
+                log(LOG, "reward endpoint recovered", reason=self._reward.url)
             self.problem = None
         elif self.problem is None:
-            log(LOG, "reward endpoint does not answer", logging.WARNING, reason=trouble)
+            log(LOG, "reward endpoint lost", logging.WARNING, reason=trouble)
             self.problem = Problem(reason=REWARD_UNAVAILABLE, message=f"{trouble}; it is asked again"[:1024])
 
 
@@ -145,20 +145,22 @@ async def _read(answer: aiohttp.ClientResponse) -> bytes:
 
 
 def _reward_in(answer: aiohttp.ClientResponse, body: bytes, *, url: str) -> float:
-    told = f"{answer.status} and {len(body)} bytes"
+    answered = f"{answer.status} and {len(body)} bytes"
     if answer.status == 429 or answer.status >= 500:
         asked_for = answer.headers.get("Retry-After", "")
-        raise _TryAgain(f"it answers {told}", float(asked_for) if asked_for.isascii() and asked_for.isdigit() else 0.0)
+        delay_s = float(asked_for) if asked_for.isascii() and asked_for.isdigit() else 0.0
+        raise _TryAgain(f"it answers {answered}", delay_s)
     if 300 <= answer.status < 400:
         sent = f"{url} answers {answer.status} and sends elsewhere, which isn't followed: set url to there"
         raise RewardFailed("RewardRefused", sent)
     if answer.status != 200:
-        raise RewardFailed("RewardRefused", f"{url} answers {told}")
+        raise RewardFailed("RewardRefused", f"{url} answers {answered}")
     try:
         return _EndpointAnswer.model_validate_json(body).reward
     except pydantic.ValidationError as error:
-        said = _kind_of(error)
-        raise RewardFailed("RewardGarbled", f'{url} should answer {{"reward": NUMBER}}, not {told}: {said}') from error
+        kind = _kind_of(error)
+        found = f"{answered}: {kind}"
+        raise RewardFailed("RewardGarbled", f'{url} should answer {{"reward": NUMBER}}, not {found}') from error
 
 
 def _kind_of(error: pydantic.ValidationError) -> str:

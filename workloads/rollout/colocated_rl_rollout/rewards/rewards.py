@@ -1,4 +1,4 @@
-"""Get questions and rewards from task processes, so that neither holds up generation.
+"""Get prompts and rewards from task processes, so that neither holds up generation.
 
 The processes run other people's code, in a container of their own (`task_server`): this module holds a connection to
 each. Each process works through requests in batches, in order; the reply to each has a deadline. A process that misses
@@ -33,7 +33,7 @@ from colocated_rl_rollout.rewards.task_connection import (
     TaskUnusable,
 )
 from colocated_rl_rollout.tasks.task_wire import (
-    QUESTIONS,
+    PROMPT_ROWS,
     SCORE,
     Data,
     PromptContent,
@@ -101,28 +101,28 @@ class TaskProcesses:
 
     @property
     def problem(self) -> Problem | None:
-        """Return why there are no questions or rewards now, or None."""
+        """Return why there are no prompts or rewards now, or None."""
         troubled = (endpoint.problem for endpoint in self._endpoints.values() if endpoint.problem)
         return self._problem or next(troubled, None)
 
     @property
     def holds_out(self) -> bool:
-        """Return whether some questions are kept from training."""
+        """Return whether some prompts are kept from training."""
         return any(source.held_out_percent for source, _ in self._prompts.sources)
 
     async def data(self) -> Data:
         """Return the description of the data. Raises TaskUnusable."""
         return await asyncio.shield(self._data)
 
-    async def questions(self, start: int, count: int) -> list[PromptRow]:
-        """Return the questions of the positions [start, start + count). Raises RewardFailed, TaskUnusable."""
-        found: list[PromptRow] = await self._ask({"questions": [start, count]}, QUESTIONS, MAX_ROWS_BYTES)
+    async def prompts(self, start: int, count: int) -> list[PromptRow]:
+        """Return the prompts of the positions [start, start + count). Raises RewardFailed, TaskUnusable."""
+        found: list[PromptRow] = await self._ask({"prompts": [start, count]}, PROMPT_ROWS, MAX_ROWS_BYTES)
         if len(found) != count:
-            raise RewardFailed("ReplyGarbled", f"{len(found)} questions came, {count} were asked for")
+            raise RewardFailed("ReplyGarbled", f"{len(found)} prompts came, {count} were asked for")
         return found
 
     async def score(self, index: int, response: str) -> float:
-        """Score a response to the question of row `index`. Raises RewardFailed, TaskUnusable."""
+        """Score a response to the prompt of row `index`. Raises RewardFailed, TaskUnusable."""
         most_bytes = MAX_ROWS_BYTES if self._endpoints else MAX_LINE_BYTES
         scored: float | UnscoredRow = await self._ask({"score": [index, response]}, SCORE, most_bytes)
         if not isinstance(scored, UnscoredRow):

@@ -21,7 +21,7 @@ from colocated_rl_rollout.tasks.task_wire import Data, Greeting, TaskReply
 START_DEADLINE_S = 900.0  # data may have to be fetched, and all of it is read
 RESTART_S = 1.0  # before a process that died is replaced; with jitter
 MAX_LINE_BYTES = 64 * 1024  # of a reward, or the error in its place
-MAX_ROWS_BYTES = 64 * 1024 * 1024  # of a row, or several questions
+MAX_ROWS_BYTES = 64 * 1024 * 1024  # of a row, or several prompts
 OTHER_DATA = (
     "the rows are not those that the job began with, and what was asked is not found again among them: put the former "
     "files back, or make a new job"

@@ -36,12 +36,12 @@ class ModelUnusable(Exception):
 class Unrenderable(Exception):
     """The template rejects this conversation. It may accept another one.
 
-    said: the template's message, only for the sender of the conversation, because it may quote the conversation.
+    detail: the template's message, only for the sender of the conversation, because it may quote the conversation.
     """
 
-    def __init__(self, message: str, *, said: str = "") -> None:
+    def __init__(self, message: str, *, detail: str = "") -> None:
         super().__init__(message)
-        self.said = said or message
+        self.detail = detail or message
 
 
 class Chat:
@@ -76,13 +76,13 @@ class Chat:
                 f"{model}: no eos_token in generation_config.json, config.json or tokenizer_config.json"
             )
 
-    def prompt_ids(self, question: str | list[dict[str, Any]]) -> tuple[int, ...]:
-        """Return the prompt ids of a user's question, or of a conversation, up to where the model's answer begins.
+    def prompt_ids(self, prompt: str | list[dict[str, Any]]) -> tuple[int, ...]:
+        """Return the prompt ids of a user's prompt, or of a conversation, up to where the model's answer begins.
 
         A message has the form that a client of the gateway sends, but tables have every member in each message, most of
         them null. Raises Unrenderable.
         """
-        messages = [{"role": "user", "content": question}] if isinstance(question, str) else question
+        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         try:
             ids = self.encode(self.rendered([as_rendered(message) for message in messages]))
         except (Unrenderable, *RENDERING_ERRORS) as error:
@@ -100,11 +100,11 @@ class Chat:
         options: Mapping[str, Any] | None = None,
     ) -> str:
         """Render a conversation as text, up to the policy's turn. options: of the template. Raises Unrenderable."""
-        said = {"messages": messages, "tools": tools, "documents": None, "add_generation_prompt": True}
+        variables = {"messages": messages, "tools": tools, "documents": None, "add_generation_prompt": True}
         try:
-            return self._render({**(options or {}), **self._special, **said})
+            return self._render({**(options or {}), **self._special, **variables})
         except RENDERING_ERRORS as error:
-            raise Unrenderable(in_places(error), said=in_words(error)[:500]) from error
+            raise Unrenderable(in_places(error), detail=in_words(error)[:500]) from error
 
     def encode(self, text: str, *, special: bool = False) -> tuple[int, ...]:
         """Encode a text. special: include what the tokenizer puts before a text by default. Raises Unrenderable."""
@@ -138,17 +138,17 @@ class Chat:
 
 def as_rendered(message: Mapping[str, Any]) -> dict[str, Any]:
     """Return a message as templates expect it: text in one piece, no null, arguments of calls as objects."""
-    said = {name: value for name, value in message.items() if value is not None}
-    content = said.get("content", "")
-    said["content"] = content if isinstance(content, str) else "".join(part["text"] for part in content)
-    if said["role"] == "developer":
-        said["role"] = "system"
-    if calls := said.pop("tool_calls", None):
-        said["tool_calls"] = [
+    rendered = {name: value for name, value in message.items() if value is not None}
+    content = rendered.get("content", "")
+    rendered["content"] = content if isinstance(content, str) else "".join(part["text"] for part in content)
+    if rendered["role"] == "developer":
+        rendered["role"] = "system"
+    if calls := rendered.pop("tool_calls", None):
+        rendered["tool_calls"] = [
             {**call, "function": {**call["function"], "arguments": arguments_of(call["function"]["arguments"])}}
             for call in calls
         ]
-    return said
+    return rendered
 
 
 class _GenerationBlocks(Extension):
@@ -204,7 +204,7 @@ def _token_text(value: Any) -> str | None:
 
 
 def _read_text(path: Path) -> str:
-    """Raises OSError, and ValueError for what is no text or too much of it."""
+    """Read a text. Raises OSError, and ValueError for what is no text or too much of it."""
     with path.open("rb") as stream:
         text = stream.read(MAX_TEXT_BYTES + 1)
     if len(text) > MAX_TEXT_BYTES:

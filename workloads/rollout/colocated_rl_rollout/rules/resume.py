@@ -10,7 +10,6 @@ from __future__ import annotations
 import base64
 from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from enum import StrEnum
 from typing import Any
 
 import numpy as np
@@ -34,18 +33,10 @@ class GarbledAnswer(ValueError):
     """The engine's answer contradicts itself or lacks a part. None of it is used."""
 
 
-class Ending(StrEnum):
-    """Names why an engine attempt ended, whatever the engine calls it."""
+def read_answer(answer: Mapping[str, Any]) -> tuple[Tokens, Finish | None]:
+    """Read the tokens of one engine attempt, and how it finished, from the body of an answer with status 200.
 
-    STOP = "stop"
-    LENGTH = "length"
-    INTERRUPTED = "interrupted"  # by a switch, or with its engine
-
-
-def read_answer(answer: Mapping[str, Any]) -> tuple[Tokens, Ending]:
-    """Read the tokens of one engine attempt, and why it ended, from the body of an answer with status 200.
-
-    Raises GarbledAnswer.
+    None: it was interrupted, by a switch or with its engine. Raises GarbledAnswer.
     """
     try:
         meta = answer["meta_info"]
@@ -55,18 +46,18 @@ def read_answer(answer: Mapping[str, Any]) -> tuple[Tokens, Ending]:
             raise GarbledAnswer(f"{len(ids)} ids, {len(logprobs)} log-probabilities, or not of the same tokens")
         logp = np.fromiter((entry[0] for entry in logprobs), np.float32, len(logprobs))
         tokens = Tokens(np.asarray(ids, np.int32), logp, _read_spans(meta, len(ids))) if ids else NO_TOKENS
-        ending = _read_ending(meta["finish_reason"])
+        finish = _read_finish(meta["finish_reason"])
     except GarbledAnswer:
         raise
     except (KeyError, IndexError, TypeError, AttributeError, OverflowError, ValueError) as error:  # may quote it
         raise GarbledAnswer(f"a part is missing or of another shape: {type(error).__name__}") from error
-    if ending is not Ending.INTERRUPTED and not len(tokens):
-        raise GarbledAnswer(f"it ended with {ending} before its first token")
+    if finish is not None and not len(tokens):
+        raise GarbledAnswer(f"it ended with {finish} before its first token")
     if (tokens.ids < 0).any():  # an engine that overlaps its steps puts such ids in the places of tokens to come
         raise GarbledAnswer("a token id is below 0")
     if not np.isfinite(tokens.logp).all() or (tokens.logp > 1e-4).any():
         raise GarbledAnswer("a log-probability is not a finite number of at most 0")
-    return tokens, ending
+    return tokens, finish
 
 
 def read_experts(answer: Mapping[str, Any], *, rows: int, width: int = 0) -> NDArray[np.int32]:
@@ -74,11 +65,11 @@ def read_experts(answer: Mapping[str, Any], *, rows: int, width: int = 0) -> NDA
 
     width: how many each earlier token has, 0 without earlier tokens. Raises GarbledAnswer.
     """
-    said = answer["meta_info"].get("routed_experts")
-    if said is None:
+    encoded = answer["meta_info"].get("routed_experts")
+    if encoded is None:
         return NO_EXPERTS
     try:
-        ids = np.frombuffer(base64.b64decode(said, validate=True), "<i4")
+        ids = np.frombuffer(base64.b64decode(encoded, validate=True), "<i4")
     except (TypeError, ValueError) as error:
         raise GarbledAnswer("its routed experts are no numbers") from error
     if not rows or not ids.size or ids.size % rows:
@@ -115,16 +106,16 @@ def _read_version(text: Any) -> WeightVersion:
         raise GarbledAnswer("it has no weight version of ours: was the engine updated without one?") from error
 
 
-def _read_ending(reason: Mapping[str, Any] | None) -> Ending:
+def _read_finish(reason: Mapping[str, Any] | None) -> Finish | None:
     if reason is None:  # the last state before an engine was lost
-        return Ending.INTERRUPTED
+        return None
     match reason["type"]:
         case "stop":
-            return Ending.STOP
+            return Finish.STOP
         case "length":
-            return Ending.LENGTH
+            return Finish.LENGTH
         case "abort" | "aborted":
-            return Ending.INTERRUPTED
+            return None
         case _:
             raise GarbledAnswer("its finish reason is not known")
 
@@ -153,16 +144,16 @@ def join_all(segments: Iterable[Tokens]) -> Tokens:
     return Tokens(ids, logp, tuple(spans))
 
 
-def finish_of(tokens: Tokens, ending: Ending, *, limit: int, end_ids: Collection[int]) -> Finish | None:
-    """Return how a response has ended, or None, when the attempt that brought its last tokens ended as `ending`.
+def finish_of(tokens: Tokens, attempt: Finish | None, *, limit: int, end_ids: Collection[int]) -> Finish | None:
+    """Return how a response has finished, or None; attempt: how the one finished that brought its last tokens.
 
     An abort hides an end in its last step (H49), and the limit hides an end token at the limit.
     """
     if not len(tokens):
         return None
-    if ending is Ending.STOP or int(tokens.ids[-1]) in end_ids:
+    if attempt is Finish.STOP or int(tokens.ids[-1]) in end_ids:
         return Finish.STOP
-    return Finish.LENGTH if ending is Ending.LENGTH or len(tokens) >= limit else None
+    return Finish.LENGTH if attempt is Finish.LENGTH or len(tokens) >= limit else None
 
 
 def remaining(tokens: Tokens, *, limit: int) -> int:

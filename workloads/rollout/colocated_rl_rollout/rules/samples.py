@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import NewType
 
 import numpy as np
 from numpy.typing import NDArray
@@ -95,6 +96,9 @@ class Tokens:
 NO_TOKENS = Tokens(np.empty(0, np.int32), np.empty(0, np.float32), ())
 
 
+SampleId = NewType("SampleId", int)  # of a job, for its whole life: the store numbers them
+GroupId = NewType("GroupId", int)
+
 OF_SESSIONS = -1
 OF_RECORDING = -2  # in the store alone: such a group is never read again
 
@@ -138,7 +142,7 @@ class Scores:
 class Sample:
     """Holds one completion of a group's prompt. Only `Store` changes it."""
 
-    id: int
+    id: SampleId
     group: Group
     state: SampleState = SampleState.ADMITTED
     tokens: Tokens = NO_TOKENS
@@ -164,7 +168,7 @@ class Sample:
 class Group:
     """Holds the samples of one prompt, replaced ones included. Only `Store` changes it."""
 
-    id: int
+    id: GroupId
     prompt: Prompt
     samples: list[Sample] = field(default_factory=list)
     unfinished: int = 0  # samples that are live

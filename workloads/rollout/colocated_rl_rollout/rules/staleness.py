@@ -13,6 +13,8 @@ from bisect import bisect_right
 from collections.abc import Iterable
 from typing import NamedTuple
 
+from colocated_rl_rollout.rules.samples import GroupId
+
 NO_DEADLINE = sys.maxsize  # of a group without tokens, which can't be stale
 
 
@@ -53,11 +55,11 @@ class Candidate(NamedTuple):
     """A group as sealing sees it. It sorts by urgency, then by age."""
 
     deadline: int
-    id: int
+    id: GroupId
     is_complete: bool
 
 
-def choose(groups: Iterable[Candidate], *, step: int, batch_size: int, waits: bool = True) -> list[int] | None:
+def choose(groups: Iterable[Candidate], *, step: int, batch_size: int, waits: bool = True) -> list[GroupId] | None:
     """Return the ids of the groups of batch `step`, oldest first, or None while sealing has to wait.
 
     Choose the most urgent first, then the oldest. Wait for `batch_size` complete groups; with `waits`, also wait when

@@ -53,11 +53,11 @@ def arguments_of(written: Any) -> Any:
 
 def _call(text: str) -> ToolCall | None:
     try:
-        said = json.loads(text)
-        json.dumps(said, ensure_ascii=False).encode()  # half a character may be escaped, and could not be sent on
+        called = json.loads(text)
+        json.dumps(called, ensure_ascii=False).encode()  # half a character may be escaped, and could not be sent on
     except (ValueError, RecursionError):
         return None
-    match said:
+    match called:
         case {"name": str(name), "arguments": dict(arguments)}:
             return ToolCall(name, json.dumps(arguments, ensure_ascii=False))
         case _:

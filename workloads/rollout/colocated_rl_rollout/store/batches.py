@@ -30,7 +30,7 @@ from safetensors.numpy import save
 from colocated_rl_api.batch import HEADER_KEY, BatchHeader
 from colocated_rl_api.durable import sync
 from colocated_rl_api.wire import Wire
-from colocated_rl_rollout.rules.samples import Finish, Group, Sample
+from colocated_rl_rollout.rules.samples import Finish, Group, Sample, SampleId
 from colocated_rl_rollout.rules.staleness import staleness
 
 LEFT_BYTES = 16 * 1024 * 1024  # of the volume, kept free by a batch: where the store can't commit, the controller ends
@@ -51,7 +51,7 @@ class BatchRecord(Wire):
     reward_mean: float
     staleness: dict[int, int] = Field(description="tokens by staleness, as the step will see them")
     resumed_samples: int | None = Field(
-        default=None, description="samples that were interrupted at least once; None of a recording, which says nothing"
+        default=None, description="samples that were interrupted at least once; None of a recording, which lacks it"
     )
     segments: int | None = Field(
         default=None, description="engine attempts that brought tokens, of all samples; None of a recording"
@@ -89,7 +89,7 @@ def write_batch(
     temperature: float,
     seed: int,
     oldest_step: int = 0,
-    reference: Mapping[int, NDArray[np.float32]] | None = None,
+    reference: Mapping[SampleId, NDArray[np.float32]] | None = None,
     free_bytes: Callable[[Path], int] = free_on_volume,
 ) -> BatchRecord:
     """Make the files of a batch durable and return its record. `groups` are complete, in the batch's order.
@@ -226,7 +226,10 @@ def _reward(sample: Sample) -> float:
 
 
 def _shard(
-    rows: Sequence[_Row], header: BatchHeader, oldest_step: int, reference: Mapping[int, NDArray[np.float32]] | None
+    rows: Sequence[_Row],
+    header: BatchHeader,
+    oldest_step: int,
+    reference: Mapping[SampleId, NDArray[np.float32]] | None,
 ) -> bytes:
     """Return one file: columns of `colocated_rl_api.batch`, prompt and response of each sample one after another."""
     tokens = sum(row.length for row in rows)

@@ -38,8 +38,10 @@ from colocated_rl_rollout.rules.samples import (
     WAITING,
     Finish,
     Group,
+    GroupId,
     Prompt,
     Sample,
+    SampleId,
     SampleState,
     Tokens,
     Trajectory,
@@ -113,8 +115,8 @@ class Store:
         self.trained_step = 0
         self._saved_step = 0
         self._group_count = 0
-        self.groups: dict[int, Group] = {}
-        self.waiting: dict[int, Sample] = {}
+        self.groups: dict[GroupId, Group] = {}
+        self.waiting: dict[SampleId, Sample] = {}
         self.counts: Counter[SampleState] = Counter()
         self.reasons: Counter[tuple[SampleState, str]] = Counter()
         self.ended = 0
@@ -147,7 +149,7 @@ class Store:
                     f"{damage}, and there is no backup that is whole: restore the volume, or remove the file to go on "
                     "behind what the trainers have, without the samples under way"
                 ) from damage
-            log(LOG, "store restored from the backup of a checkpoint", logging.ERROR, reason=str(damage))
+            log(LOG, "store restored", logging.ERROR, reason=str(damage))
             return open_database(self.path), True
 
     # ------------------------------------------------------------------------------------------------- durability
@@ -207,7 +209,7 @@ class Store:
     def admit(self, prompt: Prompt, *, size: int) -> Group:
         """Admit a group of `size` samples, and record the position in the prompts that the next one comes from."""
         self._group_count += 1
-        group = Group(self._group_count, prompt)
+        group = Group(GroupId(self._group_count), prompt)
         self.groups[group.id] = group
         self.cursor = prompt.position + 1
         ids = np.asarray(prompt.ids, np.int32).tobytes()
@@ -221,10 +223,10 @@ class Store:
     def admit_whole(self, prompt: tuple[int, ...], trajectories: Sequence[Trajectory], *also: Statement) -> Group:
         """Admit a group of samples that are completed already. also: statements to commit together with it."""
         self._group_count += 1
-        group = Group(self._group_count, Prompt(OF_SESSIONS, OF_SESSIONS, prompt))
+        group = Group(GroupId(self._group_count), Prompt(OF_SESSIONS, OF_SESSIONS, prompt))
         first = self.counts.total() + 1
         for number, each in enumerate(trajectories, first):
-            sample = Sample(number, group, SampleState.COMPLETED, each.tokens, segments=1, attempts=1)
+            sample = Sample(SampleId(number), group, SampleState.COMPLETED, each.tokens, segments=1, attempts=1)
             sample.finish, sample.reward, sample.ended = each.finish, each.reward, self._end()
             group.samples.append(sample)
         self.groups[group.id] = group
@@ -390,14 +392,14 @@ class Store:
                     f"batch {before.step} was sealed for {len(before.sha256)} trainer ranks and can't be dealt out to "
                     f"{shards}: {error}; make room on the volume or restore it; or suspend the job, set replicas back"
                 ) from error
-            said = record.model_dump_json(by_alias=True)
-            self._writer.write(("UPDATE batches SET record = ? WHERE step = ?", [(said, record.step)]))
+            written = record.model_dump_json(by_alias=True)
+            self._writer.write(("UPDATE batches SET record = ? WHERE step = ?", [(written, record.step)]))
             self._writer.flush(deadline_s=COMMIT_DEADLINE_S)
             take_places(self.batch_directory, record)
             self._batches[record.step] = record
             if self.sealed is not None and self.sealed.step == record.step:
                 self.sealed = record
-            log(LOG, "batch dealt anew", step=record.step, ranks=shards, ranks_before=len(before.sha256))
+            log(LOG, "batch redistributed", step=record.step, ranks=shards, ranks_before=len(before.sha256))
         if others:
             remove_all_but(self.batch_directory, self._batches.values())
 
@@ -466,8 +468,8 @@ class Store:
             database.execute("BEGIN")  # rows and tokens as they were at one moment
             found = [dict(row) for row in database.execute(statement, asked)]
             if text is not None:
-                for sample, said in transcripts.of(database, self.batch_directory, found):
-                    parts = {"prompt": said.prompt, "response": said.response}
+                for sample, transcript in transcripts.of(database, self.batch_directory, found):
+                    parts = {"prompt": transcript.prompt, "response": transcript.response}
                     sample |= {name: text(ids.tolist()) if len(ids) else None for name, ids in parts.items()}
             return found
 
@@ -489,7 +491,7 @@ class Store:
     # ------------------------------------------- moves: made in memory at once, returned for the caller's one entry
     def _new_samples(self, group: Group, count: int) -> Statement:
         first = self.counts.total() + 1
-        added = [Sample(first + place, group) for place in range(count)]
+        added = [Sample(SampleId(first + place), group) for place in range(count)]
         group.samples += added
         group.unfinished += count
         self.counts[SampleState.ADMITTED] += count
@@ -575,7 +577,7 @@ class Store:
         ):
             prompt = Prompt(position, index, tuple(np.frombuffer(ids, np.int32).tolist()))
             self.groups[number] = Group(number, prompt)
-        samples: dict[int, Sample] = {}
+        samples: dict[SampleId, Sample] = {}
         for row in database.execute(
             "SELECT id, group_id, state, attempts, idle_attempts, finish, reward, ended FROM samples"
             f" WHERE group_id IN (SELECT id {alive}) ORDER BY id"

@@ -15,7 +15,7 @@ from safetensors import safe_open
 
 from colocated_rl_api.batch import HEADER_KEY, BatchHeader
 from colocated_rl_rollout.rules.resume import join
-from colocated_rl_rollout.rules.samples import NO_TOKENS, OF_RECORDING
+from colocated_rl_rollout.rules.samples import NO_TOKENS, OF_RECORDING, GroupId, SampleId
 from colocated_rl_rollout.store.batches import shard_path
 from colocated_rl_rollout.store.tables import unpacked
 
@@ -34,8 +34,8 @@ class Transcript(NamedTuple):
 
 
 class SealedSample(NamedTuple):
-    id: int
-    group: int
+    id: SampleId
+    group: GroupId
     reward: float
     truncated: bool
     transcript: Transcript
@@ -63,7 +63,7 @@ def of(database: sqlite3.Connection, directory: Path, rows: Iterable[RowT]) -> I
             yield row, NOTHING
 
 
-def in_store(database: sqlite3.Connection, sample: int, group: int) -> Transcript:
+def in_store(database: sqlite3.Connection, sample: SampleId, group: GroupId) -> Transcript:
     """Return the transcript of a sample that is in no batch; empty before its first token and after it was given up."""
     (prompt,) = database.execute("SELECT prompt FROM groups WHERE id = ?", [group]).fetchone()
     tokens = NO_TOKENS
@@ -114,7 +114,7 @@ def _in_shard(file: Any, wanted: Collection[int] | None) -> Iterator[SealedSampl
         answer = begin + int(of_each["prompt_tokens"][place])
         yield SealedSample(
             number,
-            int(of_each["group"][place]),
+            GroupId(int(of_each["group"][place])),
             float(of_each["reward"][place]),
             bool(of_each["truncated"][place]),
             Transcript(

@@ -20,11 +20,11 @@ from colocated_rl_rollout.tasks.passes import Passes
 NO_KEY = "COLOCATED_RL_KEY"  # nobody sets this variable: the gateway needs no key
 PLACES_TOLD = 3
 CAUSE = re.compile(r"Traceback \(most recent call last\):\n(?P<frames>(?:[ \t].*\n)+)(?P<kind>[\w.]+)")
-"""Of an exception with its causes: Python tells the first of them first."""
+"""A traceback shows an exception with its causes, the first of them first."""
 
 
 class EnvironmentUnusable(Exception):
-    """The environment can't be loaded; the message tells the author of the job what to do."""
+    """The environment can't be loaded; the message states what the author of the job should do."""
 
 
 class EpisodeGivenUp(Exception):
@@ -44,16 +44,16 @@ class EnvironmentTasks:
         self._tasks = list(islice(self._environment.taskset, source.size))
         if not self._tasks:
             raise EnvironmentUnusable("it has no tasks")
-        self._said = [_told(task) for task in self._tasks]
+        self._serialized = [_serialize(task) for task in self._tasks]
         self.size = len(self._tasks)
-        self.digest = hashlib.sha256("\n".join(self._said).encode()).hexdigest()
+        self.digest = hashlib.sha256("\n".join(self._serialized).encode()).hexdigest()
         self._passes = Passes(range(self.size), seed=source.seed)
 
-    def question(self, position: int) -> tuple[int, str]:
+    def prompt(self, position: int) -> tuple[int, str]:
         """Return the index of a task, and all of its content: tasks with equal content are the same task."""
         data_pass, place = divmod(position, self.size)
         index = self._passes[data_pass][place]
-        return index, self._said[index]
+        return index, self._serialized[index]
 
     def score(self, index: int, response: str) -> float:
         raise EnvironmentUnusable("a task of an environment is played: a response alone is worth nothing")
@@ -97,7 +97,7 @@ def _import_verifiers() -> Any:
     return verifiers.v1
 
 
-def _told(task: Any) -> str:
+def _serialize(task: Any) -> str:
     """Return the content of a task, whichever field holds it."""
     return json.dumps(task.data.model_dump(mode="json", exclude={"idx"}), sort_keys=True)
 
@@ -113,9 +113,9 @@ def fault(episode: Any) -> str:
     if not errors:
         return "it failed without an error"
     error = errors[-1]
-    said = error.type if error.status_code is None else f"{error.type} (HTTP {error.status_code})"
+    described = error.type if error.status_code is None else f"{error.type} (HTTP {error.status_code})"
     if cause := CAUSE.match(error.traceback or ""):
         places = re.findall(r'^  File "([^"\n]+)", line (\d+)', cause["frames"], re.MULTILINE)[: -PLACES_TOLD - 1 : -1]
         kind = "" if cause["kind"].rpartition(".")[2] == error.type else f": {cause['kind']}"
-        said += kind + " at " + ", called at ".join(f"{file}:{line}" for file, line in places)
-    return said[:1000]
+        described += kind + " at " + ", called at ".join(f"{file}:{line}" for file, line in places)
+    return described[:1000]

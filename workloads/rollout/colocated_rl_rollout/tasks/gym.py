@@ -28,21 +28,21 @@ class TaskLacking(ModuleNotFoundError):
 
 
 class GymTask:
-    """One task, in its own order: its seed makes the questions."""
+    """One task, in its own order: its seed makes the prompts."""
 
     def __init__(self, task: ReasoningGym) -> None:
         gym = import_reasoning_gym()
         try:
             self._dataset = gym.create_dataset(task.name, seed=task.seed, size=task.size, **task.config)
-        except Exception as error:  # its message is safe: no question exists yet that it could quote
+        except Exception as error:  # its message is safe: no prompt exists yet that it could quote
             raise GymUnusable(in_words(error)) from error
         self._answer_after = task.answer_after
         self.size, self.digest = len(self._dataset), ""  # the job's own settings make the problems
         if self.size != task.size:
             raise GymUnusable(f"it has {self.size} problems, not the {task.size} of its size")
-        self.question(0)  # a task reports a missing package only when it makes a question
+        self.prompt(0)  # a task reports a missing package only when it makes a prompt
 
-    def question(self, position: int) -> tuple[int, PromptContent]:
+    def prompt(self, position: int) -> tuple[int, PromptContent]:
         index = position % self.size
         return index, self._dataset[index]["question"]
 

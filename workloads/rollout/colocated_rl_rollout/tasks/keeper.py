@@ -2,13 +2,13 @@
 
     python -I -S keeper.py PROGRAM [ARGUMENT...]
 
-What a program leaves behind is taken on by the nearest of its ancestors that says so (a subreaper), wherever it has
+What a program leaves behind is taken on by the nearest of its ancestors that asks for it (a subreaper), wherever it has
 gone: a session of its own or an empty environment change nothing about whom it descends from. So this process is that
-ancestor: it reaps what ends, and when the program has ended, or it is told to end (SIGTERM), all the rest is killed. It
-is a program of its own, with nothing but Python's own modules, because it lives beside each process of other people's
-code, and because that code must not be able to change it. It can be killed, by code of the same user: then the first
-process of the container takes on what is left, and ends it (`task_server`). The program runs at the lowest priority of
-the container, so that a thousand of it leave this process the time to end them.
+ancestor: it reaps what ends, and when the program has ended, or it is asked to end (SIGTERM), all the rest is killed.
+It is a program of its own, with nothing but Python's own modules, because it lives beside each process of other
+people's code, and because that code must not be able to change it. It can be killed, by code of the same user: then the
+first process of the container takes on what is left, and ends it (`task_server`). The program runs at the lowest
+priority of the container, so that a thousand of it leave this process the time to end them.
 """
 
 from __future__ import annotations

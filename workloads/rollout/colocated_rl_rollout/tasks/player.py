@@ -21,7 +21,7 @@ from colocated_rl_rollout.tasks.tasks import SourceUnusable, Tasks, described
 
 
 async def play(
-    requests: TextIO, reply: Callable[[TaskReply], None], tasks: Tasks, *, model: str, told: Callable[[Exception], str]
+    requests: TextIO, reply: Callable[[TaskReply], None], tasks: Tasks, *, model: str, note: Callable[[Exception], str]
 ) -> None:
     """Play until the input ends. Raises SourceUnusable when an environment can't be brought up."""
     async with contextlib.AsyncExitStack() as up:
@@ -37,7 +37,7 @@ async def play(
             try:
                 reward = await tasks.play(asked.row, model=model, address=asked.address)
             except Exception as error:  # noqa: BLE001 - of another's code; one episode fails, the rest go on
-                return TaskReply(episode=asked.episode, error=told(error), reason="EpisodeFailed")
+                return TaskReply(episode=asked.episode, error=note(error), reason="EpisodeFailed")
             return TaskReply(episode=asked.episode, value=reward)
 
         def ended(number: int, task: asyncio.Task[TaskReply]) -> None:
@@ -58,5 +58,5 @@ async def play(
 
 
 def read(line: str) -> Play | Stop:
-    said: dict[str, Any] = json.loads(line)
-    return Play.model_validate(said["play"]) if "play" in said else Stop.model_validate(said["stop"])
+    request: dict[str, Any] = json.loads(line)
+    return Play.model_validate(request["play"]) if "play" in request else Stop.model_validate(request["stop"])

@@ -1,4 +1,4 @@
-"""Turn rows of data into questions, rewarded as their source names: by a function, by mathematics, by an endpoint."""
+"""Turn rows of data into prompts, rewarded as their source names: by a function, by mathematics, by an endpoint."""
 
 from __future__ import annotations
 
@@ -47,11 +47,11 @@ class RewardedRows:
         self._score = _score(source.reward, beside)
         self._passes = Passes(range(self.size), seed=source.seed)
 
-    def question(self, position: int) -> tuple[int, PromptContent]:
+    def prompt(self, position: int) -> tuple[int, PromptContent]:
         data_pass, place = divmod(position, self.size)
         index = self._passes[data_pass][place]
-        question: PromptContent = member(self._rows[index], self._field)
-        return index, question
+        prompt: PromptContent = member(self._rows[index], self._field)
+        return index, prompt
 
     def score(self, index: int, response: str) -> float | dict[str, Any]:
         """Return a number; or the row, for an endpoint."""
@@ -118,7 +118,7 @@ def _function(name: str, beside: list[Path], *, of: Mapping[str, object]) -> Cal
 
 def _fault(row: Row, source: RowSource) -> str | None:
     """Return what is wrong with a row, in words for its author."""
-    if fault := _question_fault(row, source.prompt_field):
+    if fault := _prompt_fault(row, source.prompt_field):
         return fault
     if source.reward.math:
         return answer_fault(row, source.reward.math)
@@ -135,24 +135,24 @@ def _endpoint_fault(row: Row) -> str | None:
     return None
 
 
-def _question_fault(row: Row, field: str) -> str | None:
+def _prompt_fault(row: Row, field: str) -> str | None:
     try:
-        question = member(row, field)
+        prompt = member(row, field)
     except RowsUnusable as error:
         return f"{error}: set promptField"
-    is_conversation = isinstance(question, list) and all(map(_is_message, question))
-    if not question or not (isinstance(question, str) or is_conversation):
+    is_conversation = isinstance(prompt, list) and all(map(_is_message, prompt))
+    if not prompt or not (isinstance(prompt, str) or is_conversation):
         return f"{field!r} should be a text, or a list of messages with role and content, which is text or parts of it"
     return None
 
 
-def _is_message(said: Any) -> bool:
-    match said:
+def _is_message(message: Any) -> bool:
+    match message:
         case {"role": str(), "content": None | str()}:
             return True
         case {"role": str(), "content": list(parts)}:
             return all(isinstance(part, Mapping) and isinstance(part.get("text"), str) for part in parts)
         case {"role": "assistant", "tool_calls": [_, *_]}:
-            return "content" not in said  # which may be left out then, as in a request
+            return "content" not in message  # which may be left out then, as in a request
         case _:
             return False

@@ -326,4 +326,4 @@ def _plain(value: Any) -> Any:
         case _ if callable(getattr(value, "tolist", None)):  # numpy's and torch's
             return value.tolist()
         case _:
-            raise RowsUnusable(f"a value of type {type(value).__name__} can't be said in JSON")
+            raise RowsUnusable(f"a value of type {type(value).__name__} can't be written in JSON")

@@ -1,8 +1,8 @@
-"""Make questions and score answers, for `rewards`, in a process that `task_server` starts.
+"""Make prompts and score answers, for `rewards`, in a process that `task_server` starts.
 
     python -m colocated_rl_rollout.tasks.task_process CLAIMS CACHE [LIMIT]
 
-JSON lines: a `Greeting` comes first and is answered with `Data`; then each request is answered in order, `{"questions":
+JSON lines: a `Greeting` comes first and is answered with `Data`; then each request is answered in order, `{"prompts":
 [start, count]}` and `{"score": [index, text]}`, with a `TaskReply`; or, where the greeting asks for it, episodes are
 played (`player`). CLAIMS is where claims of prompts are mounted, CACHE a directory for copies and downloads, LIMIT the
 file that has the container's memory limit. The process ends with its input. Verifiers and environments are other
@@ -40,10 +40,10 @@ def serve(requests: TextIO, replies: TextIO, *, claims: Path, cache: Path, conta
     """Answer until the input ends, or memory runs out."""
     own = os.getpid()
 
-    def reply(said: TaskReply) -> None:
+    def reply(message: TaskReply) -> None:
         if os.getpid() != own:
             os._exit(1)  # a verifier's fork returned here: its parent answers
-        replies.write(said.model_dump_json(exclude_defaults=True) + "\n")
+        replies.write(message.model_dump_json(exclude_defaults=True) + "\n")
         replies.flush()
 
     try:
@@ -51,7 +51,7 @@ def serve(requests: TextIO, replies: TextIO, *, claims: Path, cache: Path, conta
         limit_memory(memory_bytes(container_bytes, processes=greeting.processes))
         tasks = make_tasks(greeting.prompts, claims=claims, cache=cache)
         if greeting.model is not None:
-            asyncio.run(play(requests, reply, tasks, model=greeting.model, told=_noted))
+            asyncio.run(play(requests, reply, tasks, model=greeting.model, note=_noted))
             return
     except SourceUnusable as error:
         if logs.shows_messages():
@@ -77,8 +77,8 @@ def serve(requests: TextIO, replies: TextIO, *, claims: Path, cache: Path, conta
 
 def _answer(tasks: Tasks, request: dict[str, Any]) -> Any:
     match request:
-        case {"questions": [start, count]}:
-            return [tasks.question(position) for position in range(start, start + count)]
+        case {"prompts": [start, count]}:
+            return [tasks.prompt(position) for position in range(start, start + count)]
         case {"score": [index, response]}:
             return tasks.score(index, response)
         case other:

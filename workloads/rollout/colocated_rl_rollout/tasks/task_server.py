@@ -135,7 +135,7 @@ def serve(listener: socket.socket, command: Sequence[str], *, adopts: bool = Fal
             except OSError as error:
                 if not descriptors.is_exhausted(error):
                     break
-                troubled.log(LOG, "connections are not accepted", reason=logs.in_words(error))
+                troubled.log(LOG, "connections refused", reason=logs.in_words(error))
                 time.sleep(AGAIN_S)
                 continue
             attending = [each for each in attending if each.is_alive()]

@@ -26,7 +26,7 @@ class _Line(BaseModel):
 class Greeting(_Line):
     """The first line to a process. processes: how many share the container with it, itself too.
 
-    model: asked by the episodes that it is to play; None: it answers questions instead.
+    model: asked by the episodes that it is to play; None: it answers prompts instead.
     """
 
     prompts: Prompts
@@ -77,13 +77,13 @@ class UnscoredRow(_Line):
 
 
 class PromptRow(NamedTuple):
-    """A question, the index of its row, and held_out: it is kept from training. None: it is played, not asked."""
+    """A prompt, the index of its row, and held_out: it is kept from training. None: it is played, not asked."""
 
     row: Annotated[int, Field(ge=0, lt=2**63)]
-    question: PromptContent | None
+    prompt: PromptContent | None
     held_out: bool
 
 
-QUESTIONS: TypeAdapter[list[PromptRow]] = TypeAdapter(list[PromptRow])
+PROMPT_ROWS: TypeAdapter[list[PromptRow]] = TypeAdapter(list[PromptRow])
 SCORE: TypeAdapter[float | UnscoredRow] = TypeAdapter(RewardValue | UnscoredRow)
 REWARD: TypeAdapter[float] = TypeAdapter(RewardValue)

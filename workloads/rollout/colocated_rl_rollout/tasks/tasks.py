@@ -1,4 +1,4 @@
-"""Combine the sources of a job, which take turns, into its questions and their rewards, for `task_process`.
+"""Combine the sources of a job, which take turns, into its prompts and their rewards, for `task_process`.
 
 This module calls other people's code. A *position* counts over all passes of the data, an *index* names one row of it.
 The order of turns and of each pass depends on seeds and positions alone, so that a restart resumes where it was.
@@ -43,17 +43,17 @@ SHORT_OF_MEMORY = ("cannot allocate memory", "failed to map segment")
 class Task(Protocol):
     """One source. size: its number of rows. digest: differs for other rows.
 
-    For a source that is played a question only identifies the task, and nobody is asked it.
+    For a source that is played a prompt only identifies the task, and nobody is asked it.
     """
 
     size: int
     digest: str
 
-    def question(self, position: int) -> tuple[int, PromptContent]:
-        """Return the index of the row at a position, and its question."""
+    def prompt(self, position: int) -> tuple[int, PromptContent]:
+        """Return the index of the row at a position, and its prompt."""
 
     def score(self, index: int, response: str) -> float | dict[str, Any]:
-        """Return the reward of a response to the question of a row; or the row, for an endpoint to reward."""
+        """Return the reward of a response to the prompt of a row; or the row, for an endpoint to reward."""
 
 
 class MixPart(NamedTuple):
@@ -74,19 +74,19 @@ class Tasks:
         turns = [number for number, part in enumerate(parts) for _ in range(part.weight)]
         self._turns = Passes(turns, seed=seed)
         self.ends = list(itertools.accumulate(part.task.size for part in parts))
-        told = [f"{part.task.size} {part.task.digest}" for part in parts]
-        self.digest = hashlib.sha256("\n".join(told).encode()).hexdigest()
+        parts_digested = [f"{part.task.size} {part.task.digest}" for part in parts]
+        self.digest = hashlib.sha256("\n".join(parts_digested).encode()).hexdigest()
         self.size = max(-(-part.task.size // part.weight) for part in parts) * len(turns)
 
-    def question(self, position: int) -> PromptRow:
+    def prompt(self, position: int) -> PromptRow:
         block, place = divmod(position, len(self._turns))
         turns = self._turns[block]
         number = turns[place]
         part = self._parts[number]
-        index, question = part.task.question(block * part.weight + turns[:place].count(number))
-        held_out = is_held_out(question, percent=part.held_out_percent)
+        index, prompt = part.task.prompt(block * part.weight + turns[:place].count(number))
+        held_out = is_held_out(prompt, percent=part.held_out_percent)
         played = isinstance(part.task, EnvironmentTasks)
-        return PromptRow(self._start(number) + index, None if played else question, held_out)
+        return PromptRow(self._start(number) + index, None if played else prompt, held_out)
 
     def score(self, index: int, response: str) -> float | UnscoredRow:
         number = bisect_right(self.ends, index)
@@ -118,7 +118,7 @@ class NotPlayed(Exception):
 
 
 class SourceUnusable(Exception):
-    """A source does not match the job; the message tells the author of the job which, and what is wrong."""
+    """A source does not match the job; the message names it and what is wrong."""
 
 
 def make_tasks(prompts: Prompts, *, claims: Path, cache: Path) -> Tasks:
@@ -139,12 +139,12 @@ def described(error: BaseException) -> str:
     may quote a prompt, a response or an answer, and the description goes into the log and the job's status.
     """
     if is_ours(error):
-        said = str(error)
+        message = str(error)
     elif isinstance(error, ModuleNotFoundError):
-        said = f"{type(error).__name__}: No module named {error.name!r}"
+        message = f"{type(error).__name__}: No module named {error.name!r}"
     else:
-        said = in_places(error)
-    return said[:1000].encode(errors="replace").decode() + short_of_memory(error)
+        message = in_places(error)
+    return message[:1000].encode(errors="replace").decode() + short_of_memory(error)
 
 
 def short_of_memory(error: BaseException) -> str:
@@ -152,7 +152,7 @@ def short_of_memory(error: BaseException) -> str:
     an amount.
     """
     size, _ = resource.getrlimit(resource.RLIMIT_AS)
-    is_short = isinstance(error, MemoryError) or any(said in str(error).lower() for said in SHORT_OF_MEMORY)
+    is_short = isinstance(error, MemoryError) or any(words in str(error).lower() for words in SHORT_OF_MEMORY)
     if not is_short or size == resource.RLIM_INFINITY:
         return ""
     return f"; its process may have {size >> 20} MiB: raise spec.rollout.prompts.resources.limits.memory"
@@ -168,7 +168,7 @@ def _make_task(source: Source, *, claims: Path, cache: Path) -> Task:
             return RewardedRows(source, claims=claims, cache=cache)
 
 
-def is_held_out(question: PromptContent, *, percent: int) -> bool:
-    """Return whether a question is kept from training: by its hash alone, so that every part of the system agrees."""
-    text = question if isinstance(question, str) else json.dumps(question, sort_keys=True)
+def is_held_out(prompt: PromptContent, *, percent: int) -> bool:
+    """Return whether a prompt is kept from training: by its hash alone, so that every part of the system agrees."""
+    text = prompt if isinstance(prompt, str) else json.dumps(prompt, sort_keys=True)
     return int(hashlib.sha256(text.encode()).hexdigest()[:8], 16) % 100 < percent

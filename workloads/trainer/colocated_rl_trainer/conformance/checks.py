@@ -50,7 +50,7 @@ def says_who_it_is_and_where_it_stands(trainer: TrainerGroup) -> None:
         reported = (status.protocol, status.rank, status.lineage)
         wanted = (PROTOCOL, number, trainer.lineage)
         expect(reported == wanted, f"(protocol, rank, lineage) of rank {number} are {reported}, not {wanted}")
-        expect(status.step is not None and not status.dirty, f"rank {number} has loaded and says {status}")
+        expect(status.step is not None and not status.dirty, f"rank {number} has loaded and reports {status}")
 
 
 def lets_its_group_use_the_socket(trainer: TrainerGroup) -> None:
@@ -95,7 +95,7 @@ def answers_its_state_during_a_step(trainer: TrainerGroup) -> None:
             training.result()  # a step that fails is why a rank does not answer any more
     expect(
         states <= {TrainerState.ONLOADED, TrainerState.SCORING, TrainerState.TRAINING},
-        f"during a step it says {states}",
+        f"during a step it reports {states}",
     )
 
 

@@ -30,7 +30,7 @@ _COLUMNS = {
     "token_step": torch.int32, "reward": torch.float32, "group": torch.int64, "group_mean": torch.float32,
     "group_std": torch.float32, "group_count": torch.float32, "truncated": torch.uint8,
 }  # fmt: skip
-_REFERENCE = "reference_logp"  # present if a reference has scored the batch, which the header tells
+_REFERENCE = "reference_logp"  # present if a reference has scored the batch, which the header declares
 _BY_TOKEN = ("tokens", "loss_mask", "behaviour_logp", "token_step", _REFERENCE)
 
 

@@ -224,4 +224,4 @@ def _of_sample(values: Tensor, sample: Tensor | None, *, mean: bool) -> Tensor:
 def _same_length(*tensors: Tensor) -> None:
     lengths = [len(tensor) for tensor in tensors]
     if len(set(lengths)) > 1:
-        raise LengthMismatch(f"lengths {lengths} should be one: the batch is not what it says")
+        raise LengthMismatch(f"lengths {lengths} should be one: the batch does not match its header")

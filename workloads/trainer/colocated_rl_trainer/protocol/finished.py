@@ -43,7 +43,7 @@ def save_final_model(export: Path, directory: Path, *, progress: Callable[[], No
                 shutil.copyfile(file, copy)
             progress()
         if wrong := _differing(draft, manifest):
-            raise NotAnExport(f"{export / wrong} was copied, and the copy is not what {MANIFEST} says")
+            raise NotAnExport(f"{export / wrong} was copied, and the copy does not match {MANIFEST}")
         flush(draft)
         take_place(draft, directory)
     except (OSError, NotAnExport):

@@ -49,7 +49,7 @@ class JSONHandler(http.server.BaseHTTPRequestHandler):
         """Return the body, shorter than announced if the caller disconnected. Raises Rejected for a bad length."""
         size = self.headers.get("Content-Length", "")
         if not (size.isascii() and size.isdigit() and len(size) < 10) or int(size) > limit_bytes:
-            self.close_connection = True  # what follows can't be told from a next request
+            self.close_connection = True  # what follows could be taken for a next request
             raise Rejected(HTTPStatus.BAD_REQUEST, "BadRequest", f"Content-Length must be 0 to {limit_bytes}")
         return self.rfile.read(int(size))
 

@@ -153,7 +153,7 @@ def _wrong_fields(error: ValidationError) -> str:
 
 def _end_before_start(reason: str) -> NoReturn:
     """End with exit code 2: starting again does not help."""
-    log(_LOG, "trainer can't start", logging.ERROR, reason=reason)
+    log(_LOG, "trainer start failed", logging.ERROR, reason=reason)
     _end(2)
 
 

@@ -246,7 +246,7 @@ class TrainerConfig(BaseModel):
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
         if (self.schedule == "Constant") != (self.decay_steps is None):
-            raise _contradiction("decaySteps says when a Linear or Cosine schedule ends: set both or none")
+            raise _contradiction("decaySteps sets when a Linear or Cosine schedule ends: set both or none")
         if self.schedule == "Constant" and self.final_learning_rate:
             raise _contradiction("finalLearningRate is where a Linear or Cosine schedule ends: set schedule too")
         if self.decay_steps is not None and self.decay_steps <= self.warmup_steps:

@@ -41,7 +41,7 @@ def main(arguments: Sequence[str], environment: Mapping[str, str] = os.environ) 
         configure(job=settings.job.name, job_uid=settings.job.uid)
         return _serve(settings)
     except ConfigError as error:
-        log(_LOG, "reference can't start", logging.ERROR, reason=str(error))
+        log(_LOG, "reference start failed", logging.ERROR, reason=str(error))
         return 2
 
 

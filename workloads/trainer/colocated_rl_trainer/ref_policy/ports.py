@@ -64,7 +64,7 @@ class _Port(ConnectionThreads, socketserver.TCPServer):
             return super().get_request()
         except OSError as error:
             if descriptors.is_exhausted(error):
-                self._troubled.log(_LOG, "connections are not accepted", reason=in_words(error))
+                self._troubled.log(_LOG, "connections refused", reason=in_words(error))
                 time.sleep(AGAIN_S)
             raise
 
@@ -130,7 +130,7 @@ class ScorePort(_Port):
 
 
 class MetricsPort(_Port):
-    """Serves health and metrics. is_ready: tells whether the model is loaded."""
+    """Serves health and metrics. is_ready: returns whether the model is loaded."""
 
     def __init__(self, host: str, port: int, *, is_ready: Callable[[], bool], figures: ScoreCounts) -> None:
         self.is_ready, self.figures = is_ready, figures

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 
 class ScoringFailed(Exception):
-    """A pass over the sample failed. The message says why; the model is unchanged."""
+    """A pass over the sample failed. The message states why; the model is unchanged."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -76,7 +76,7 @@ class Collectives:
         fault: OSError | Refused | None = None
         try:
             result = do()
-        except (OSError, Refused) as error:  # the peers must be told, or they wait for this rank's result
+        except (OSError, Refused) as error:  # the peers must learn of it, or they wait for this rank's result
             fault = error
         outcomes = self.gather((result, str(fault) if fault else None))
         if fault is not None:

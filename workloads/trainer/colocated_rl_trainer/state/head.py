@@ -5,7 +5,7 @@ Logits are computed for a part of the vocabulary at a time, and again in the bac
 gradient of the head is written in place and summed over all tokens by one product. `linear_cross_entropy` of torch 2.13
 has no entropy, and no softcap.
 
-The head must be a linear layer, whose output may be scaled or capped as `LogitForm` says. Whether it is follows from
+The head must be a linear layer, whose output may be scaled or capped as in `LogitForm`. Whether it is follows from
 the model's own forward pass, run over a stand-in for layers and head. Any other model computes whole logits, with a
 warning.
 """
@@ -40,7 +40,7 @@ class LogitForm:
 
     @classmethod
     def of(cls, config: Any) -> LogitForm:
-        """Return what the config says, in the words of Gemma, Cohere and Granite."""
+        """Return the form in the config, in the words of Gemma, Cohere and Granite."""
         scale = getattr(config, "logit_scale", None) or 1 / (getattr(config, "logits_scaling", None) or 1.0)
         return cls(scale=scale, cap=getattr(config, "final_logit_softcapping", None))
 

@@ -34,7 +34,7 @@ _PREFIX = "base_model.model."  # of tensors in peft's files
 
 
 class Origin(BaseModel):
-    """What adapters of a checkpoint belong to: they mean nothing beside another model, or at another scale."""
+    """Adapters of a checkpoint belong to this: they mean nothing beside another model, or at another scale."""
 
     rank: int
     alpha: float
@@ -45,7 +45,7 @@ class Origin(BaseModel):
         if (self.rank, self.alpha) != (other.rank, other.alpha):
             raise ConfigError(
                 f"checkpoint {checkpoint} has adapters of rank {other.rank} and alpha {other.alpha:g}, and lora in "
-                f"spec.trainer.config says {self.rank} and {self.alpha:g}: set it as it was, or give the job another "
+                f"spec.trainer.config has {self.rank} and {self.alpha:g}: set it as it was, or give the job another "
                 "volume for checkpoints"
             )
         names = sorted(self.base.keys() | other.base)
@@ -58,7 +58,7 @@ class Origin(BaseModel):
 
 
 class _Way(Enum):
-    """How adapted layers compute."""
+    """This is how adapted layers compute."""
 
     BESIDE = auto()
     WITHOUT = auto()

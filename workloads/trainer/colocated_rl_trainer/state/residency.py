@@ -1,4 +1,4 @@
-"""Where a rank's training state lives: parameters, gradients and optimizer moments, in float32, and frozen parameters.
+"""Hold a rank's training state: parameters, gradients and optimizer moments in float32, and frozen parameters.
 
 A model's parameters are views of one buffer and their gradients views of another, so one copy moves a kind of state
 between device and host, one collective sums a gradient, and one fused kernel updates everything. Where ranks share a
@@ -211,7 +211,7 @@ class Residency:
 
     @property
     def size_bytes(self) -> int:
-        """Bytes that the state takes on the device."""
+        """Return the bytes that the state takes on the device."""
         frozen = (block for block, _ in self._frozen)
         blocks = (*chain.from_iterable(self._kept.values()), self.gradients, *frozen)
         return sum(block.element_size() * len(block) for block in blocks)

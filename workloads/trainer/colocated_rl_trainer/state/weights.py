@@ -49,7 +49,7 @@ _WEIGHT_FILES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpac
 _OURS = (MANIFEST, CONTENTS, OPTIMIZER)
 _PROBE_STRIDE = 7919  # prime: ids all over the vocabulary
 
-_Loading = Mapping[str, Collection[Any]]  # what transformers says of a load
+_Loading = Mapping[str, Collection[Any]]  # what transformers reports of a load
 
 
 def load_model(
@@ -195,7 +195,7 @@ def _check_loaded(model: PreTrainedModel, loading: _Loading, directory: Path) ->
     if differing := sorted(tied.keys() - model.all_tied_weights_keys.keys()):  # which transformers therefore left apart
         name = differing[0]
         raise ConfigError(
-            f"{directory} can be read in two ways: its config.json says tie_word_embeddings, and its weights hold "
+            f"{directory} can be read in two ways: its config.json has tie_word_embeddings, and its weights hold "
             f"another {name} than {tied[name]}; transformers would train that, engines leave it out: set "
             f"tie_word_embeddings to false if {name} is part of the model, or remove it from the weights"
         )
@@ -324,7 +324,7 @@ def _check_trainable(directory: Path) -> None:
                 pass
         except (OSError, SafetensorError) as error:
             raise ConfigError(
-                f"{file} is cut off, or not what its name says (a pointer of Git LFS?): copy the model again; {error}"
+                f"{file} is cut off, or not what its name is (a pointer of Git LFS?): copy the model again; {error}"
             ) from error
 
 
