@@ -39,6 +39,10 @@ help: ## this text
 demo: setup ## a ColocatedRLJob on a local Kubernetes cluster: real API server, real engines, real training steps
 	@$(DEV)/python -m examples.arithmetic.demo
 
+.PHONY: trained-model
+trained-model: ## as demo, with a trained public model of 135 million parameters: it learns in minutes on two free cores
+	@$(SETUP) --then all,trained-model trained-model-layer
+
 .PHONY: test
 test: ## everything below in one go: checks and fast tests first, while the rest is still being made
 	@$(SETUP) --then dev fast-layer --then images,peers,frameworks,trained-model contract-layer --then all cluster-layer --then all e2e-layer
@@ -234,6 +238,10 @@ e2e-layer:
 slow-layer:
 	@pytest --numprocesses=2 --dist=loadfile -m slow tests/contract tests/integration
 	@pytest -m slow tests/e2e
+
+.PHONY: trained-model-layer
+trained-model-layer:
+	@python -m examples.trained_model.demo
 
 .PHONY: lint-layer
 lint-layer:

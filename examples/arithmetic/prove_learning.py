@@ -5,7 +5,7 @@
 Each run is the whole demo on a new cluster with prompts and minibatches of its own seed. `newest-N` is `run-N` with
 `maxStaleness: 0`: nothing it trains is older than the newest weights. A control has learning rate 0. What was recorded
 is kept in `.build/learning` and not done again, so that it can be interrupted; a change of the job starts over. The
-document is written anew after each run, failed runs included.
+document is written anew after each run, failed runs included, up to the section on another example's run.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from examples.arithmetic.verdict import ARITHMETIC, job_s, shortfalls
 
 RECORDS = ROOT / ".build/learning"
 DOCUMENT = ROOT / "docs/learning.md"
+OTHERS = "\n## A trained public model\n"  # of the document from here on
 
 
 class Kind(StrEnum):
@@ -86,6 +87,12 @@ short, because nothing but training may move the figure.
 
 {_table(rows)}
 {_paired(means, steps)}"""
+
+
+def of_others(document: str) -> str:
+    """What runs of other examples have in the document."""
+    _, heading, rest = document.partition(OTHERS)
+    return heading + rest
 
 
 def older_share(figures: RunFigures) -> float:
@@ -174,7 +181,8 @@ def main() -> int:
             return 1
         except KeyboardInterrupt:
             return 130
-        args.document.write_text(document(runs, job))
+        others = of_others(args.document.read_text()) if args.document.exists() else ""
+        args.document.write_text(document(runs, job) + others)
         console.print(
             f"{name}: {'; '.join(shortfalls(runs[name])) or 'as it should be'}", highlight=False, markup=False
         )

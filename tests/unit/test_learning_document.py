@@ -14,7 +14,7 @@ from colocated_rl_cli.draw.figures import read_figures
 from colocated_rl_cli.evidence.records import Records
 from examples.arithmetic.demo import HERE
 from examples.arithmetic.pairs import compared, verdict
-from examples.arithmetic.prove_learning import Kind, document, older_share, seeded
+from examples.arithmetic.prove_learning import DOCUMENT, Kind, document, of_others, older_share, seeded
 
 JOB = yaml.safe_load((HERE / "job.yaml").read_text())
 
@@ -52,6 +52,13 @@ def test_runs_are_compared_with_those_of_their_own_seed(run: Records) -> None:
     assert f"| {step} | 2 | +0.010 | 0.020 | -0.244 to +0.264 | no difference detected" in text
     rows = [line.split(" ")[1] for line in text.splitlines() if line.startswith(("| run-", "| newest-"))]
     assert ["run-1", "run-2", "run-3", "newest-1", "newest-2"] == rows
+
+
+def test_what_other_examples_learned_stays_when_the_page_is_written_anew(run: Records) -> None:
+    others = of_others(DOCUMENT.read_text())
+    assert others.startswith("\n## A trained public model\n")
+    assert others == of_others(document({"run-1": run}, JOB) + others)
+    assert "" == of_others(document({"run-1": run}, JOB))
 
 
 def test_without_pairs_nothing_is_compared(run: Records) -> None:
