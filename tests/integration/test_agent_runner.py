@@ -12,12 +12,13 @@ import signal
 import stat
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from functools import cache
 from pathlib import Path
 
 import pytest
+import refusing_kernel
 
 from colocated_rl_agent.runner import runner
 from colocated_rl_agent.runner.runner_link import (
@@ -67,10 +68,13 @@ class Container:
         self.events.append(event)
         self._changed.set()
 
-    async def start(self, *, grace_s: float = 60.0, env: Mapping[str, str] | None = None) -> None:
+    async def start(
+        self, *, grace_s: float = 60.0, env: Mapping[str, str] | None = None, before: Sequence[str] = ()
+    ) -> None:
         with self.output.open("ab") as output:
             self.process = await asyncio.create_subprocess_exec(
                 oldest_python(),
+                *before,
                 runner.__file__,
                 env={
                     **os.environ,
@@ -108,10 +112,16 @@ class Container:
 
 @asynccontextmanager
 async def container(
-    directory: Path, *, grace_s: float = 60.0, env: Mapping[str, str] | None = None, call_s: float = DEADLINE_S
+    directory: Path,
+    *,
+    grace_s: float = 60.0,
+    env: Mapping[str, str] | None = None,
+    call_s: float = DEADLINE_S,
+    before: Sequence[str] = (),
 ) -> AsyncIterator[Container]:
+    """before: arguments before the runner's own."""
     it = Container(directory, call_s)
-    await it.start(grace_s=grace_s, env=env)
+    await it.start(grace_s=grace_s, env=env, before=before)
     connection = asyncio.create_task(it.link.run())
     try:
         await it.hello()
@@ -140,6 +150,18 @@ async def test_child_runs_with_its_own_environment_and_reports_its_exit(tmp_path
         incarnation = await it.link.start("engine-0", [sys.executable, "-c", script], {"A": "b", "LEAKED": None})
         exited = await it.exited(incarnation)
         assert (3, ("b None",)) == (exited.code, exited.tail)
+
+
+async def test_a_fork_that_fails_is_told_and_what_runs_goes_on(tmp_path: Path) -> None:
+    async with container(tmp_path, before=[refusing_kernel.__file__, "forks"]) as it:
+        waits = [sys.executable, "-c", "input()"]
+        running = await it.link.start("engine-0", [sys.executable, "-c", "import time; time.sleep(600)"], {})
+        it.process.send_signal(signal.SIGUSR1)
+        for _ in range(2):
+            with pytest.raises(RunnerRefused, match=r"CannotStart: .*Resource temporarily unavailable"):
+                await it.link.start("trainer-0", waits, {})
+        await it.link.kill("engine-0")
+        assert -signal.SIGKILL == (await it.exited(running)).code
 
 
 async def test_output_of_a_child_is_passed_on_with_its_name_and_without_secrets(tmp_path: Path) -> None:

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
-import failing_disk
 import pytest
+import refusing_kernel
 
 from colocated_rl_api.rungs import WeightVersion
 from fakes.gate import FakeGate
@@ -42,8 +42,8 @@ class Running:
 
 @asynccontextmanager
 async def running(job: JobOnDisk, *, trouble: str | None = None) -> AsyncIterator[Running]:
-    """trouble: what its disk has from SIGUSR1 on (`failing_disk`)."""
-    words = ["-m"] if trouble is None else [failing_disk.__file__, trouble]
+    """trouble: what its disk has from SIGUSR1 on (`refusing_kernel`)."""
+    words = ["-m"] if trouble is None else [refusing_kernel.__file__, trouble]
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, *words, "colocated_rl_rollout", *job.arguments),
         stdout=PIPE,
@@ -136,7 +136,7 @@ async def test_kill_nine_loses_nothing_that_was_accepted(tmp_path: Path) -> None
         assert [] == lines(third.log, "gate lost")
 
 
-@pytest.mark.parametrize("trouble", sorted(failing_disk.TROUBLES))
+@pytest.mark.parametrize("trouble", ["fsync", "inodes", "quota"])
 async def test_a_disk_that_begins_to_fail_loses_nothing_that_was_accepted(tmp_path: Path, trouble: str) -> None:
     """An error of fsync, a quota or inodes used up: it ends, or waits and says why, and the next one goes on."""
     job = JobOnDisk.write(tmp_path, make_spec())

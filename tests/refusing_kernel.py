@@ -1,6 +1,6 @@
-"""Runs a module as `python -m` does, with a disk that fails from SIGUSR1 on: the kernel refuses this process's calls.
+"""Runs a program in Python, to which the kernel refuses some calls from SIGUSR1 on: of a disk that fails, for instance.
 
-    python failing_disk.py TROUBLE MODULE [ARGUMENT...]
+    python refusing_kernel.py TROUBLE MODULE-OR-FILE [ARGUMENT...]
 
 By a filter of system calls (seccomp), so that what is tested is the program as it is, whichever library makes the call.
 """
@@ -29,6 +29,7 @@ class Refused(NamedTuple):
 
 FSYNC, FDATASYNC, PWRITE64, OPENAT, CLONE, FORK, VFORK, CLONE3 = 74, 75, 18, 257, 56, 57, 58, 435
 TROUBLES = {
+    "forks": tuple(Refused(number, errno.EAGAIN) for number in (CLONE, FORK, VFORK, CLONE3)),
     "fsync": (Refused(FSYNC, errno.EIO), Refused(FDATASYNC, errno.EIO)),
     "quota": (Refused(PWRITE64, errno.EDQUOT),),
     "inodes": (Refused(OPENAT, errno.ENOSPC, argument=2, bits=os.O_CREAT),),
@@ -57,7 +58,10 @@ def refuse(calls: tuple[Refused, ...]) -> None:
 
 if __name__ == "__main__":
     assert platform.machine() == "x86_64"
-    trouble, module = sys.argv[1:3]
+    trouble, program = sys.argv[1:3]
     del sys.argv[1:3]
     signal.signal(signal.SIGUSR1, lambda *_: refuse(TROUBLES[trouble]))
-    runpy.run_module(module, run_name="__main__", alter_sys=True)
+    if program.endswith(".py"):
+        runpy.run_path(program, run_name="__main__")
+    else:
+        runpy.run_module(program, run_name="__main__", alter_sys=True)
