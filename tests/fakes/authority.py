@@ -21,9 +21,10 @@ def _name(common_name: str) -> x509.Name:
 
 @dataclass(frozen=True)
 class Authority:
-    """Issues certificates for an hour."""
+    """Issues certificates that hold for `life`."""
 
     key: ec.EllipticCurvePrivateKey = field(default_factory=lambda: ec.generate_private_key(ec.SECP256R1()))
+    life: timedelta = timedelta(hours=1)
 
     @property
     def certificate(self) -> x509.Certificate:
@@ -81,7 +82,7 @@ class Authority:
             .public_key(key.public_key())
             .serial_number(x509.random_serial_number())
             .not_valid_before(now - timedelta(minutes=5))
-            .not_valid_after(now + timedelta(hours=1))
+            .not_valid_after(now + self.life)
             .add_extension(x509.BasicConstraints(ca=authority, path_length=None), critical=True)
             .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
             .add_extension(

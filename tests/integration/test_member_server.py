@@ -9,8 +9,9 @@ import json
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager, closing
 from dataclasses import dataclass, field
+from datetime import timedelta
 from pathlib import Path
-from typing import TypeVar
+from typing import NoReturn, TypeVar
 
 import aiohttp
 import pytest
@@ -87,8 +88,8 @@ class Member:
 class Scene:
     """One member and the means to reach it."""
 
-    def __init__(self, directory: Path, member: Member, session: aiohttp.ClientSession) -> None:
-        self.authority = Authority()
+    def __init__(self, directory: Path, member: Member, session: aiohttp.ClientSession, authority: Authority) -> None:
+        self.authority = authority
         self.directory = directory
         self.member = member
         self.session = session
@@ -104,6 +105,15 @@ class Scene:
                 self.url("/v1/link"), ssl=self.operator, server_hostname=names.member_server_name(JOB_UID)
             )
         )
+
+    async def connect_again_and_again(self) -> NoReturn:
+        """Raises what the first connection is refused with."""
+        name, once = names.member_server_name(JOB_UID), {"Connection": "close"}
+        while True:
+            async with self.session.get(
+                self.url("/v1/state"), ssl=self.operator, server_hostname=name, headers=once
+            ) as answer:
+                assert 200 == answer.status
 
 
 async def in_time(connect: Callable[[], Awaitable[T]]) -> T:
@@ -131,10 +141,11 @@ async def scene(
     idle_s: float = 60.0,
     data_idle_s: float = 60.0,
     data_connections: int = 8,
+    authority: Authority | None = None,
 ) -> AsyncIterator[Scene]:
     member = Member()
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=DEADLINE_S)) as session:
-        it = Scene(directory, member, session)
+        it = Scene(directory, member, session, authority or Authority())
         data = data_application(it.tls, max_request_bytes=1024)
         data.router.add_post("/echo", _echo)
         member.server = MemberServer(
@@ -350,6 +361,19 @@ def test_whatever_comes_over_the_control_port_the_member_goes_on_and_answers_no_
     asyncio.run(send())
     failed = [record.exc_info for record in caplog.records if record.name == "aiohttp.server" and record.exc_info]
     assert [] == [info for info in failed if not isinstance(info[1], HttpProcessingError)], "of a handler"
+
+
+async def test_a_certificate_that_expires_ends_no_link_and_begins_none(tmp_path: Path) -> None:
+    async with scene(tmp_path, authority=Authority(life=timedelta(seconds=8))) as it:
+        link = await it.link()
+        await receive(link)
+        await receive(link)
+        with pytest.raises(aiohttp.ClientConnectorCertificateError, match="certificate has expired"):
+            await it.connect_again_and_again()
+        await link.send_str(make_target(1).model_dump_json(by_alias=True))
+        facts = await receive(link)
+        assert isinstance(facts, PodFacts)
+        assert 1 == facts.epoch
 
 
 async def test_oversized_target_ends_the_connection(tmp_path: Path) -> None:
