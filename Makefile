@@ -99,9 +99,8 @@ explore: setup-dev ## every state of a job within BOUNDS="--pods 3 --deaths 1 --
 	@PYTHONPATH=tests python -m fakes.explore $(BOUNDS)
 
 .PHONY: fuzz
-fuzz: setup-dev ## strangers' bytes against every parser, an hour of all targets; FUZZ_S=60, TARGETS="journal target"; no part of test
-	@cd tests && VIRTUAL_ENV='$(CURDIR)/.build/env/dev' $(CURDIR)/.build/tools/bin/uv run --quiet --no-project --active \
-	  --with-requirements fuzz/requirements.txt python -m fuzz --seconds $(or $(FUZZ_S),3600) $(TARGETS)
+fuzz: setup-dev ## strangers' bytes against every parser: an hour, divided over all; FUZZ_S=60, TARGETS="journal target"
+	@$(MAKE) fuzz-layer FUZZ_S=$(or $(FUZZ_S),3600)
 
 .PHONY: lint
 lint: ## form, likely bugs, who imports whom, shell scripts, Go
@@ -238,6 +237,12 @@ e2e-layer:
 slow-layer:
 	@pytest --numprocesses=2 --dist=loadfile -m slow tests/contract tests/integration
 	@pytest -m slow tests/e2e
+	@$(MAKE) fuzz-layer FUZZ_S=60
+
+.PHONY: fuzz-layer
+fuzz-layer:
+	@cd tests && VIRTUAL_ENV='$(CURDIR)/.build/env/dev' $(CURDIR)/.build/tools/bin/uv run --quiet --no-project --active \
+	  --with-requirements fuzz/requirements.txt python -m fuzz --seconds $(FUZZ_S) $(TARGETS)
 
 .PHONY: trained-model-layer
 trained-model-layer:

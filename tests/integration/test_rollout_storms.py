@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import aiohttp
+import pytest
 from few_processes import few_processes
 from prometheus_client import CollectorRegistry
 
@@ -25,7 +26,7 @@ from fakes.gate import FakeGate
 from fakes.rollout import Answers, JobOnDisk, make_spec, until
 
 DEADLINE_S = 120.0
-TIMEOUTS = int(os.environ.get("COLOCATED_RL_TIMEOUTS", "30"))  # 10,000 take a quarter of an hour
+TIMEOUTS = int(os.environ.get("COLOCATED_RL_TIMEOUTS", "1000"))  # of the slow form: six a second on two busy cores
 MOST_PROCESSES = 160
 MOST_ZOMBIES = 5
 UNREAPED_S = 2.0  # what is killed together is reaped one by one
@@ -128,10 +129,13 @@ async def container(path: Path, command: list[str]) -> AsyncIterator[Container]:
             await server.wait()
 
 
-async def test_whatever_rewards_leave_behind_ends_with_them_and_the_next_is_given(tmp_path: Path) -> None:
+@pytest.mark.parametrize("timeouts", [30, pytest.param(TIMEOUTS, marks=pytest.mark.slow)], ids=["few", "many"])
+async def test_whatever_rewards_leave_behind_ends_with_them_and_the_next_is_given(
+    tmp_path: Path, timeouts: int
+) -> None:
     """A fork that failed in the server ended it, with the processes of all other rewards."""
     async with container(tmp_path / "tasks.sock", [sys.executable, "-c", PROGRAM]) as it:
-        left, others = iter(range(TIMEOUTS)), sorted(LEAVES.keys() - {"bomb"})
+        left, others = iter(range(timeouts)), sorted(LEAVES.keys() - {"bomb"})
 
         async def one_after_another() -> None:
             for number in left:

@@ -57,7 +57,7 @@ def test_tests_are_no_package_so_that_none_can_be_installed() -> None:
 def test_make_help_explains_every_target() -> None:
     text = (ROOT / "Makefile").read_text()
     explained = set(re.findall(r"^([a-z0-9-]+):.* ## ", text, re.MULTILINE))
-    steps = {"setup-dev"} | set(re.findall(r"^([a-z0-9-]+-layer):", text, re.MULTILINE))  # of the others, not for people
+    steps = {"setup-dev", *re.findall(r"^([a-z0-9-]+-layer):", text, re.MULTILINE)}  # of the others, not for people
     assert set(re.findall(r"^\.PHONY: (.+)$", text, re.MULTILINE)) == explained | steps
 
 
