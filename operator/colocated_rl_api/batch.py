@@ -40,4 +40,5 @@ class BatchHeader(Wire):
     loss_tokens: int  # of the whole batch: the normalizer of a token-level loss
     temperature: float  # of sampling: trainer logits, and those of a reference, are divided by it
     seed: int
+    prompt_position: int | None = None  # where a job that has only a checkpoint goes on in the prompts; None: unknown
     has_reference: bool = False  # a reference on devices of its own has scored the batch: column reference_logp

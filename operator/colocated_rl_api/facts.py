@@ -207,6 +207,7 @@ class RolloutFacts(Wire):
     sealed: SealedBatch | None = None  # newest batch; training step `sealed.step` may begin
     trained_step: int = 0  # batches up to here are accounted as trained
     evaluated: EvaluationResult | None = None  # newest finished evaluation
+    began_at: int | None = None  # step of the former checkpoint that the store began from; None: from the model
     samples: dict[str, int] = Field(default_factory=dict)  # by state (I3), all of them: they add up to admitted
     reward_mean: float | None = None  # of the newest sealed batch
     staleness_mean: float | None = None  # tokens of the newest sealed batch, in versions, as the trainer will see them

@@ -678,6 +678,53 @@ class Checkpoint(Part):
     )
 
 
+class FormerSamples(Part):
+    """The store of a former job's samples."""
+
+    claim_name: str = Field(
+        min_length=1, max_length=253, description="Claim in the job's namespace; mounted read-only, and copied."
+    )
+    path: Annotated[str, _is_inside] = Field(
+        default=".",
+        max_length=512,
+        json_schema_extra=_inside_rule,
+        description="Directory inside the claim that has store.sqlite3 and batches.",
+    )
+
+
+class RestoreFrom(Part):
+    """A checkpoint of a former job, which takes the place of the model as what training begins from."""
+
+    claim_name: str = Field(
+        min_length=1,
+        max_length=253,
+        description="Claim in the job's namespace, such as a former job's or one restored from a backup; mounted "
+        "read-only by trainers and rollout controller, as long as the job exists.",
+    )
+    path: Annotated[str, _is_inside] = Field(
+        default=".",
+        max_length=512,
+        json_schema_extra=_inside_rule,
+        description="Directory inside the claim that has directories step-00000010 and so on.",
+    )
+    step: int | None = Field(
+        default=None, ge=1, le=MANY_STEPS, description="Step of the checkpoint; the newest when absent."
+    )
+    samples: FormerSamples | None = Field(
+        default=None,
+        description="Samples, sealed batches and evaluations of that job go on too. Samples begin anew when absent, "
+        "behind the prompts that the checkpoint has trained.",
+    )
+
+
+_RESTORED_WORDS = "restoreFrom is what trainers begin from, and a RolloutOnly job has none: leave it out"
+_RESTORED = Rule(
+    field="restoreFrom",
+    rule=f"!has(self.restoreFrom) || !has(self.mode) || self.mode != '{Mode.ROLLOUT_ONLY}'",
+    message=_RESTORED_WORDS,
+)
+
+
 class Storage(Part):
     """The sample store of the rollout controller."""
 
@@ -721,8 +768,9 @@ class ColocatedRLJobSpec(Part):
             _ROOM,
             _RECORDED,
             _EVALUATED,
+            _RESTORED,
             *fixed(
-                *("mode", "recorded", "model", "reference", "trainer", "storage", "managedBy"),
+                *("mode", "recorded", "model", "restoreFrom", "reference", "trainer", "storage", "managedBy"),
                 *(f"{gpus}.{field}" for gpus in ("gpus", "rollout.gpus?") for field in DEVICES),
                 *("weightSync.volume", "checkpoint.volume"),
             ),
@@ -756,6 +804,11 @@ class ColocatedRLJobSpec(Part):
         description="Number of GPU pods. May change once the job is suspended and has no pods: no sample is lost.",
     )
     model: Model = Field(description="Starting weights.")
+    restore_from: RestoreFrom | None = Field(
+        default=None,
+        description="Former checkpoint to go on from. Model and optimizer must be those of that job. The reference "
+        "stays spec.model.",
+    )
     gpus: Gpus = Field(
         default_factory=Gpus,
         description="Devices of each replica, shared by its engine and its trainer. Image and resources may change "
@@ -883,6 +936,8 @@ class ColocatedRLJobSpec(Part):
             raise ValueError(_RECORDED_WORDS)
         if self.evaluation is not None and self.mode is Mode.TRAIN_ONLY:
             raise ValueError(_EVALUATED_WORDS)
+        if self.restore_from is not None and self.mode is Mode.ROLLOUT_ONLY:
+            raise ValueError(_RESTORED_WORDS)
         return self
 
     @model_validator(mode="after")

@@ -207,6 +207,11 @@ class ColocatedRLJobStatus(StatusPart):
     reference: ReferenceStatus | None = Field(default=None, description="Absent without spec.reference.")
     evaluation: EvaluationStatus | None = Field(default=None, description="Newest evaluation.")
     checkpoint: CheckpointStatus | None = Field(default=None, description="Newest durable checkpoint.")
+    restored_from: str | None = Field(
+        default=None,
+        max_length=1024,
+        description="CLAIM/DIRECTORY of the checkpoint that the job began from; absent: from spec.model.",
+    )
     model: str | None = Field(
         default=None,
         max_length=317,

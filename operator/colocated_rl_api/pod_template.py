@@ -28,13 +28,13 @@ OWNED_VARIABLES = (
 
 OWNED_VOLUMES = (
     *("state", "bin", "sock", "batches", "scratch", "agent-tmp", "gpu-tmp", "weights", "shm", "model", "checkpoints"),
-    *("store", "recorded", "tasks", "tmp", "rewards-tmp", "tls", "job"),
+    *("store", "recorded", "former", "former-samples", "tasks", "tmp", "rewards-tmp", "tls", "job"),
 )
 OWNED_VOLUME_PREFIXES = ("prompts-", "reward-token-")
 
 OWNED_PATHS = (
     *("/run/colocate", "/etc/colocate", names.STATE_DIR, names.WEIGHTS_DIR, names.MODEL_DIR, names.PROMPTS_DIR),
-    names.RECORDED_DIR,
+    *(names.RECORDED_DIR, names.FORMER_DIR, names.FORMER_SAMPLES_DIR),
     *(names.CHECKPOINT_DIR, names.SCRATCH_DIR, "/tmp", "/dev/shm"),
 )
 

@@ -44,6 +44,7 @@ class TrainerEnvironment(StrEnum):
     JOB = "COLOCATE_JOB_FILE"  # JSON file: JobFile
     MODEL = "COLOCATE_MODEL"  # directory, Hugging Face format
     CHECKPOINTS = "COLOCATE_CHECKPOINTS"  # directory shared by all ranks
+    FORMER = "COLOCATE_FORMER"  # directory of a former job's checkpoints: only with spec.restoreFrom
     LINEAGE = "COLOCATE_LINEAGE"
     RANK = "RANK"
     WORLD_SIZE = "WORLD_SIZE"

@@ -194,6 +194,7 @@ MAY_NOT_CHANGE = {
 }
 ONLY_ELSEWHERE = {
     "recorded",
+    "restoreFrom",
     "rollout.placement",
     "rollout.replicas",
     "rollout.gpus",
@@ -259,6 +260,12 @@ def test_change_that_cannot_be_honoured_is_refused(api: ApiServer, stored_job: D
     assert answer.fields == later.fields
     words = f"{field.split('.')[-1]} can't change once the job exists: make a new job with the new value"
     assert words in answer.message
+
+
+def test_a_job_keeps_what_it_went_on_from(api: ApiServer) -> None:
+    with stored(api, yaml.safe_load(GOOD["restore-from"].text)) as job:
+        answer = api.request("PUT", f"{JOBS}/job?{DRY_RUN}", changed(job, "restoreFrom.step", 41))
+    assert ["spec.restoreFrom"] == answer.fields
 
 
 def test_a_job_keeps_its_recording(api: ApiServer) -> None:

@@ -7,6 +7,7 @@ lineage with it, the next one loads what was saved and does the steps since then
 from __future__ import annotations
 
 import random
+import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -41,8 +42,11 @@ Weights = dict[str, torch.Tensor]
 class Run:
     """A job's trainers from step 0 to the last, over as many lineages as it takes."""
 
-    def __init__(self, folder: Path, kind: TrainerKind, batches: Sequence[Sequence[Path]]) -> None:
+    def __init__(
+        self, folder: Path, kind: TrainerKind, batches: Sequence[Sequence[Path]], *, former: Path | None = None
+    ) -> None:
         self.folder = folder
+        self.former = former
         self.folder.mkdir()
         self.kind = kind
         self.batches = batches
@@ -60,7 +64,7 @@ class Run:
                 return fork(environment, log, die=dies)
 
             with TrainerGroup(
-                self.kind, self.folder, size=RANKS, lineage=self.lineage, keep=KEEP, launch=launch
+                self.kind, self.folder, size=RANKS, lineage=self.lineage, keep=KEEP, launch=launch, former=self.former
             ) as group:
                 try:
                     return self._climb(group, harm=harm if self.lineage == 1 else None)
@@ -69,6 +73,7 @@ class Run:
 
     def _climb(self, group: TrainerGroup, *, harm: int | None) -> Weights:
         loaded = self._load(group)
+        self.replay_from = min(status.replay_from or 0 for status in (rank.status for rank in group.ranks))
         exported: list[Path] = []
         for step in range(loaded, STEPS + 1):
             group.onload()
@@ -122,10 +127,13 @@ def batches(tmp_path_factory: pytest.TempPathFactory) -> list[list[Path]]:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(
-    kind: TrainerKind, batches: list[list[Path]], tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Weights]:
-    run = Run(tmp_path_factory.mktemp("undisturbed") / "run", kind, batches)
+def undisturbed_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("undisturbed") / "run"
+
+
+@pytest.fixture(scope="module")
+def undisturbed(kind: TrainerKind, batches: list[list[Path]], undisturbed_folder: Path) -> Iterator[Weights]:
+    run = Run(undisturbed_folder, kind, batches)
     yield run.to_the_end()
     assert 1 == run.lineage
 
@@ -166,6 +174,42 @@ def test_damaged_first_checkpoint_is_made_up_for_from_the_model(
 
     assert [1, 2, 1, 2, 3, 4, 5] == run.trained
     assert _same_bits(undisturbed, weights)
+
+
+def test_another_job_goes_on_from_a_copy_of_a_checkpoint_to_the_same_bits(
+    kind: TrainerKind, batches: list[list[Path]], undisturbed: Weights, undisturbed_folder: Path, tmp_path: Path
+) -> None:
+    """The first trainers of the new job are killed before it has a checkpoint of its own."""
+    backup = tmp_path / "backup"
+    shutil.copytree(undisturbed_folder / "checkpoints/step-00000002", backup / "step-00000002")
+    run = Run(tmp_path / "run", kind, batches, former=backup)
+
+    weights = run.to_the_end(die=(1, "trained", 3))
+
+    assert (2, [3, 3, 4, 5]) == (run.lineage, run.trained)
+    assert _same_bits(undisturbed, weights)
+
+
+@pytest.mark.parametrize(
+    ("config", "hidden", "words"),
+    [
+        ({"optimizer": "SGD"}, 32, "is of another model or optimizer"),
+        ({}, 48, r"is of another model or optimizer, .* \(\(\d+, 32\) there, \(\d+, 48\) here\)"),
+    ],
+    ids=["optimizer", "model"],
+)
+def test_a_checkpoint_of_another_model_or_optimizer_is_refused_with_the_difference(
+    undisturbed: Weights, undisturbed_folder: Path, tmp_path: Path, config: dict[str, object], hidden: int, words: str
+) -> None:
+    model = write_tiny_model(tmp_path / "model", hidden=hidden)
+    other = TrainerKind("other", [], model, {**CONFIG, **config}, has_reference=True)
+    (tmp_path / "job").mkdir()
+    former = undisturbed_folder / "checkpoints"
+    with (
+        TrainerGroup(other, tmp_path / "job", size=1, former=former, launch=fork) as group,
+        pytest.raises(RankLost, match=words),
+    ):
+        group.wait_loaded()
 
 
 def _same_bits(expected: Weights, weights: Weights) -> bool:

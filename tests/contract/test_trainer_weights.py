@@ -17,10 +17,11 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
+from colocated_rl_api.checkpoint import CONTENTS
 from colocated_rl_api.weights import MANIFEST
 from colocated_rl_trainer.protocol.manifest import tensor_entries
 from colocated_rl_trainer.protocol.settings import ConfigError
-from colocated_rl_trainer.state.checkpoint import CONTENTS, OPTIMIZER
+from colocated_rl_trainer.state.checkpoint import OPTIMIZER
 from colocated_rl_trainer.state.residency import Residency
 from colocated_rl_trainer.state.weights import (
     load_model,

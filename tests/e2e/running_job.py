@@ -116,7 +116,7 @@ class RunningJob:
         self.change(steps=self.step + 2)
 
     def delete(self) -> None:
-        self.kubectl("delete", names.PLURAL, self.name, "--wait=false")
+        self.kubectl("delete", names.PLURAL, self.name, "--wait=false", "--ignore-not-found")
 
     # ------------------------------------------------------------------------------------------------------- waiting
     def wait_for_step(self, step: int, *, deadline_s: float) -> None:

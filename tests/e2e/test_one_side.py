@@ -1,20 +1,28 @@
-"""Rollout alone records, and training alone trains what was recorded: two jobs, neither of which has both sides."""
+"""Rollout alone records, and training alone trains what was recorded: two jobs, neither of which has both sides.
+
+A third one goes on from a backup of the second, once that and its volumes are gone.
+"""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 
 import pytest
-from documents.blocks import under
+from documents.blocks import blocks, under
 from e2e.conftest import apply
-from e2e.running_job import Kubectl, RunningJob
+from e2e.running_job import Kubectl, RunningJob, wait_for
 from e2e.terminal import Terminal
+
+from colocated_rl_api import names
 
 RECORD_S = 900  # an engine starts on two cores
 TRAIN_S = 600
 STEPS = 1000  # more than are recorded while somebody looks: a job that is complete shows no samples
 
 PAGE = "docs/one-side.md"
+BACKUP = "docs/runbooks/backup.md"
+COPIER_IMAGE = "colocated-rl/rollout:dev"
 
 
 @pytest.fixture(scope="module")
@@ -71,3 +79,51 @@ def test_a_job_without_an_engine_trains_them(recorded: RunningJob, trained: Runn
     assert sealed(recorded)[:steps] == sealed(trained)
     assert {"StartTrainers", "Train", "Export", "Save"} <= actions(trained)
     assert not {"StartEngine", "OpenGate", "Release", "Update"} & actions(trained)
+
+
+def figures(job: RunningJob) -> dict[int, object]:
+    """What each step computed: on a CPU the same to the bit where weights, moments and batch are the same."""
+    return {line.fields["step"]: line.fields["metrics"] for line in job.agent_lines("step trained")}
+
+
+def copier(claim: str) -> str:
+    (manifest,) = (block.text for block in blocks(BACKUP) if "kind: Pod" in block.text)
+    return manifest.replace("CLAIM", claim).replace("busybox:1.37", COPIER_IMAGE)
+
+
+def test_a_lost_job_goes_on_from_a_copy_of_its_checkpoints_as_if_it_had_never_ended(
+    recorded: RunningJob, trained: RunningJob, kubectl: Kubectl, terminal: Terminal
+) -> None:
+    """By the commands of the runbook. What was lost had trained all steps: the copy of its first is gone on from."""
+    steps, uid, known = trained.step, trained.uid, figures(trained)
+    manifest = trained.get()
+    former, new = f"{trained.name}-checkpoints-{uid[:8]}", "restored"
+    (terminal.folder / "copier.yaml").write_text(copier(former))
+    for command in under(BACKUP, "Back up"):
+        terminal(command)
+
+    trained.delete()
+    claims = [former, former.replace("checkpoints", "store")]
+    wait_for("the job's end", lambda: not trained.kubectl("get", "pods", "-l", label(trained)).strip(), deadline_s=120)
+    trained.kubectl("delete", "pvc", *claims)
+
+    size = {"accessModes": ["ReadWriteOnce"], "resources": {"requests": {"storage": "1Gi"}}}
+    claim = {"apiVersion": "v1", "kind": "PersistentVolumeClaim", "metadata": {"name": new}, "spec": size}
+    trained.kubectl("apply", "-f", "-", stdin=json.dumps(claim))
+    (terminal.folder / "copier.yaml").write_text(copier(new))
+    for command in under(BACKUP, "Restore"):
+        terminal(command)
+    restore = {"claimName": new, "step": 1}
+    again = RunningJob(kubectl, namespace=trained.namespace, name="again")
+    manifest = {**manifest, "metadata": {"name": again.name}, "spec": manifest["spec"] | {"restoreFrom": restore}}
+    del manifest["status"]
+    trained.kubectl("apply", "-f", "-", stdin=json.dumps(manifest))
+    again.wait_for_condition("Complete", deadline_s=TRAIN_S)
+
+    assert (steps, "restored/step-00000001") == (again.step, again.status["restoredFrom"])
+    assert {step: known[step] for step in range(2, steps + 1)} == figures(again)
+    again.delete()
+
+
+def label(job: RunningJob) -> str:
+    return f"{names.JOB_NAME_LABEL}={job.name}"

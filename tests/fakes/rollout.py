@@ -191,7 +191,8 @@ class JobOnDisk:
         """Of the controller's command line; ports are free ones."""
         return [
             *("--job-file", str(self.directory / "job.json"), "--state", str(self.directory / "state")),
-            *("--recorded", str(self.directory / "recorded")),
+            *("--recorded", str(self.directory / "recorded"), "--former", str(self.directory / "former")),
+            *("--former-samples", str(self.directory / "former-samples")),
             *("--tls", str(self.directory / "tls"), "--models", str(self.directory / "model"), "--host", "127.0.0.1"),
             *("--control-port", "0", "--data-port", "0", "--metrics-port", "0", "--pages-port", "0"),
             *(

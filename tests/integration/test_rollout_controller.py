@@ -28,9 +28,10 @@ from safetensors.numpy import load
 
 from colocated_rl_api import names
 from colocated_rl_api.batch import HEADER_KEY, BatchHeader
+from colocated_rl_api.checkpoint import CONTENTS, FORMAT, Contents, checkpoint_name
 from colocated_rl_api.facts import EvaluationResult, Problem, RolloutFacts
 from colocated_rl_api.job import Evaluation as EvaluationSpec
-from colocated_rl_api.job import Mode, Recording
+from colocated_rl_api.job import FormerSamples, Mode, Recording, RestoreFrom
 from colocated_rl_api.logs import JsonLines
 from colocated_rl_api.member_wire import Endpoint, Goal
 from colocated_rl_api.rungs import WeightVersion
@@ -1048,3 +1049,52 @@ async def test_a_job_that_only_trains_serves_what_another_one_has_recorded(
             assert facts.problem is None
         assert [0, 0] == [len(gate.requests) for gate in scene.gates]
         assert Interface(await scene.page("/openapi.json")).routes == routes_of(scene.controller)
+
+
+@pytest.mark.parametrize("with_samples", [False, True])
+async def test_a_job_goes_on_from_a_former_one_in_the_order_of_its_prompts(
+    tmp_path: Path, processes: TaskProcesses, with_samples: bool
+) -> None:
+    """Its checkpoint is of step 1, and batch 2 is sealed: that is trained again, or others are made of its prompts."""
+    first = JobOnDisk.write(tmp_path / "first", make_spec(maxStaleness=0))
+    async with running(first, processes) as scene:
+        await scene.target()
+        await scene.open(V0)
+        await scene.sealed(1)
+        sealed = [await scene.batch(1)]
+        await scene.target(2, trained_step=1)
+        await scene.open(V1)
+        before = await scene.sealed(2)
+        sealed.append(await scene.batch(2))
+    (position,) = {header.prompt_position for header in sealed[0].headers}
+    former = tmp_path / "second" / "former" / checkpoint_name(1)
+    former.mkdir(parents=True)
+    contents = Contents(format=FORMAT, step=1, digests={}, prompt_position=position)
+    (former / CONTENTS).write_text(contents.model_dump_json())
+    (tmp_path / "second" / "former-samples").symlink_to(tmp_path / "first" / "state")
+    restore = RestoreFrom(claim_name="old", samples=FormerSamples(claim_name="old") if with_samples else None)
+    second = JobOnDisk.write(
+        tmp_path / "second", make_spec(maxStaleness=0).model_copy(update={"restore_from": restore})
+    )
+    async with running(second, processes) as scene:
+        facts = await scene.operator.until(lambda facts: facts.began_at is not None)
+        assert (1, 1) == (facts.began_at, facts.trained_step)
+        assert before.samples.items() <= facts.samples.items() if with_samples else not facts.samples
+        await scene.target(trained_step=1)
+        await scene.open(V1)
+        await scene.sealed(2)
+        again = await scene.batch(2)
+    prompts = [prompts_of(batch) for batch in (*sealed, again)]
+    assert prompts[1] == prompts[2]
+    assert not set(prompts[0]) & set(prompts[1]), "none comes twice, and none is left out"
+    assert with_samples == (again.groups == sealed[1].groups)
+
+
+def prompts_of(batch: Batch) -> list[tuple[int, ...]]:
+    """The prompt of each sample, sorted."""
+    found = []
+    for shard in batch.columns:
+        starts = np.concatenate([[0], shard["sample_end"][:-1]])
+        for start, length in zip(starts.tolist(), shard["prompt_tokens"].tolist(), strict=True):
+            found.append(tuple(shard["tokens"][start : start + length].tolist()))
+    return sorted(found)

@@ -314,6 +314,7 @@ def test_trainer_is_told_its_place_in_the_group() -> None:
         rendezvous=Rendezvous(address="10.0.0.9", port=29503, world_size=8),
         gpus=4,
     )
+    assert env[TrainerEnvironment.FORMER] is None
     assert set(TrainerEnvironment) == set(env)
     assert ("5", "8", "1", "10.0.0.9", "29503", "cuda:1", "3") == tuple(
         env[name]

@@ -56,6 +56,12 @@ def test_a_training_job_trains_what_the_first_has_kept(keeps: dict[str, Any]) ->
     assert None is found.spec.evaluation
 
 
+def test_only_a_job_with_trainers_goes_on_from_a_former_checkpoint() -> None:
+    first = job(storage={"keepBatches": True}, restoreFrom={"claimName": "old"})
+    assert made(one_side.rollout_only(first, name=None, steps=None)).spec.restore_from is None
+    assert made(one_side.train_only(first, name=None, steps=None, recorded=None)).spec.restore_from is not None
+
+
 def test_scores_of_a_reference_with_devices_of_its_own_come_with_the_recording() -> None:
     """So the job that records has its pods, and the one that trains neither them nor a rung for it."""
     first = job(step=4, reference={"placement": "OwnDevices", "replicas": 2}, storage={"keepBatches": True})

@@ -56,6 +56,9 @@ RUN: Mapping[str, str] = {
     "docs/runbooks/operations.md#The operator's authority is lost": (
         "integration/test_operator_cluster.py::test_a_job_gets_on_with_another_authority_as_the_runbook_says"
     ),
+    "docs/runbooks/backup.md": (
+        "e2e/test_one_side.py::test_a_lost_job_goes_on_from_a_copy_of_its_checkpoints_as_if_it_had_never_ended"
+    ),
     "docs/runbooks/store-near-full.md#What to do": "no storage class here enlarges a volume",
     "docs/runbooks": LOOKS,
     "docs/samples.md#Follow": (

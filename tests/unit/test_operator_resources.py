@@ -141,6 +141,37 @@ def test_a_job_that_trains_a_recording_has_no_reward_code_and_none_of_its_claims
     assert mounted["recorded"], "it is only read"
 
 
+@pytest.mark.parametrize(
+    ("samples", "claims"),
+    [
+        (None, {"former": "old"}),
+        ({"claimName": "old", "path": "store"}, {"former": "old"}),
+        ({"claimName": "other"}, {"former": "old", "former-samples": "other"}),
+    ],
+    ids=["none", "same claim", "another claim"],
+)
+def test_a_former_jobs_claims_are_only_read_and_each_is_mounted_once(samples: Any, claims: dict[str, str]) -> None:
+    spec = {"claimName": "old"} | ({"samples": samples} if samples else {})
+    trainers, rollout, engines = (
+        resources.pod(make_job(restoreFrom=spec, rollout=OWN_ROLLOUT), seat, 0, IMAGES)
+        for seat in ("trainer-0", ROLLOUT_SEAT, "engine-0")
+    )
+    volumes = {each["name"]: each.get("persistentVolumeClaim") for each in rollout["spec"]["volumes"]}
+    found = {name: claim for name, claim in volumes.items() if name.startswith("former")}
+    assert {name: {"claimName": claim, "readOnly": True} for name, claim in claims.items()} == found
+    paths = {
+        each["mountPath"]: (each["name"], each.get("readOnly"))
+        for each in container(rollout, names.ROLLOUT_CONTAINER)["volumeMounts"]
+        if each["name"].startswith("former")
+    }
+    wanted = {names.FORMER_DIR: ("former", True)}
+    if samples:
+        wanted[names.FORMER_SAMPLES_DIR] = (list(claims)[-1], True)
+    assert wanted == paths
+    assert mounts(trainers, names.GPU_CONTAINER)["former"]
+    assert "former" not in mounts(trainers, names.AGENT_CONTAINER) | mounts(engines, names.GPU_CONTAINER)
+
+
 def test_a_user_without_a_passwd_entry_and_a_read_only_root_finds_its_home() -> None:
     env = {item["name"]: item["value"] for item in container(pod(gpu_seat(0)), names.GPU_CONTAINER)["env"]}
     assert {"HOME": names.SCRATCH_DIR, "USER": "colocate", "LOGNAME": "colocate"}.items() <= env.items()

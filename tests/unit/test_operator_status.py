@@ -176,6 +176,19 @@ def test_the_newest_durable_checkpoint_is_told_with_when_it_was_first_seen() -> 
     assert CheckpointStatus(step=20, time=later) == saved(20, first, later).checkpoint
 
 
+def test_the_checkpoint_that_a_job_began_from_is_named_and_stays_named() -> None:
+    seen = replace(seen_at(Rung.SERVING), job=make_job(replicas=1, restoreFrom={"claimName": "old"}))
+    (rollout,) = (member for member in seen.members if member.rollout_facts)
+    others = tuple(member for member in seen.members if member is not rollout)
+    knows = replace(rollout, facts=rollout_facts(trained=1, began_at=40))
+
+    first = status_of(replace(seen, members=(*others, knows)))
+    later = status_of(replace(seen, members=others), before=first)
+
+    assert "old/step-00000040" == first.restored_from == later.restored_from
+    assert None is status_of(seen_at(Rung.SERVING)).restored_from
+
+
 def test_failure_stalls_at_once_and_names_its_cause() -> None:
     status = ended(Cause.BACKOFF_LIMIT, is_over=False)
     found = conditions(status)

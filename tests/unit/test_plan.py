@@ -165,6 +165,15 @@ def test_the_first_climb_starts_when_every_member_answers() -> None:
     assert {Rung.SEALED} == {target.rung for target in pod_targets(decided)}
 
 
+def test_a_job_that_goes_on_from_a_former_checkpoint_begins_at_its_step_and_says_so() -> None:
+    job = make_job(restoreFrom={"claimName": "old", "path": "runs/a"})
+    told = rollout_facts(epoch=0, trained=42, began_at=40)  # the samples that came along are two steps ahead
+    decided = plan(make_observation(job, [BLANK, BLANK], climb=None, rollout=told))
+    assert decided.climb is not None
+    assert (42, 1) == decided.climb.version
+    assert "every member answers, and the job goes on from old/runs/a/step-00000040" in decided.message
+
+
 def test_a_lost_status_is_rebuilt_from_what_members_know() -> None:
     known = [facts_at(Rung.SERVING, WeightVersion(5, 3), epoch=17) for _ in range(2)]
     seen = make_observation(make_job(), list(known), climb=None, rollout=rollout_facts(trained=5, epoch=17))

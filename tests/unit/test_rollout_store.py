@@ -26,6 +26,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from colocated_rl_api.checkpoint import CONTENTS, FORMAT, Contents, checkpoint_name
 from colocated_rl_api.facts import EvaluationResult
 from colocated_rl_api.rungs import WeightVersion
 from colocated_rl_rollout.rules.samples import (
@@ -47,6 +48,7 @@ from colocated_rl_rollout.store.batches import (
     write_shards,
 )
 from colocated_rl_rollout.store.database import StoreFailed, open_database
+from colocated_rl_rollout.store.former import FormerJob
 from colocated_rl_rollout.store.store import SPARE_BYTES, Store, WrongMove
 from colocated_rl_rollout.store.transcripts import in_batch
 
@@ -846,4 +848,135 @@ async def test_people_read_what_was_written_wherever_it_is_kept(store: Store) ->
     for file in store.batch_directory.iterdir():
         file.unlink()
     assert {(None, None)} == {(row["prompt"], row["response"]) for row in store.recent(S.SEALED, limit=9, text=str)}
+    store.close()
+
+
+# ------------------------------------------------------------------------------------------- going on from another job
+OTHER = "0b9f0a0e-5d0c-4f5c-8a55-6a1f0c3d2e1b"
+
+
+def checkpoint(place: Path, step: int, *, position: int | None = None) -> Path:
+    directory = place / "checkpoints" / checkpoint_name(step)
+    directory.mkdir(parents=True)
+    contents = Contents(format=FORMAT, step=step, digests={}, prompt_position=position)
+    (directory / CONTENTS).write_text(contents.model_dump_json())
+    return directory.parent
+
+
+def three_steps(place: Path) -> dict[S, int]:
+    """The store of a job that trained two steps, sealed a third, has a group under way and a checkpoint of step 1."""
+    store = Store(place / "first", job_uid=OTHER)
+    for step in (1, 2, 3):
+        seal(store, [completed_group(store)])
+        store.commit(min(step, 2))
+        store.forget(min(step, 1))
+    store.interrupt(started(store), segment(3))
+    store.remember_epoch(57)
+    store.record_evaluation(EvaluationResult(step=2, samples=4, mean=0.5, stderr=0.1))
+    counts = dict(+store.counts)
+    store.close()
+    return counts
+
+
+def started(store: Store) -> Sample:
+    sample = store.admit(prompt(store.cursor), size=GROUP_SIZE).samples[0]
+    store.start(sample)
+    return sample
+
+
+def test_a_store_begins_behind_a_former_checkpoint_and_stays_there(tmp_path: Path) -> None:
+    former = FormerJob(checkpoint(tmp_path, 40, position=160))
+    for _ in range(2):
+        store = Store(tmp_path / "own", job_uid=JOB, former=former)
+        assert (40, 40, 41, 160) == (store.began_at, store.trained_step, store.next_step, store.cursor)
+        store.close()
+        former = FormerJob(tmp_path / "gone")  # nothing of it is needed any more
+
+
+def test_a_former_jobs_samples_go_on_as_they_were_and_belong_to_the_new_job(tmp_path: Path) -> None:
+    counts = three_steps(tmp_path)
+    former = FormerJob(checkpoint(tmp_path, 1, position=1), samples=tmp_path / "first")
+    before = {path: path.read_bytes() for path in (tmp_path / "first").rglob("*.safetensors")}
+
+    store = Store(tmp_path / "own", job_uid=JOB, former=former)
+
+    assert counts == +store.counts
+    assert (1, 2, 4, 0) == (store.began_at, store.trained_step, store.next_step, store.epoch)
+    assert [2, 3] == [step for step in (1, 2, 3, 4) if store.batch(step)], "replayed, and next"
+    assert 3 == len(next(iter(store.waiting.values())).tokens)
+    assert store.evaluated is not None
+    store.close()
+    with pytest.raises(StoreFailed, match=f"belongs to job {JOB}"):
+        Store(tmp_path / "own", job_uid=OTHER)
+    assert before == {path: path.read_bytes() for path in before}
+
+
+def test_samples_that_are_older_than_the_checkpoint_are_given_up(tmp_path: Path) -> None:
+    """They may have been trained in the steps that the samples know nothing of."""
+    three_steps(tmp_path)
+
+    store = Store(tmp_path / "own", job_uid=JOB, former=FormerJob(checkpoint(tmp_path, 5), samples=tmp_path / "first"))
+
+    assert (5, 6, {}, 0) == (store.trained_step, store.next_step, store.groups, len(store.waiting))
+    assert GROUP_SIZE == store.reasons[S.DISCARDED, "CheckpointNewer"]
+    store.close()
+
+
+def test_samples_that_do_not_follow_the_checkpoint_are_refused(tmp_path: Path) -> None:
+    three_steps(tmp_path)
+    old = Store(tmp_path / "first", job_uid=OTHER)
+    old.forget(2)
+    old.close()
+    with pytest.raises(StoreFailed, match="begin behind step 2, its checkpoint is of step 1"):
+        Store(tmp_path / "own", job_uid=JOB, former=FormerJob(checkpoint(tmp_path, 1), samples=tmp_path / "first"))
+
+
+def test_batches_that_are_missing_among_the_samples_are_named(tmp_path: Path) -> None:
+    three_steps(tmp_path)
+    shard_path(tmp_path / "first" / "batches", 2, 0).unlink()
+    with pytest.raises(StoreFailed, match="batch 2, which follows the checkpoint, is not among the samples"):
+        Store(tmp_path / "own", job_uid=JOB, former=FormerJob(checkpoint(tmp_path, 1), samples=tmp_path / "first"))
+
+
+def test_samples_of_a_job_that_still_runs_are_refused(tmp_path: Path) -> None:
+    running = Store(tmp_path / "first", job_uid=OTHER)
+    with pytest.raises(StoreFailed, match="the former job still runs; suspend or delete it first"):
+        Store(tmp_path / "own", job_uid=JOB, former=FormerJob(checkpoint(tmp_path, 1), samples=tmp_path / "first"))
+    running.close()
+
+
+@pytest.mark.parametrize("harm", ["absent", "damaged"])
+def test_samples_that_can_not_be_read_are_refused(tmp_path: Path, harm: str) -> None:
+    three_steps(tmp_path)
+    path = tmp_path / "first" / "store.sqlite3"
+    if harm == "absent":
+        path.unlink()
+    else:
+        path.write_bytes(b"x" * 8192)
+    with pytest.raises(StoreFailed, match="has no store.sqlite3" if harm == "absent" else "not a database|damaged"):
+        Store(tmp_path / "own", job_uid=JOB, former=FormerJob(checkpoint(tmp_path, 1), samples=tmp_path / "first"))
+
+
+def test_a_kill_while_samples_are_copied_leaves_all_of_them_or_none(tmp_path: Path) -> None:
+    """Before each file is synced, and each time the store's own files change afterwards."""
+    counts = three_steps(tmp_path)
+    former = FormerJob(checkpoint(tmp_path, 1), samples=tmp_path / "first")
+    kills, is_done = 0, False
+    while not is_done:
+        place = tmp_path / f"killed-{kills}"
+        with suppress(Killed), killed_after(kills):
+            Store(place, job_uid=JOB, former=former).close()
+            is_done = True
+        left = shutil.copytree(place, tmp_path / f"left-{kills}", ignore=shutil.ignore_patterns("lock"))
+        again = Store(left, job_uid=JOB, former=former)
+        assert (counts, 1, 2) == (+again.counts, again.began_at, again.trained_step)
+        again.close()
+        kills += 1
+    assert kills > 8, "four shards, their directories, the database and its place"
+
+
+def test_where_prompts_go_on_without_the_store_leaves_none_out(tmp_path: Path) -> None:
+    store = Store(tmp_path, job_uid=JOB)
+    first, second, third = (store.admit(prompt(position), size=GROUP_SIZE) for position in (0, 1, 2))
+    assert [3, 1, 0] == [store.position_after(groups) for groups in ([first, second, third], [first, third], [third])]
     store.close()

@@ -7,9 +7,11 @@ from pathlib import Path
 import pytest
 from full_disk import no_file_above
 
+from colocated_rl_api.checkpoint import CONTENTS, Contents
+from colocated_rl_trainer.protocol.settings import ConfigError
 from colocated_rl_trainer.state.checkpoint import (
-    CONTENTS,
     Checkpoints,
+    Former,
     NoneLeft,
     Superseded,
 )
@@ -192,3 +194,104 @@ def _write(checkpoints: Checkpoints, step: int, *, keep: int = 2) -> Path:
 
 def _names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
+
+
+# ------------------------------------------------------------------------------------- beginning from another job's
+def test_a_former_checkpoint_takes_the_place_of_the_model(tmp_path: Path) -> None:
+    former, own = _former(tmp_path, 20, 40)
+    checkpoints = Checkpoints(own, lineage=1, keep=2, former=Former(former))
+
+    begun = checkpoints.newest()
+    floors = [checkpoints.oldest()]
+    for step in (50, 60, 70):
+        _write(checkpoints, step)
+        floors.append(checkpoints.oldest())
+
+    assert begun is not None
+    assert (40, former / "step-00000040") == (begun.step, begun.directory)
+    assert [40, 40, 50, 60] == floors
+    assert ["step-00000020", "step-00000040"] == _names(former), "it is only read"
+
+
+def test_a_restart_begins_from_the_same_one_whatever_the_former_job_has_written_since(tmp_path: Path) -> None:
+    former, own = _former(tmp_path, 20)
+    Checkpoints(own, lineage=1, keep=2, former=Former(former)).newest()
+    _write(Checkpoints(former, lineage=9, keep=9), 30, keep=9)
+
+    again = Checkpoints(own, lineage=2, keep=2, former=Former(former)).newest()
+
+    assert again is not None
+    assert 20 == again.step
+
+
+def test_own_checkpoints_come_before_the_former_ones_also_when_those_are_gone(tmp_path: Path) -> None:
+    former, own = _former(tmp_path, 20)
+    checkpoints = Checkpoints(own, lineage=1, keep=2, former=Former(former))
+    checkpoints.newest()
+    _write(checkpoints, 30)
+    (former / "step-00000020").rename(former / "gone")
+
+    newest = Checkpoints(own, lineage=2, keep=2, former=Former(former)).newest()
+
+    assert newest is not None
+    assert (30, own) == (newest.step, newest.directory.parent)
+
+
+def test_damaged_own_checkpoint_is_made_up_for_from_the_former_one(tmp_path: Path) -> None:
+    former, own = _former(tmp_path, 20)
+    checkpoints = Checkpoints(own, lineage=1, keep=2, former=Former(former))
+    checkpoints.newest()
+    (_write(checkpoints, 30) / "model").write_text("damaged")
+
+    newest = checkpoints.newest()
+
+    assert newest is not None
+    assert (20, former) == (newest.step, newest.directory.parent)
+
+
+@pytest.mark.parametrize(
+    ("step", "harm", "words"),
+    [
+        (30, None, "no checkpoint of step 30: it has those of steps 20, 40"),
+        (None, "contents torn", r"step-00000040 is not whole: .*names another step"),
+        (40, "changed", r"model has changed since it was written; .*names another step"),
+        (None, "all gone", "no checkpoint: it has none"),
+        (None, "no directory", "can't be read"),
+    ],
+)
+def test_a_former_checkpoint_that_can_not_be_used_is_named_and_no_older_one_is_taken(
+    tmp_path: Path, step: int | None, harm: str | None, words: str
+) -> None:
+    former, own = _former(tmp_path, 20, 40)
+    match harm:
+        case "contents torn":
+            (former / "step-00000040" / CONTENTS).write_text("{")
+        case "changed":
+            (former / "step-00000040" / "model").write_text("weights of 41")
+        case "all gone":
+            for name in _names(former):
+                (former / name).rename(tmp_path / name)
+        case "no directory":
+            former = tmp_path / "absent"
+        case _:
+            assert harm is None
+
+    with pytest.raises(ConfigError, match=words):
+        Checkpoints(own, lineage=1, keep=2, former=Former(former, step)).newest()
+    assert [] == _names(own), "nothing is remembered"
+
+
+def test_a_checkpoint_says_where_the_prompts_go_on(tmp_path: Path) -> None:
+    written = Checkpoints(tmp_path, lineage=1, keep=2).write(5, keep=2, fill=lambda _: None, prompt_position=160)
+
+    assert 160 == Contents.read(written.directory).prompt_position
+
+
+def _former(place: Path, *steps: int) -> tuple[Path, Path]:
+    """The checkpoints of a job that is over, and an empty volume."""
+    former, own = place / "former", place / "own"
+    former.mkdir()
+    own.mkdir()
+    for step in steps:
+        _write(Checkpoints(former, lineage=8, keep=9), step, keep=9)
+    return former, own

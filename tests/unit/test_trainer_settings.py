@@ -36,7 +36,7 @@ def test_place_in_the_job_comes_from_the_environment() -> None:
     assert not settings.writes_weights
 
 
-@pytest.mark.parametrize("variable", list(TrainerEnvironment))
+@pytest.mark.parametrize("variable", [*ENVIRONMENT])
 def test_missing_variable_is_named(variable: TrainerEnvironment) -> None:
     environment = {name: value for name, value in ENVIRONMENT.items() if name is not variable}
 

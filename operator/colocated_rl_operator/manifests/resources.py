@@ -195,7 +195,7 @@ def _gpu_spec(job: Job, role: str, replica: str, images: PodImages) -> Object:
                     _mount("weights", names.WEIGHTS_DIR, read_only=not trains),
                     _mount("shm", "/dev/shm"),
                     _mount("model", names.MODEL_DIR, read_only=True),
-                    *([_mount("checkpoints", names.CHECKPOINT_DIR)] if trains else []),
+                    *([_mount("checkpoints", names.CHECKPOINT_DIR), *_former_mounts(job)] if trains else []),
                     _mount("job", _directory(names.JOB_FILE), read_only=True),
                     _mount("scratch", names.SCRATCH_DIR),
                     _mount("gpu-tmp", "/tmp"),
@@ -207,7 +207,7 @@ def _gpu_spec(job: Job, role: str, replica: str, images: PodImages) -> Object:
             _weights(job, trains=trains),
             _empty("shm", medium="Memory"),
             _claimed("model", spec.model.claim_name, read_only=True),
-            *([_claimed("checkpoints", job.claim_name("checkpoints"))] if trains else []),
+            *([_claimed("checkpoints", job.claim_name("checkpoints")), *_former_volumes(job)] if trains else []),
             *_job_volumes(job),
         ],
     }
@@ -284,6 +284,7 @@ def _rollout_spec(job: Job, images: PodImages) -> Object:
                     _mount("tls", names.TLS_DIR, read_only=True),
                     _mount("job", _directory(names.JOB_FILE), read_only=True),
                     _mount("tmp", "/tmp"),
+                    *_former_mounts(job, with_samples=True),
                     *mounts,
                 ],
             }
@@ -292,6 +293,7 @@ def _rollout_spec(job: Job, images: PodImages) -> Object:
             _claimed("store", job.claim_name("store")),
             _claimed("model", job.spec.model.claim_name, read_only=True),
             _empty("tmp"),
+            *_former_volumes(job, with_samples=True),
             *volumes,
             *_job_volumes(job),
         ],
@@ -425,6 +427,28 @@ def _weights(job: Job, *, trains: bool) -> Object:
     if job.spec.placement is Placement.DISAGGREGATED:
         return _claimed("weights", job.claim_name("weights"), read_only=not trains)
     return _empty("weights", medium="Memory", sizeLimit=job.spec.weight_sync.size_limit)
+
+
+def _former(job: Job, *, with_samples: bool) -> Sequence[tuple[str, str, str]]:
+    """Return volume, claim and mount path of what the job goes on from. A claim that has both is one volume."""
+    former = job.spec.restore_from
+    if former is None:
+        return ()
+    found = [("former", former.claim_name, names.FORMER_DIR)]
+    if with_samples and former.samples is not None:
+        is_same = former.samples.claim_name == former.claim_name
+        volume = "former" if is_same else "former-samples"
+        found.append((volume, former.samples.claim_name, names.FORMER_SAMPLES_DIR))
+    return found
+
+
+def _former_mounts(job: Job, *, with_samples: bool = False) -> Sequence[Object]:
+    return [_mount(volume, path, read_only=True) for volume, _, path in _former(job, with_samples=with_samples)]
+
+
+def _former_volumes(job: Job, *, with_samples: bool = False) -> Sequence[Object]:
+    claims = {volume: claim for volume, claim, _ in _former(job, with_samples=with_samples)}
+    return [_claimed(volume, claim, read_only=True) for volume, claim in claims.items()]
 
 
 def _reward_token(name: str, secret: str) -> Object:

@@ -15,6 +15,7 @@ from functools import cached_property
 from operator import attrgetter
 
 from colocated_rl_api import names
+from colocated_rl_api.checkpoint import checkpoint_name
 from colocated_rl_api.facts import PodFacts, RolloutFacts, TrainerFacts
 from colocated_rl_api.failure import FailureCause
 from colocated_rl_api.job import ColocatedRLJobSpec
@@ -337,6 +338,15 @@ class Observation:
     @property
     def rollout_facts(self) -> RolloutFacts | None:
         return self.rollout_member.rollout_facts if self.rollout_member else None
+
+    @property
+    def restored_from(self) -> str | None:
+        """Return CLAIM/DIRECTORY of the former checkpoint that the job began from; None if it is not known, or none."""
+        facts, former = self.rollout_facts, self.job.spec.restore_from
+        if former is None or facts is None or facts.began_at is None:
+            return None
+        path = "" if former.path == "." else f"{former.path}/"
+        return f"{former.claim_name}/{path}{checkpoint_name(facts.began_at)}"
 
     @cached_property
     def absent(self) -> tuple[str, ...]:

@@ -269,6 +269,8 @@ def _first(seen: Observation, recorded: Climb | None = None) -> Decision:
         group=seen.group or "",
     )
     why = "every member answers"
+    if restored := seen.restored_from:
+        why += f", and the job goes on from {restored}"
     if recorded and recorded.lineage:
         why = f"trainers are beyond {recorded.version}, which is recorded: as after a restore of etcd"
     return raise_epoch(seen, climb, Cause.FIRST_START, f"{why}: {starts(seen)}")

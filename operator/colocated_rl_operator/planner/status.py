@@ -123,6 +123,7 @@ def report(
         reference=_reference(seen),
         evaluation=_evaluation(seen) or before.evaluation,
         checkpoint=_checkpoint(seen, before, at),
+        restored_from=seen.restored_from or before.restored_from,
         model=found.model,
         last_switch_seconds=_rounded(seen.memory.last_switch_s) or before.last_switch_seconds,
         start_time=None if found.rests and found.phase is not Phase.QUEUED else before.start_time or at,

@@ -43,6 +43,7 @@ class Directories:
     weights: Path
     model: Path
     checkpoints: Path
+    former: Path
 
     @classmethod
     def below(cls, root: Path) -> Directories:
@@ -59,6 +60,7 @@ class Directories:
                     names.EXPORTS_DIR,
                     names.MODEL_DIR,
                     names.CHECKPOINT_DIR,
+                    names.FORMER_DIR,
                 )
             )
         )

@@ -50,6 +50,7 @@ from colocated_rl_rollout.rewards.rewards import TaskProcesses
 from colocated_rl_rollout.rules.chat import Chat
 from colocated_rl_rollout.sealer import Sealer, trainer_ranks
 from colocated_rl_rollout.settings import RolloutSettings
+from colocated_rl_rollout.store.former import FormerJob
 from colocated_rl_rollout.store.store import Store
 from colocated_rl_rollout.worker import Worker
 
@@ -85,7 +86,12 @@ class Controller:
         self._metrics = RolloutMetrics(registry)
         tls = MemberTls.read(settings.tls)
         chat = Chat(settings.model)
-        self._store = store = Store(settings.state, job_uid=job.uid, keeps_batches=spec.storage.keep_batches)
+        former = None
+        if spec.restore_from is not None and settings.former is not None:
+            former = FormerJob(settings.former, spec.restore_from.step, settings.former_samples)
+        self._store = store = Store(
+            settings.state, job_uid=job.uid, keeps_batches=spec.storage.keep_batches, former=former
+        )
         if spec.ladder.trains:
             store.deal_anew(trainer_ranks(spec))  # the number of ranks may have changed during a suspension
         self._processes = processes
@@ -232,6 +238,7 @@ class Controller:
                     "rollout controller ready",
                     epoch=self._store.epoch,
                     step=self._store.next_step,
+                    began_at=self._store.began_at,
                     samples=self._counts(),
                     # evaluations of earlier pods, whose logs are gone
                     evaluations=[one.model_dump(mode="json", by_alias=True) for one in in_one_line(evaluations)],
@@ -330,6 +337,7 @@ class Controller:
             ),
             trained_step=self._store.trained_step,
             evaluated=self._store.evaluated,
+            began_at=self._store.began_at,
             samples=self._counts(),
             reward_mean=sealed and sealed.reward_mean,
             staleness_mean=sealed and sealed.staleness_mean,

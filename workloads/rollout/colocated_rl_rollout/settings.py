@@ -34,6 +34,8 @@ class RolloutSettings:
     tasks: Path
     reward_tokens: Path
     recording: Path | None  # None: the job makes its samples
+    former: Path | None  # checkpoints of a former job; None: the job begins from spec.model
+    former_samples: Path | None  # its store; None: samples begin anew
     ports: Ports
     task_processes: int
     drain_s: float
@@ -58,6 +60,10 @@ def read_settings(arguments: Sequence[str], environment: Mapping[str, str]) -> R
         "--reward-tokens", type=Path, default=Path(names.REWARD_TOKENS_DIR), help="Secrets for endpoints of rewards"
     )
     parser.add_argument("--recorded", type=Path, default=Path(names.RECORDED_DIR), help="what spec.recorded.path is in")
+    parser.add_argument("--former", type=Path, default=Path(names.FORMER_DIR), help="what spec.restoreFrom.path is in")
+    parser.add_argument(
+        "--former-samples", type=Path, default=Path(names.FORMER_SAMPLES_DIR), help="what its samples.path is in"
+    )
     Ports.add_arguments(parser)
     parser.add_argument(
         "--task-processes",
@@ -78,6 +84,7 @@ def read_settings(arguments: Sequence[str], environment: Mapping[str, str]) -> R
     )
     given = parser.parse_args(arguments)
     job = read_job(given.job_file)
+    former = job.spec.restore_from
     return RolloutSettings(
         pod=required(environment, names.ENV_POD_NAME),
         pod_uid=required(environment, names.ENV_POD_UID),
@@ -88,6 +95,8 @@ def read_settings(arguments: Sequence[str], environment: Mapping[str, str]) -> R
         tasks=given.tasks,
         reward_tokens=given.reward_tokens,
         recording=given.recorded / job.spec.recorded.path if job.spec.recorded else None,
+        former=given.former / former.path if former else None,
+        former_samples=given.former_samples / former.samples.path if former and former.samples else None,
         ports=Ports.given(given),
         task_processes=given.task_processes,
         drain_s=given.drain_seconds,

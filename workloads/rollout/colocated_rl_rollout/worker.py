@@ -494,6 +494,7 @@ class Worker(Sealer):
             seed=self._rollout.prompts.seed,
             oldest_step=step - 1 - self._max_staleness,
             reference=self._scores_of(groups),
+            prompt_position=self._store.position_after(groups),
             free_bytes=self._store.free_bytes,
         )
         while (record := await self._written(step, write)) is None:  # noqa: ASYNC110 - a volume has no event

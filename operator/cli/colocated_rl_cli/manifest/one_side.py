@@ -55,7 +55,7 @@ def _named(job: Mapping[str, Any], side: str) -> str:
 
 def _manifest(job: Mapping[str, Any], mode: Mode, name: str, changes: Mapping[str, Any]) -> str:
     metadata = {key: job["metadata"][key] for key in ("namespace", "labels") if job["metadata"].get(key)}
-    left_out = (*OF_A_RUN, *(("evaluation",) if mode is Mode.TRAIN_ONLY else ()))
+    left_out = (*OF_A_RUN, "evaluation" if mode is Mode.TRAIN_ONLY else "restoreFrom")
     spec = {key: value for key, value in job["spec"].items() if key not in left_out}
     document = {
         "apiVersion": names.API_VERSION,

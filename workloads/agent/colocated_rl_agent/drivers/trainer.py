@@ -59,14 +59,16 @@ def trainer_environment(
     local_rank: int,
     rendezvous: Rendezvous,
     gpus: int,
+    former: Path | None = None,
 ) -> dict[str, str | None]:
-    """Return the environment variables of a starting rank."""
+    """Return the environment variables of a starting rank; None: not set. former: of a job with spec.restoreFrom."""
     return {
         TrainerEnvironment.SOCKET: str(socket),
         TrainerEnvironment.CONFIG: str(config),
         TrainerEnvironment.JOB: str(job),
         TrainerEnvironment.MODEL: str(model),
         TrainerEnvironment.CHECKPOINTS: str(checkpoints),
+        TrainerEnvironment.FORMER: None if former is None else str(former),
         TrainerEnvironment.LINEAGE: str(lineage),
         TrainerEnvironment.RANK: str(rank),
         TrainerEnvironment.WORLD_SIZE: str(rendezvous.world_size),

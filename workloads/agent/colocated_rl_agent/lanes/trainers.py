@@ -125,6 +125,7 @@ class Trainers:
                 local_rank=local_rank,
                 rendezvous=rendezvous,
                 gpus=settings.gpus,
+                former=directories.former / spec.restore_from.path if spec.restore_from else None,
             )
             start_by = time.monotonic() + spec.switch.trainer_start_seconds
             try:

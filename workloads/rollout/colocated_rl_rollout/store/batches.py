@@ -90,12 +90,13 @@ def write_batch(
     seed: int,
     oldest_step: int = 0,
     reference: Mapping[SampleId, NDArray[np.float32]] | None = None,
+    prompt_position: int | None = None,
     free_bytes: Callable[[Path], int] = free_on_volume,
 ) -> BatchRecord:
     """Make the files of a batch durable and return its record. `groups` are complete, in the batch's order.
 
     oldest_step: tokens of older weights are not trained. reference: its scores of each response, by sample; None where
-    no reference has scored them yet. Raises OSError.
+    no reference has scored them yet. prompt_position: `Store.position_after`. Raises OSError.
     """
     rows = [row for group in groups for row in _rows(group)]
     spans = [span for row in rows for span in row.sample.tokens.spans]
@@ -115,6 +116,7 @@ def write_batch(
             loss_tokens=loss_tokens,
             temperature=temperature,
             seed=seed,
+            prompt_position=prompt_position,
             has_reference=reference is not None,
         )
         bodies.append(_shard([rows[place] for place in part], header, oldest_step, reference))

@@ -26,6 +26,7 @@ from typing import Any
 
 import numpy as np
 
+from colocated_rl_api.checkpoint import Contents
 from colocated_rl_api.facts import EvaluationResult, Problem
 from colocated_rl_api.logs import log
 from colocated_rl_rollout.rules.resume import join
@@ -65,6 +66,7 @@ from colocated_rl_rollout.store.database import (
     hold,
     open_database,
 )
+from colocated_rl_rollout.store.former import FormerJob
 from colocated_rl_rollout.store.recording import RecordingUnusable, deal_anew
 
 LOG = logging.getLogger(__name__)
@@ -96,10 +98,12 @@ class Store:
         *,
         job_uid: str,
         keeps_batches: bool = False,
+        former: FormerJob | None = None,
         free_bytes: Callable[[Path], int] = free_on_volume,
     ) -> None:
         """Open or make the store. keeps_batches: also keep those that no trainer needs any more.
 
+        former: what a job that has no store yet goes on from.
         Raises StoreFailed when it can't be used, or belongs to another job.
         """
         self._keeps_batches = keeps_batches
@@ -108,11 +112,14 @@ class Store:
         self.batch_directory = directory / "batches"
         self.path = directory / "store.sqlite3"
         self._lock = hold(directory / "lock")
+        if former is not None and not self.path.exists():
+            former.copy_samples(self.path, self.batch_directory, job_uid=job_uid)
         database, is_restored = self._open()
         self.epoch = 0
         self.cursor = 0
         self.data_digest: str | None = None
         self.trained_step = 0
+        self.began_at: int | None = None  # step of the former checkpoint that the job began from
         self._saved_step = 0
         self._group_count = 0
         self.groups: dict[GroupId, Group] = {}
@@ -138,6 +145,32 @@ class Store:
                 self._writer.write(self._move(sample, SampleState.INTERRUPTED))
         for group in [*self.groups.values()] if is_restored else []:
             self.give_up(group, "StoreDamaged")
+        if former is not None and self.began_at is None:
+            self._begin_at(former.checkpoint(), has_samples=former.samples is not None)
+
+    def _begin_at(self, checkpoint: Contents, *, has_samples: bool) -> None:
+        """Go on behind a former job's checkpoint. has_samples: the store is a copy of that job's.
+
+        That it has begun is written last, and everything before it is the same when it is done again after a kill.
+        """
+        step = checkpoint.step
+        if has_samples and step < self._saved_step:
+            raise StoreFailed(
+                f"the samples that spec.restoreFrom names begin behind step {self._saved_step}, its checkpoint is of "
+                f"step {step}: make a job that names a newer checkpoint, or no samples"
+            )
+        if has_samples and (lost := sorted({*range(step + 1, self.trained_step + 1)} - self._batches.keys())):
+            raise StoreFailed(
+                f"batch {lost[0]}, which follows the checkpoint, is not among the samples: copy them again"
+            )
+        if step > self.trained_step:  # nobody knows which samples were trained since
+            for group in [*self.groups.values()]:
+                self.give_up(group, "CheckpointNewer")
+        self.commit(step)
+        if not has_samples:
+            self.cursor = checkpoint.prompt_position or 0
+        self.began_at = step
+        self._writer.write((tables.FACT, [("cursor", self.cursor), ("began_at", step)]))
 
     def _open(self) -> tuple[sqlite3.Connection, bool]:
         """Open the database, and return it and whether it is a backup in the place of a damaged one."""
@@ -309,6 +342,12 @@ class Store:
         )
 
     # ------------------------------------------------------------------------------------------------- batches
+    def position_after(self, groups: Sequence[Group]) -> int:
+        """Return where a job that has only a checkpoint of the batch `groups` goes on: no prompt is left out."""
+        sealed = {group.id for group in groups}
+        ahead = [group.prompt.position for group in self.groups.values() if group.id not in sealed]
+        return min([self.cursor, *(position for position in ahead if position >= 0)])
+
     @property
     def next_step(self) -> int:
         """Return the step of the batch that is collected now."""
@@ -561,6 +600,7 @@ class Store:
         self.cursor = facts.get("cursor", 0)
         self.data_digest = facts.get("data_digest")
         self.trained_step = facts.get("trained_step", 0)
+        self.began_at = facts.get("began_at")
         self._saved_step = facts.get("saved_step", 0)
         self._group_count = facts.get("groups", 0)
         for state, reason, count in [

@@ -164,7 +164,10 @@ class TrainerKind:
 
 
 class TrainerGroup:
-    """All ranks of one lineage, each in a pod of its own. They end with the `with` block; `checkpoints` outlives it."""
+    """All ranks of one lineage, each in a pod of its own. They end with the `with` block; `checkpoints` outlives it.
+
+    former: checkpoints of another job that this one goes on from.
+    """
 
     def __init__(
         self,
@@ -176,8 +179,10 @@ class TrainerGroup:
         keep: int = 2,
         device: str = "cpu",
         launch: Launcher | None = None,
+        former: Path | None = None,
     ) -> None:
         self.kind = kind
+        self.former = former
         self._launch = launch or self._run_command
         self.folder = folder
         self.size = size
@@ -186,7 +191,8 @@ class TrainerGroup:
         self.checkpoints = folder / "checkpoints"
         self.checkpoints.mkdir(exist_ok=True)
         (folder / "trainer.json").write_text(json.dumps(kind.config))
-        job = job_file(keep=keep, has_reference=kind.has_reference, is_apart=kind.is_apart)
+        restores = former is not None
+        job = job_file(keep=keep, has_reference=kind.has_reference, is_apart=kind.is_apart, restores=restores)
         (folder / "job.json").write_text(json.dumps(job))
         self._sockets = tempfile.TemporaryDirectory(
             prefix="ranks-"
@@ -208,6 +214,7 @@ class TrainerGroup:
             TrainerEnvironment.JOB: self.folder / "job.json",
             TrainerEnvironment.MODEL: self.kind.model,
             TrainerEnvironment.CHECKPOINTS: self.checkpoints,
+            **({TrainerEnvironment.FORMER: self.former} if self.former else {}),
             TrainerEnvironment.LINEAGE: self.lineage,
             TrainerEnvironment.RANK: rank,
             TrainerEnvironment.WORLD_SIZE: self.size,
@@ -283,7 +290,9 @@ def free_port() -> int:
             return port
 
 
-def job_file(*, keep: int = 2, has_reference: bool = False, is_apart: bool = False) -> dict[str, object]:
+def job_file(
+    *, keep: int = 2, has_reference: bool = False, is_apart: bool = False, restores: bool = False
+) -> dict[str, object]:
     rollout = {"prompts": {"reasoningGym": {"name": "chain_sum"}}, "batchSize": 4, "groupSize": 4}
     return {
         "name": "sums",
@@ -297,5 +306,6 @@ def job_file(*, keep: int = 2, has_reference: bool = False, is_apart: bool = Fal
             "switch": {"trainerStartSeconds": 100, "trainerProgressSeconds": 60},
             "checkpoint": {"keep": keep},
             **({"reference": {}} if has_reference else {}),
+            **({"restoreFrom": {"claimName": "former"}} if restores else {}),
         },
     }

@@ -46,8 +46,8 @@ from colocated_rl_trainer.state.residency import PARAMETERS, STATE, Residency
 from colocated_rl_trainer.state.sharding import (
     computing_in,
     divide,
-    names_in,
     read_parts,
+    shapes_in,
     write_parts,
 )
 from colocated_rl_trainer.state.weights import (
@@ -105,7 +105,7 @@ class GRPOTrainer:
         self._stays = [kind for memory, kinds in STATE.items() if memory not in spec.trainer.offload for kind in kinds]
         self._device = torch.device(settings.device)
         self._dtype = torch.bfloat16 if config.computes_in(settings.device) == "bfloat16" else torch.float32
-        self._checkpoints = Checkpoints(settings.checkpoints, lineage=settings.lineage, keep=spec.checkpoint.keep)
+        self._checkpoints = Checkpoints.of(settings)
         self._use = Use(
             advantage=config.advantage,
             max_token_age=config.max_token_age,
@@ -118,6 +118,7 @@ class GRPOTrainer:
                 "klCoefficient in spec.trainer.config needs a policy to compare with: add spec.reference to the job"
             )
         self._skipped_in_a_row = 0  # updates
+        self._prompt_position: int | None = None  # of the newest batch
         self._scored: tuple[int, Tensor] | None = None  # newest step that the reference has scored, and its scores
         check_trackers(config.trackers)
         self._trackers: Sequence[Tracker] = ()
@@ -188,6 +189,7 @@ class GRPOTrainer:
         config, state = self._config, self._state
         shard, work = self._read_batch(step, path)
         torch.manual_seed((config.seed * 1_000_003 + step) * self._group.size + self._group.rank)  # of dropout
+        self._prompt_position = shard.header.prompt_position
         tally = StepTally.of(shard)
         known = self._look_up(step, shard, work, watch)
         learning_rate = config.learning_rate_at(step)
@@ -321,7 +323,11 @@ class GRPOTrainer:
             mine = f"__{self._group.rank}_*"
             digests = self._group.each(lambda: digests_of(sorted(draft.glob(mine))))
             known = {name: digest for of_rank in digests for name, digest in of_rank.items()}
-            self._group.led(lambda: self._checkpoints.finish(draft, step, keep=keep, digests=known))
+            self._group.led(
+                lambda: self._checkpoints.finish(
+                    draft, step, keep=keep, digests=known, prompt_position=self._prompt_position
+                )
+            )
         except (OSError, Refused):  # no rank writes into the draft any more
             if self._group.rank == 0:
                 self._checkpoints.abandon(draft)
@@ -463,15 +469,14 @@ class GRPOTrainer:
             self._origin.require_same(Origin.model_validate_json(text), checkpoint=directory.name)
         updates = torch.zeros((), dtype=torch.int64)
         parts = self._state.saved() | {"updates": updates}
-        stored = self._group.led(lambda: names_in(directory))
-        of_another = {
-            name for name in stored - parts.keys() if name.startswith(PARAMETERS)
-        }  # extra moments are ignored
-        if differing := sorted(of_another | (parts.keys() - stored)):
+        stored = self._group.led(lambda: shapes_in(directory))
+        wanted = {name: tuple(tensor.shape) for name, tensor in parts.items()}
+        if differing := sorted(name for name in stored.keys() | wanted.keys() if stored.get(name) != wanted.get(name)):
+            first = differing[0]
             raise ConfigError(
-                f"checkpoint {directory.name} is of another model or optimizer, {len(differing)} tensors differ, first "
-                f"{differing[0]}: set spec.model, and optimizer and lora in spec.trainer.config, as they were, or give "
-                "the job another volume for checkpoints"
+                f"checkpoint {directory} is of another model or optimizer, {len(differing)} tensors differ, first "
+                f"{first} ({stored.get(first, 'none')} there, {wanted.get(first, 'none')} here): set spec.model, and "
+                "optimizer and lora in spec.trainer.config, as they were when it was written"
             )
         with self._group.together("load"):
             read_parts(parts, directory)

@@ -19,10 +19,10 @@ from colocated_rl_api.job import TrainerMemory
 from colocated_rl_trainer.grpo.batch import Shard, read_together
 from colocated_rl_trainer.protocol.manifest import Exported
 from colocated_rl_trainer.protocol.rank import Watch
-from colocated_rl_trainer.protocol.settings import RankSettings
+from colocated_rl_trainer.protocol.settings import ConfigError, RankSettings
 from colocated_rl_trainer.state.checkpoint import OPTIMIZER, Checkpoints
 from colocated_rl_trainer.state.group import Collectives, join_group
-from colocated_rl_trainer.state.weights import load_model, probe, write_model
+from colocated_rl_trainer.state.weights import count_parameters, load_model, probe, write_model
 
 
 class TorchLoop:
@@ -37,7 +37,8 @@ class TorchLoop:
         self.device = torch.device(settings.device)
         spec = settings.read_job().spec
         self._progress_s = spec.switch.trainer_progress_seconds
-        self._checkpoints = Checkpoints(settings.checkpoints, lineage=settings.lineage, keep=spec.checkpoint.keep)
+        self._checkpoints = Checkpoints.of(settings)
+        self._prompt_position: int | None = None  # of the newest batch
         self._model_leaves = TrainerMemory.PARAMETERS in spec.trainer.offload
         self._watch: Watch
 
@@ -70,14 +71,27 @@ class TorchLoop:
 
     # ------------------------------------------------------------------------------------------------- the protocol
     def load(self) -> int:
-        """Load the newest checkpoint that rank 0 sees: replicas must begin alike."""
+        """Load the newest checkpoint that rank 0 sees: replicas must begin alike.
+
+        Raises ConfigError if it is of another model or optimizer.
+        """
         self.group = join_group(self.settings)
         found = self.group.led(self._checkpoints.newest)
         self.model = load_model(found.directory if found else self.settings.model)
         self.optimizer = self.make_optimizer()
         if found is None:
             return 0
-        self.optimizer.load_state_dict(torch.load(found.directory / OPTIMIZER, map_location="cpu", weights_only=True))
+        of_job, of_checkpoint = count_parameters(self.settings.model), count_parameters(found.directory)
+        if of_job != of_checkpoint:
+            raise ConfigError(
+                f"checkpoint {found.directory} is of a model of {of_checkpoint:,} parameters, and spec.model has "
+                f"{of_job:,}: name the model that it was trained from"
+            )
+        state = torch.load(found.directory / OPTIMIZER, map_location="cpu", weights_only=True)
+        try:
+            self.optimizer.load_state_dict(state)
+        except (KeyError, ValueError) as error:
+            raise ConfigError(f"checkpoint {found.directory} is of another optimizer: {error}") from error
         return found.step
 
     def onload(self) -> None:
@@ -92,6 +106,7 @@ class TorchLoop:
     def train(self, step: int, path: Path, watch: Watch) -> Mapping[str, float]:
         self._watch = watch
         batch, _ = read_together(path, self.group, step=step)
+        self._prompt_position = batch.header.prompt_position
         forward = self.model.register_forward_hook(lambda *_: watch.progress())
         try:
             return self.learn(batch)
@@ -107,7 +122,9 @@ class TorchLoop:
     def save(self, step: int, keep: int) -> None:
         self.group.once(
             f"saved step {step}",
-            lambda: self._checkpoints.write(step, keep=keep, fill=self._write_checkpoint),
+            lambda: self._checkpoints.write(
+                step, keep=keep, fill=self._write_checkpoint, prompt_position=self._prompt_position
+            ),
             within_s=self._progress_s,
         )
 

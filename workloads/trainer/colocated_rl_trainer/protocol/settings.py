@@ -44,6 +44,7 @@ class RankSettings:
     master_address: str
     master_port: int
     device: str
+    former: Path | None = None  # checkpoints of a former job, see spec.restoreFrom
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str]) -> Self:
@@ -61,6 +62,7 @@ class RankSettings:
             master_address=_text(environment, Variable.MASTER_ADDR),
             master_port=_count(environment, Variable.MASTER_PORT),
             device=_text(environment, Variable.DEVICE),
+            former=Path(environment[Variable.FORMER]) if environment.get(Variable.FORMER) else None,
         )
         if settings.rank >= settings.world_size:
             raise ConfigError(f"RANK={settings.rank} must be below WORLD_SIZE={settings.world_size}")

@@ -2,8 +2,9 @@
 
 A checkpoint is filled under another name, hashed, flushed to the disk and renamed, so one under its own name is whole.
 It is verified against its hashes when it is read; one that does not verify is skipped with a warning.
-The model that the job began with counts as the checkpoint of step 0. The newest `keep` checkpoints are kept, and with
-them the sealed batches since the oldest, so that the steps after any of them can be repeated. There is no way back
+What the job began with counts as one: the model, of step 0, or a checkpoint of a former job, which stays where it is
+and which the file ORIGIN names from then on. The newest `keep` checkpoints are kept, and with them the sealed batches
+since the oldest, so that the steps after any of them can be repeated. There is no way back
 beyond them: `NoneLeft` is raised, rather than a step returned whose batches are gone.
 A writer that was cut off, and whose job went on without it, finds checkpoints of a later lineage and writes none.
 The caller decides what the files hold. Clean-up removes nothing whose name is not a checkpoint's.
@@ -18,37 +19,53 @@ import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Self
 
 from pydantic import BaseModel, ValidationError
 
+from colocated_rl_api.checkpoint import (
+    ANOTHER,
+    CONTENTS,
+    FORMAT,
+    Contents,
+    NoSuchCheckpoint,
+    checkpoint_name,
+    choose,
+    steps_in,
+)
+from colocated_rl_api.durable import sync
 from colocated_rl_api.logs import log
 from colocated_rl_api.weights import Digest
 from colocated_rl_trainer.protocol.durable import flush, take_place
 from colocated_rl_trainer.protocol.manifest import digests_of
 from colocated_rl_trainer.protocol.rank import Refused
+from colocated_rl_trainer.protocol.settings import ConfigError, RankSettings
 
-FORMAT = 2
-CONTENTS = "checkpoint.json"
 OPTIMIZER = "optimizer.state"  # where a checkpoint has one; not *.safetensors, which loaders take for weights
-_NAME = re.compile(r"step-(\d{8})")
+ORIGIN = "origin.json"
 _DRAFT = re.compile(r"\.step-\d{8}-(\d+)\.draft")
 
 _LOG = logging.getLogger(__name__)
-
-
-class Contents(BaseModel):
-    """The file that lists what a checkpoint holds."""
-
-    format: int
-    step: int
-    lineage: int = 0  # of the trainers that wrote the checkpoint
-    digests: dict[str, Digest]  # of every other file, by file name
 
 
 @dataclass(frozen=True)
 class Saved:
     step: int
     directory: Path
+
+
+@dataclass(frozen=True)
+class Former:
+    """Checkpoints of a former job, of which this one begins from one. step: None for the newest."""
+
+    directory: Path
+    step: int | None = None
+
+
+class Origin(BaseModel):
+    """The file that names the former checkpoint that the job began from, so that no later start takes another."""
+
+    step: int
 
 
 class Superseded(Refused):
@@ -62,13 +79,26 @@ class NoneLeft(Exception):
 class Checkpoints:
     """The checkpoints of one job. One rank of the newest lineage writes, any number may read."""
 
-    def __init__(self, directory: Path, *, lineage: int, keep: int) -> None:
+    def __init__(self, directory: Path, *, lineage: int, keep: int, former: Former | None = None) -> None:
         self._directory = directory
         self._lineage = lineage
         self._keep = keep
+        self._former = former
+
+    @classmethod
+    def of(cls, settings: RankSettings) -> Self:
+        """Return the checkpoints of the job that this rank works for. Raises ConfigError."""
+        spec = settings.read_job().spec
+        former = None
+        if spec.restore_from is not None and settings.former is not None:
+            former = Former(settings.former, spec.restore_from.step)
+        return cls(settings.checkpoints, lineage=settings.lineage, keep=spec.checkpoint.keep, former=former)
 
     def newest(self) -> Saved | None:
-        """Return the newest checkpoint that verifies, None for the model. Raises NoneLeft; OSError if reading fails."""
+        """Return the newest checkpoint that verifies, None for the model.
+
+        Raises NoneLeft; ConfigError if the job begins from a former checkpoint that can't be used; OSError.
+        """
         faults = []
         for saved in reversed(self._all()):
             fault = _fault(saved)
@@ -76,18 +106,33 @@ class Checkpoints:
                 return saved
             faults.append(fault)
             log(_LOG, "checkpoint skipped", logging.WARNING, step=saved.step, reason=fault)
-        if self.oldest() > 0:
+        origin = self._origin()
+        if self.oldest() > (origin.step if origin else 0):
             raise NoneLeft(
                 f"no checkpoint in {self._directory} can be read, and the batches up to step {self.oldest()} are gone: "
                 f"restore one from a backup, or make a new job; {'; '.join(faults)}"
             )
-        return None
+        if origin is not None:
+            fault = _fault(origin)
+            if fault is not None:
+                raise ConfigError(
+                    f"the job can't begin from the checkpoint that spec.restoreFrom names: {fault}; {ANOTHER}"
+                )
+            self._remember(origin)
+        return origin
 
     def oldest(self) -> int:
-        """Return the step of the oldest checkpoint that is kept, 0 for the model."""
+        """Return the step of the oldest checkpoint that is kept, that which the job began from among them."""
         return self._kept([saved.step for saved in self._all()])[0]
 
-    def write(self, step: int, *, keep: int, fill: Callable[[Path], None]) -> Saved:
+    def write(
+        self,
+        step: int,
+        *,
+        keep: int,
+        fill: Callable[[Path], None],
+        prompt_position: int | None = None,
+    ) -> Saved:
         """Let `fill` write files into an empty directory, make that the checkpoint of `step`, keep the newest `keep`.
 
         Checkpoints of later steps are removed too: they did not verify, or this step would not be written now.
@@ -96,7 +141,7 @@ class Checkpoints:
         draft = self.begin(step)
         try:
             fill(draft)
-            return self.finish(draft, step, keep=keep)
+            return self.finish(draft, step, keep=keep, prompt_position=prompt_position)
         except (OSError, Superseded):
             self.abandon(draft)
             raise
@@ -111,7 +156,15 @@ class Checkpoints:
         draft.mkdir()
         return draft
 
-    def finish(self, draft: Path, step: int, *, keep: int, digests: Mapping[str, Digest] | None = None) -> Saved:
+    def finish(
+        self,
+        draft: Path,
+        step: int,
+        *,
+        keep: int,
+        digests: Mapping[str, Digest] | None = None,
+        prompt_position: int | None = None,
+    ) -> Saved:
         """Make the directory that `begin` returned the checkpoint of `step`. Otherwise as `write`.
 
         digests: of the files that are hashed already.
@@ -119,11 +172,17 @@ class Checkpoints:
         self._keep = keep
         known = dict(digests or {})
         known |= digests_of(sorted(path for path in draft.iterdir() if path.name not in known))
-        contents = Contents(format=FORMAT, step=step, lineage=self._lineage, digests=known)
+        contents = Contents(
+            format=FORMAT,
+            step=step,
+            lineage=self._lineage,
+            digests=known,
+            prompt_position=prompt_position,
+        )
         (draft / CONTENTS).write_text(contents.model_dump_json(indent=2))
         flush(draft)
         self._refuse_if_superseded()  # it may have taken minutes
-        target = self._directory / f"step-{step:08d}"
+        target = self._directory / checkpoint_name(step)
         take_place(draft, target)
         kept = self._kept([saved.step for saved in self._all() if saved.step <= step])
         for saved in self._all():
@@ -138,7 +197,7 @@ class Checkpoints:
     def _refuse_if_superseded(self) -> None:
         for saved in self._all():
             with contextlib.suppress(OSError, ValidationError):  # torn: it belongs to no lineage
-                lineage = _contents(saved).lineage
+                lineage = Contents.read(saved.directory).lineage
                 if lineage > self._lineage:
                     raise Superseded(
                         f"{saved.directory} is of lineage {lineage}, these trainers are of {self._lineage}"
@@ -146,19 +205,43 @@ class Checkpoints:
 
     def _kept(self, steps: list[int]) -> list[int]:
         """Return the steps to keep, oldest first."""
-        return sorted({0, *steps})[-self._keep :]
+        origin = self._origin()
+        return sorted({origin.step if origin else 0, *steps})[-self._keep :]
+
+    def _origin(self) -> Saved | None:
+        """Return the former checkpoint that the job began from, or will, unverified; None for the model.
+
+        Raises ConfigError if there is no such checkpoint.
+        """
+        if self._former is None:
+            return None
+        try:
+            step = Origin.model_validate_json((self._directory / ORIGIN).read_bytes()).step
+        except FileNotFoundError:
+            try:
+                step = choose(self._former.directory, self._former.step).step
+            except NoSuchCheckpoint as error:
+                raise ConfigError(str(error)) from error
+        return Saved(step, self._former.directory / checkpoint_name(step))
+
+    def _remember(self, origin: Saved) -> None:
+        path, draft = self._directory / ORIGIN, self._directory / f".{ORIGIN}.draft"
+        if not path.exists():
+            draft.write_text(Origin(step=origin.step).model_dump_json())
+            sync(draft)
+            draft.replace(path)
+            sync(self._directory)
 
     def _all(self) -> list[Saved]:
         """Return all checkpoints, oldest first, unverified."""
         if not self._directory.is_dir():
             return []
-        named = ((_NAME.fullmatch(path.name), path) for path in self._directory.iterdir())
-        return sorted((Saved(int(match[1]), path) for match, path in named if match), key=lambda saved: saved.step)
+        return [Saved(step, self._directory / checkpoint_name(step)) for step in steps_in(self._directory)]
 
 
 def _fault(saved: Saved) -> str | None:
     try:
-        contents = _contents(saved)
+        contents = Contents.read(saved.directory)
         found = digests_of([saved.directory / name for name in contents.digests], like=contents.digests)
         for name, digest in contents.digests.items():
             if found[name] != digest:
@@ -168,7 +251,3 @@ def _fault(saved: Saved) -> str | None:
     if (contents.format, contents.step) != (FORMAT, saved.step):
         return f"{saved.directory} holds step {contents.step} in format {contents.format}, not {saved.step} in {FORMAT}"
     return None
-
-
-def _contents(saved: Saved) -> Contents:
-    return Contents.model_validate_json((saved.directory / CONTENTS).read_bytes())

@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import warnings
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 
@@ -125,9 +125,10 @@ def write_parts(parts: Mapping[str, Tensor], directory: Path) -> None:
         dcp.save(dict(parts), storage_writer=dcp.FileSystemWriter(directory))
 
 
-def names_in(directory: Path) -> Set[str]:
-    """Return the names of the tensors that were written to `directory`. Raises OSError."""
-    return set(dcp.FileSystemReader(directory).read_metadata().state_dict_metadata)
+def shapes_in(directory: Path) -> Mapping[str, tuple[int, ...]]:
+    """Return the shape of each whole tensor that was written to `directory`, by name. Raises OSError."""
+    stored = dcp.FileSystemReader(directory).read_metadata().state_dict_metadata
+    return {name: tuple(getattr(tensor, "size", ())) for name, tensor in stored.items()}
 
 
 def read_parts(parts: Mapping[str, Tensor], directory: Path) -> None:

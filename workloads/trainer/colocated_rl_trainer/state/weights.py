@@ -33,10 +33,11 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import LoadStateDictConfig
 from transformers.utils import logging as transformers_logging
 
+from colocated_rl_api.checkpoint import CONTENTS
 from colocated_rl_api.weights import MANIFEST, Digest, Probe
 from colocated_rl_trainer.protocol.manifest import Hashing
 from colocated_rl_trainer.protocol.settings import ConfigError, LoraConfig
-from colocated_rl_trainer.state.checkpoint import CONTENTS, OPTIMIZER
+from colocated_rl_trainer.state.checkpoint import OPTIMIZER
 from colocated_rl_trainer.state.head import ScoringForward, score_without_logits
 from colocated_rl_trainer.state.lora import CONFIG, TENSORS, Adapters, count_adapters, is_of_adapter
 from colocated_rl_trainer.state.packing import PACKED_ATTENTION, check_packing

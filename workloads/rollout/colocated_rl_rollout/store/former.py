@@ -1,0 +1,109 @@
+"""What a job with `spec.restoreFrom` goes on from: a former job's checkpoint, and where wanted its store of samples.
+
+Both are only read. The checkpoint says behind which step samples begin, and where the prompts go on. The store is
+copied: batches first, the database last and by a rename, so that after a kill a store is here whole or not at all. In
+the copy the job's identity is replaced, and what belongs to that job alone is dropped.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import shutil
+import sqlite3
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from colocated_rl_api.checkpoint import Contents, NoSuchCheckpoint, choose
+from colocated_rl_api.durable import sync
+from colocated_rl_api.logs import in_words
+from colocated_rl_rollout.store.backup import damage_of
+from colocated_rl_rollout.store.database import StoreFailed
+
+
+@dataclass(frozen=True)
+class FormerJob:
+    """Where a former job's files are. step: of its checkpoint; None: the newest. samples: its store, if wanted."""
+
+    checkpoints: Path
+    step: int | None = None
+    samples: Path | None = None
+
+    def checkpoint(self) -> Contents:
+        """Return the checkpoint to go on from. Raises StoreFailed."""
+        try:
+            return choose(self.checkpoints, self.step)
+        except NoSuchCheckpoint as error:
+            raise StoreFailed(str(error)) from error
+
+    def copy_samples(self, path: Path, batches: Path, *, job_uid: str) -> None:
+        """Make the database at `path` and the files in `batches` from those of the former job, if they are wanted.
+
+        Blocks until they are durable. Raises StoreFailed.
+        """
+        if self.samples is None:
+            return
+        source = self.samples / path.name
+        if not source.is_file():
+            raise StoreFailed(
+                f"{self.samples} has no {path.name}: let spec.restoreFrom.samples name the directory of a job's store"
+            )
+        unfinished = path.with_name(f"{path.name}.part")
+        try:
+            with _unused(self.samples / "lock"):
+                _copy_files(self.samples / batches.name, batches)
+                for end in ("", "-wal"):
+                    Path(f"{unfinished}{end}").unlink(missing_ok=True)
+                    with contextlib.suppress(FileNotFoundError):
+                        shutil.copyfile(f"{source}{end}", f"{unfinished}{end}")
+            _hand_over(unfinished, job_uid)
+            sync(unfinished)
+            unfinished.replace(path)
+            sync(path.parent)
+        except (OSError, sqlite3.Error) as error:
+            raise StoreFailed(
+                f"store {source} can't be copied: {in_words(error)}; see its volume and this job's"
+            ) from error
+
+
+@contextmanager
+def _unused(lock: Path) -> Iterator[None]:
+    """Raise StoreFailed while the former job's controller has its store, as far as this node can tell."""
+    try:
+        handle = os.open(lock, os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:  # a copy
+        yield
+        return
+    try:
+        fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        yield
+    except BlockingIOError as error:
+        raise StoreFailed(f"{lock} is held: the former job still runs; suspend or delete it first") from error
+    finally:
+        os.close(handle)
+
+
+def _copy_files(source: Path, target: Path) -> None:
+    target.mkdir(parents=True, exist_ok=True)
+    for file in source.glob("*.safetensors"):
+        shutil.copyfile(file, target / file.name)
+        sync(target / file.name)
+    sync(target)
+    sync(target.parent)
+
+
+def _hand_over(path: Path, job_uid: str) -> None:
+    """Make the database that of this job. Raises StoreFailed, sqlite3.Error."""
+    with closing(sqlite3.connect(path, isolation_level=None)) as database:
+        if damage := damage_of(database):
+            raise StoreFailed(
+                f"the store that spec.restoreFrom names is damaged: {damage}; copy it again, or name none"
+            )
+        database.execute("BEGIN")
+        database.execute("DELETE FROM facts WHERE name IN ('epoch', 'began_at')")
+        database.execute("INSERT OR REPLACE INTO facts VALUES ('job_uid', ?)", (job_uid,))
+        database.execute("COMMIT")
+        database.execute("PRAGMA journal_mode = DELETE")  # everything is in the one file that is renamed
