@@ -4,6 +4,7 @@ Each figure is a ratio to something that was measured in turn with it, so that b
 
 * an export into shared memory, to a plain write of the same bytes there; with the manifest, whose digests an engine's
   agent checks; and reading it back;
+* a checkpoint there, to a plain write of the same bytes: written with its digests, verified, and read back;
 * offload and onload of parameters and moments, to a copy of the same bytes;
 * an optimization step, to that of trl on the same completions, with as many of them in a forward pass.
 """
@@ -28,6 +29,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
 from bench.turns import GIB, TURNS, in_turns, show
+from colocated_rl_api.checkpoint import checkpoint_name
 from colocated_rl_api.rungs import WeightVersion
 from colocated_rl_trainer.conformance.ranks import job_file
 from colocated_rl_trainer.conformance.shards import Example, write_shards
@@ -35,7 +37,9 @@ from colocated_rl_trainer.grpo.loop import GRPOTrainer
 from colocated_rl_trainer.protocol.manifest import Exported, write_manifest
 from colocated_rl_trainer.protocol.rank import Rank
 from colocated_rl_trainer.protocol.settings import RankSettings, TrainerConfig
+from colocated_rl_trainer.state.checkpoint import Checkpoints, Saved
 from colocated_rl_trainer.state.residency import Residency
+from colocated_rl_trainer.state.sharding import read_parts, write_parts
 from colocated_rl_trainer.state.weights import write_model
 from fakes.tiny_model import write_tiny_model
 from setup.environments import PEERS
@@ -43,7 +47,7 @@ from setup.layout import CHECKOUT
 from setup.toolchain import clean_environment
 
 SHARED_MEMORY = Path("/dev/shm")
-PARTS = ("export", "moves", "steps")
+PARTS = ("export", "checkpoint", "moves", "steps")
 STEPS = 3  # of a training run, the first of which is not counted
 GROUP_SIZE, ROWS = 8, 4  # samples of a prompt; samples of a forward pass
 LENGTHS = {"uniform": [128] * 16, "long tail": [8] * 10 + [32] * 4 + [256] * 2}  # of completions
@@ -52,8 +56,8 @@ STEP_S = 900.0
 
 def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.trainer", description=__doc__)
-    parser.add_argument("--gib", type=float, default=1.1, help="of weights, for exports and moves")
-    parser.add_argument("--only", choices=PARTS, action="append", help="of the three")
+    parser.add_argument("--gib", type=float, default=1.1, help="of weights, for exports, checkpoints and moves")
+    parser.add_argument("--only", choices=PARTS, action="append", help="of the four")
     parser.add_argument("--step", type=Path, help=argparse.SUPPRESS)
     given = parser.parse_args(arguments)
     if given.step:
@@ -64,6 +68,9 @@ def main(arguments: Sequence[str]) -> int:
     if "export" in parts:
         with tempfile.TemporaryDirectory(dir=SHARED_MEMORY) as shared, tempfile.TemporaryDirectory() as scratch:
             beside_a_plain_write(make_model(given.gib), Path(shared), write_tiny_model(Path(scratch) / "origin"))
+    if "checkpoint" in parts:
+        with tempfile.TemporaryDirectory(dir=SHARED_MEMORY) as shared:
+            beside_a_plain_file(make_model(given.gib), Path(shared))
     if "moves" in parts:
         beside_a_plain_copy(make_model(given.gib))
     if "steps" in parts:
@@ -119,6 +126,43 @@ def beside_a_plain_write(model: Qwen3ForCausalLM, shared: Path, origin: Path) ->
     show("plain write", size, took["plain"])
     show("Hugging Face format, with the manifest", size, took["export"], beside=took["plain"])
     show("read back, every byte", size, took["read"])
+
+
+# --------------------------------------------------------------------------------------------------------- checkpoints
+def beside_a_plain_file(model: Qwen3ForCausalLM, shared: Path) -> None:
+    """Parameters and both moments, written and read by one rank; a volume adds its own time."""
+    state = {
+        f"{kind}.{name}": tensor.detach().clone()
+        for name, tensor in model.named_parameters()
+        for kind in ("parameters", "moments", "squares")
+    }
+    size = sum(tensor.nbytes for tensor in state.values())
+    flat, plain = torch.zeros(size // 4), shared / "plain"
+    (shared / "checkpoints").mkdir()
+    checkpoints = Checkpoints(shared / "checkpoints", lineage=1, keep=1)
+
+    def write_plain() -> None:
+        with plain.open("wb") as stream:
+            stream.write(flat.numpy().data)
+
+    def write() -> None:
+        checkpoints.write(1, keep=1, fill=lambda draft: write_parts(state, draft))
+
+    def verify() -> Saved:
+        found = checkpoints.newest()
+        assert found is not None
+        return found
+
+    def read() -> None:
+        read_parts(state, shared / "checkpoints" / checkpoint_name(1))
+
+    took = in_turns({"plain": write_plain, "write": write}, before=lambda: plain.unlink(missing_ok=True))
+    took |= in_turns({"verify": verify, "read": read})
+    print(f"checkpoint of {size / GIB:.2f} GiB in shared memory")
+    show("plain write", size, took["plain"])
+    show("written, with its digests", size, took["write"], beside=took["plain"])
+    show("verified", size, took["verify"])
+    show("read", size, took["read"])
 
 
 # --------------------------------------------------------------------------------------------------------------- moves

@@ -655,8 +655,20 @@ class Switch(Part):
     )
 
 
+_MILESTONE_WORDS = (
+    "milestoneEverySteps must be a multiple of everySteps, which is 10 when absent: no other step is saved"
+)
+_MILESTONE = Rule(
+    field="milestoneEverySteps",
+    rule="!has(self.milestoneEverySteps) || self.milestoneEverySteps % self.everySteps == 0",
+    message=_MILESTONE_WORDS,
+)
+
+
 class Checkpoint(Part):
     """Checkpoints of the trainer, on a volume of the job."""
+
+    model_config = ConfigDict(json_schema_extra=rules(_MILESTONE))
 
     every_steps: int = Field(
         default=10,
@@ -671,11 +683,24 @@ class Checkpoint(Part):
         description="Checkpoints kept, with the sealed batches since the oldest of them. May change while the job is "
         "suspended.",
     )
+    milestone_every_steps: int | None = Field(
+        default=None,
+        ge=1,
+        le=1_000_000,
+        description="Checkpoints of these steps are kept beside those, for restoreFrom of other jobs; this one never "
+        "goes back to them. None when absent. May change while the job is suspended.",
+    )
     volume: Volume = Field(
         default_factory=Volume,
-        description="Volume of checkpoints, ReadWriteMany for several replicas; it must hold keep + 1 checkpoints, "
-        "of 12 bytes a parameter by the default trainer.",
+        description="Volume of checkpoints, ReadWriteMany for several replicas; it must hold keep + 1 checkpoints and "
+        "the milestones, of 12 bytes a parameter by the default trainer.",
     )
+
+    @model_validator(mode="after")
+    def _milestones_are_written(self) -> Self:
+        if self.milestone_every_steps is not None and self.milestone_every_steps % self.every_steps:
+            raise ValueError(_MILESTONE_WORDS)
+        return self
 
 
 class FormerSamples(Part):
@@ -777,7 +802,8 @@ class ColocatedRLJobSpec(Part):
             *fixed_while_running(
                 *(f"{gpus}.{field}" for gpus in ("gpus", "rollout.gpus?") for field in ("image", "resources")),
                 *("rollout.engine.args", "rollout.resources", "weightSync.sizeLimit", "weightSync.verify"),
-                *("checkpoint.everySteps", "checkpoint.keep", "switch", "podTemplates"),
+                *("checkpoint.everySteps", "checkpoint.keep", "checkpoint.milestoneEverySteps"),
+                *("switch", "podTemplates"),
             ),
         )
     )

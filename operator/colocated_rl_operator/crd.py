@@ -50,6 +50,8 @@ _COLUMNS = (
     ("Rung", ".status.rung", "string", 1, "Rung of the slowest pod."),
     ("Reward", ".status.rollout.reward", "number", 1, "Mean reward of the newest batch."),
     ("Staleness", ".status.rollout.staleness", "number", 1, "Mean staleness of its tokens, in steps."),
+    ("Checkpoint", ".status.checkpoint.step", "integer", 1, "Step of the newest durable checkpoint."),
+    ("Saved", ".status.checkpoint.time", "date", 1, "Since it was first seen."),
     ("Last-Switch", ".status.lastSwitchSeconds", "number", 1, "Seconds of the last switch."),
 )
 

@@ -29,6 +29,7 @@ STATUS: Document = {
     "weightVersion": "3-1",
     "rung": "Serving",
     "rollout": {"reward": 0.25, "staleness": 0.5},
+    "checkpoint": {"step": 40, "time": SEEN_AT},
     "lastSwitchSeconds": 1.5,
     "conditions": [
         {
@@ -82,8 +83,8 @@ def test_columns_say_where_a_job_stands(kubectl: Kubectl, api: ApiServer, job: D
     assert ["NAME", "PHASE", "STEP", "READY", "HOLDER", "VERSION", "AGE"] == header.split()
     assert [name, "Rollout", "3", "3/3", "Rollout", "3-1"] == line.split()[:-1]
     header, line = kubectl("get", names.SHORT_NAME, name, "-o", "wide").splitlines()
-    assert ["RUNG", "REWARD", "STALENESS", "LAST-SWITCH"] == header.split()[-4:]
-    assert ["Serving", "0.25", "0.5", "1.5"] == line.split()[-4:]
+    assert ["RUNG", "REWARD", "STALENESS", "CHECKPOINT", "SAVED", "LAST-SWITCH"] == header.split()[-6:]
+    assert ["Serving", "0.25", "0.5", "40", "1.5"] == [line.split()[place] for place in (-6, -5, -4, -3, -1)]
 
 
 def test_status_is_written_only_through_its_own_door(api: ApiServer, job: Document) -> None:

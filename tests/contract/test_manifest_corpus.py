@@ -160,6 +160,7 @@ MAY_CHANGE_WHILE_SUSPENDED = {
     "weightSync.verify": "Version",
     "checkpoint.everySteps": 7,
     "checkpoint.keep": 7,
+    "checkpoint.milestoneEverySteps": 40,
     "switch.settleSeconds": 7,
     "podTemplates.gpu.spec.nodeSelector": {"zone": "b"},
     "podTemplates.gpu.spec.affinity": {"podAffinity": {"renamed": []}},

@@ -10,7 +10,7 @@ from prometheus_client.metrics import MetricWrapperBase
 from prometheus_client.registry import Collector
 
 from colocated_rl_agent.metrics import AgentMetrics as AgentMetrics
-from colocated_rl_agent.metrics import BelowTarget
+from colocated_rl_agent.metrics import BelowTarget, Unsaved
 from colocated_rl_member.metrics import ProblemGauge
 from colocated_rl_operator.metrics import OperatorMetrics as OperatorMetrics
 from colocated_rl_rollout.metrics import RolloutMetrics as RolloutMetrics
@@ -48,7 +48,7 @@ def families() -> dict[str, list[Family]]:
     return {
         "Operator": [*_held(OperatorMetrics(CollectorRegistry()))],
         "Agents and rollout controllers": [*_described(ProblemGauge())],
-        "Agents": [*_held(AgentMetrics(CollectorRegistry())), *_described(BelowTarget())],
+        "Agents": [*_held(AgentMetrics(CollectorRegistry())), *_described(BelowTarget()), *_described(Unsaved())],
         "Rollout controllers": [*_held(RolloutMetrics(CollectorRegistry())), *_described(StoreGauges(None))],
         "References on devices of their own": [*_held(ScoreCounts(CollectorRegistry()))],
     }

@@ -30,3 +30,32 @@ async def test_metrics_show_the_rung_below_its_target_where_a_pod_stands(
         await it.send(group.target(V1, Rung.TRAINED))
         await it.until(lambda facts: facts.trainers[0].state is TrainerState.TRAINING, "a step under way")
         assert ['colocate_below_target_seconds{rung="Released"}'] == await below_target()
+
+
+async def test_steps_are_at_risk_until_a_checkpoint_holds_them(tmp_path_factory: pytest.TempPathFactory) -> None:
+    async with network(tmp_path_factory.mktemp("n")) as net, pod(net, make_job(checkpoint={"everySteps": 2})) as it:
+        group = Group([it])
+
+        async def shown(name: str) -> float | None:
+            async with net.session.get(f"http://127.0.0.1:{it.metrics}/metrics") as answer:
+                lines = (await answer.text()).splitlines()
+            return next((float(line.split()[1]) for line in lines if line.startswith(f"{name} ")), None)
+
+        assert None is await shown("colocate_unsaved_steps")
+        await group.climb(V0)
+        assert [0, 0, 1, 0] == [
+            await shown(name)
+            for name in (
+                "colocate_unsaved_steps",
+                "colocate_unsaved_seconds",
+                "colocate_trainer_load_seconds_count",
+                "colocate_checkpoint_write_seconds_count",
+            )
+        ]
+        await group.climb(V1)
+        assert 1 == await shown("colocate_unsaved_steps")
+        assert (await shown("colocate_unsaved_seconds") or 0) > 0
+        await group.climb(WeightVersion(2, 1))
+        await it.until(lambda facts: facts.trainers[0].saved == 2, "saved")
+        names = ("colocate_unsaved_steps", "colocate_unsaved_seconds", "colocate_checkpoint_write_seconds_count")
+        assert [0, 0, 1] == [await shown(name) for name in names]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from prometheus_client import CollectorRegistry
 
-from colocated_rl_agent.metrics import AgentMetrics, BelowTarget
+from colocated_rl_agent.metrics import AgentMetrics, BelowTarget, Unsaved
 from colocated_rl_api.rungs import Rung
 
 
@@ -33,3 +33,16 @@ def test_rung_below_the_target_is_shown_while_the_pod_stands_there() -> None:
     assert 12.5 == value()
     standing = None
     assert value() is None
+
+
+def test_what_a_loss_of_the_trainers_would_cost_is_shown_once_they_have_loaded() -> None:
+    registry = CollectorRegistry()
+    at_risk: tuple[int, float] | None = None
+    registry.register(Unsaved(lambda: at_risk))
+
+    def values() -> list[float | None]:
+        return [registry.get_sample_value(f"colocate_unsaved_{unit}") for unit in ("steps", "seconds")]
+
+    assert [None, None] == values()
+    at_risk = (3, 90.5)
+    assert [3, 90.5] == values()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Mapping
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -441,6 +441,13 @@ def test_the_answer_to_the_last_failure_is_told_with_its_rule() -> None:
     assert told.endswith(
         "1 of 6 restarts used, last EngineLost: ReplacePodElsewhere (failurePolicy.rules[1]), no GPU pod on node-7"
     )
+
+
+def test_the_newest_checkpoint_is_told_with_its_age_until_the_job_is_over() -> None:
+    saved = {"step": 40, "time": (NOW - timedelta(minutes=12)).isoformat()}
+    assert "newest checkpoint of step 40, 12 min old" in explained(job(status=running(checkpoint=saved))).headline
+    over = [condition("Complete", "True", "Completed")]
+    assert "checkpoint" not in explained(job(status=running(checkpoint=saved, conditions=over))).headline
 
 
 @pytest.mark.parametrize(

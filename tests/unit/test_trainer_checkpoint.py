@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 from full_disk import no_file_above
@@ -194,6 +198,67 @@ def _write(checkpoints: Checkpoints, step: int, *, keep: int = 2) -> Path:
 
 def _names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
+
+
+def test_milestones_are_kept_and_never_gone_back_to(tmp_path: Path) -> None:
+    """Batches since a milestone are gone: a job that went back to one could not go on from it."""
+    checkpoints = Checkpoints(tmp_path, lineage=1, keep=2, milestone_every=20)
+    written = {step: _write(checkpoints, step) for step in (10, 20, 30, 40, 50)}
+
+    assert ["step-00000020", "step-00000040", "step-00000050"] == _names(tmp_path)
+    assert 40 == checkpoints.oldest()
+    for step in (50, 40):
+        (written[step] / "model").write_text("damaged")
+    with pytest.raises(NoneLeft, match="up to step 40 are gone"):
+        checkpoints.newest()
+
+
+def test_a_step_that_is_done_again_takes_the_place_of_later_milestones_too(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path, lineage=1, keep=2, milestone_every=10)
+    for step in (10, 20, 30):
+        _write(checkpoints, step)
+
+    _write(checkpoints, 20)
+
+    assert ["step-00000010", "step-00000020"] == _names(tmp_path)
+
+
+@pytest.mark.parametrize("damaged", ["a", "b", "c", None])
+def test_each_file_is_verified_by_one_rank_and_all_ranks_agree(tmp_path: Path, damaged: str | None) -> None:
+    def fill(directory: Path) -> None:
+        for name in "abc":
+            (directory / name).write_text(name)
+
+    for step in (5, 10):
+        newest = Checkpoints(tmp_path, lineage=1, keep=2).write(step, keep=2, fill=fill).directory
+    if damaged:
+        (newest / damaged).write_text("damaged")
+    barrier, items = threading.Barrier(2), [None, None]
+    with ThreadPoolExecutor(2) as pool:
+        found = pool.map(
+            lambda rank: Checkpoints(tmp_path, lineage=1, keep=2).newest(InThreads(rank, barrier, items)), range(2)
+        )
+
+    assert [5 if damaged else 10] * 2 == [saved.step for saved in found if saved]
+
+
+class InThreads:
+    """A rank of two in one process. items: what each has to say, which all read once all have written."""
+
+    size = 2
+
+    def __init__(self, rank: int, barrier: threading.Barrier, items: list[Any]) -> None:
+        self.rank, self._barrier, self._items = rank, barrier, items
+
+    def each(self, do: Callable[[], Any]) -> list[Any]:
+        self._items[self.rank] = do()
+        self._barrier.wait(10)
+        said = [*self._items]
+        self._barrier.wait(10)
+        return said
+
+    def led(self, do: Callable[[], Any]) -> Any:
+        return self.each(do if self.rank == 0 else lambda: None)[0]
 
 
 # ------------------------------------------------------------------------------------- beginning from another job's

@@ -25,7 +25,7 @@ from colocated_rl_agent.gate.data_port import DataPort
 from colocated_rl_agent.gate.gate import Gate
 from colocated_rl_agent.lanes.engine import Engine
 from colocated_rl_agent.lanes.trainers import Trainers
-from colocated_rl_agent.metrics import AgentMetrics, BelowTarget
+from colocated_rl_agent.metrics import AgentMetrics, BelowTarget, Unsaved
 from colocated_rl_agent.planner import actions as do
 from colocated_rl_agent.planner.next_actions import next_actions
 from colocated_rl_agent.planner.rung_times import RungTimes
@@ -136,6 +136,7 @@ class Agent:
         self._closed_at = time.monotonic()
         self._climb = RungTimes(self._ladder, self._reached)
         registry.register(BelowTarget(self._below_target))
+        registry.register(Unsaved(self._trainers.unsaved))
 
     async def run(self) -> None:
         """Run until `end`. Raises the error of any part: the process ends, and its container starts again."""

@@ -42,6 +42,18 @@ class AgentMetrics:
             registry=registry,
         )
         self.replaced = Counter("colocate_engine_replaced", "Engines that died or had to be killed", registry=registry)
+        self.checkpoint_write_seconds = Histogram(
+            "colocate_checkpoint_write_seconds",
+            "Until a checkpoint is durable",
+            buckets=RUNG_BUCKETS_S,
+            registry=registry,
+        )
+        self.trainer_load_seconds = Histogram(
+            "colocate_trainer_load_seconds",
+            "From the start of trainers until checkpoint or model is read, ranks that wait for each other included",
+            buckets=RUNG_BUCKETS_S,
+            registry=registry,
+        )
 
     def show_in_flight(self, count: Callable[[], int]) -> None:
         self.in_flight.set_function(count)
@@ -81,3 +93,25 @@ class BelowTarget(Collector):
             if (standing := self._standing()) is not None:
                 family.add_metric([standing[0]], standing[1])
             yield family
+
+
+class Unsaved(Collector):
+    """What the loss of the trainers would cost; nothing while none has loaded.
+
+    at_risk: steps that no checkpoint holds, and seconds since the first of them began; or None.
+    """
+
+    def __init__(self, at_risk: Callable[[], tuple[int, float] | None] = lambda: None) -> None:
+        self._at_risk = at_risk
+
+    def describe(self) -> Iterator[GaugeMetricFamily]:
+        yield GaugeMetricFamily("colocate_unsaved_steps", "Steps that trainers have done since the newest checkpoint")
+        yield GaugeMetricFamily("colocate_unsaved_seconds", "Since the first of them began; 0: there are none")
+
+    def collect(self) -> Iterator[GaugeMetricFamily]:
+        steps, seconds = self.describe()
+        if (at_risk := self._at_risk()) is not None:
+            steps.add_metric([], at_risk[0])
+            seconds.add_metric([], at_risk[1])
+        yield steps
+        yield seconds

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import datetime
 
 import pydantic
 
@@ -79,7 +80,7 @@ def explain(seen: Evidence) -> Explanation:
         causes += _of_rollout(seen, status, facts)
     return Explanation(
         job=f"{metadata['namespace']}/{metadata['name']}",
-        headline=_headline(job, status),
+        headline=_headline(job, status, now=seen.now),
         causes=tuple(sorted(causes, key=lambda cause: cause.remedy.heals)),
         waits_for=None if causes or _is_over(status) else waits_for(seen, status, facts, rungs),
         rungs={pod: rung.value for pod, rung in sorted(rungs.items())},
@@ -99,13 +100,16 @@ def _status(job: Object) -> tuple[ColocatedRLJobStatus, list[str]]:
     return ColocatedRLJobStatus.model_validate(known), unknown
 
 
-def _headline(job: Object, status: ColocatedRLJobStatus) -> str:
+def _headline(job: Object, status: ColocatedRLJobStatus, *, now: datetime) -> str:
     steps = job["spec"].get("steps", "?")
     parts = [str(status.phase or "not acted on"), f"step {status.step or 0} of {steps}"]
     if status.target_step is not None and status.target_step != status.step and not _is_over(status):
         parts.append(f"on the way to step {status.target_step}")
     if status.epoch is not None:
         parts.append(f"epoch {status.epoch} ({status.cause})")
+    if status.checkpoint is not None and not _is_over(status):
+        minutes = max(0, round((now - status.checkpoint.time).total_seconds() / 60))
+        parts.append(f"newest checkpoint of step {status.checkpoint.step}, {minutes} min old")
     restarts, made = status.restarts or 0, status.failures
     uncounted = max(0, made.pod_restarts + made.step_retries - restarts) if made else 0
     if restarts or uncounted:

@@ -76,6 +76,7 @@ class Trainers:
         self._made_good = made_good
         self._refusals = 0  # in a row, of a checkpoint or the model
         self.keep_after = 0.0
+        self._unsaved_since: float | None = None  # when the first step began that no checkpoint holds
         self._exits: dict[str, ChildExited] = {}  # can come before the answer to the start
         self._unasked: set[str] = set()  # incarnations started here that have not loaded a checkpoint yet
         self._stopping = False
@@ -101,6 +102,14 @@ class Trainers:
         versions = {view.exported for view in self.views}
         return versions.pop() if len(versions) == 1 else None
 
+    def unsaved(self) -> tuple[int, float] | None:
+        """Return the steps that no checkpoint holds, and the seconds since the first began; None: none has loaded."""
+        behind = [view.step - (view.saved or 0) for view in self.views if view.is_alive and view.step is not None]
+        if not behind:
+            return None
+        since = self._unsaved_since if max(behind) > 0 else None
+        return max(behind), 0.0 if since is None else time.monotonic() - since
+
     async def close(self) -> None:
         for client in self._clients.values():
             await client.close()
@@ -110,6 +119,7 @@ class Trainers:
         settings, spec = self._settings, self._settings.job.spec
         directories = settings.directories
         self._stopping = False
+        self._unsaved_since = None
         self._unasked.clear()
         self._refusals, self.keep_after = 0, 0.0
         for local_rank, rank in enumerate(settings.ranks):
@@ -154,7 +164,9 @@ class Trainers:
                 break
             await asyncio.sleep(START_POLL_S)
         self._unasked.clear()
-        log(LOG, "trainers loaded", step=self.views[0].step, took_s=round(time.monotonic() - started, 4))
+        took_s = time.monotonic() - started
+        self._metrics.trainer_load_seconds.observe(took_s)
+        log(LOG, "trainers loaded", step=self.views[0].step, took_s=round(took_s, 4))
 
     async def stop(self, reason: str) -> None:
         """Stop every rank of the pod and wait until all are reaped."""
@@ -239,6 +251,7 @@ class Trainers:
         )
 
     async def train(self, step: int) -> None:
+        self._unsaved_since = self._unsaved_since or time.monotonic()
         for view in self.views:
             self._set(view.reported(state=TrainerState.TRAINING))
         batches = self._settings.directories.batches
@@ -277,7 +290,10 @@ class Trainers:
         if any(view.broken is not None for view in self.views):
             return
         self._kept("CheckpointNotWritten")
-        log(LOG, "checkpoint saved", step=step, took_s=round(time.monotonic() - started, 4))
+        self._unsaved_since = None
+        took_s = time.monotonic() - started
+        self._metrics.checkpoint_write_seconds.observe(took_s)
+        log(LOG, "checkpoint saved", step=step, took_s=round(took_s, 4))
 
     async def finish(self, version: WeightVersion) -> None:
         """Have rank 0 save the job's final model."""

@@ -131,7 +131,7 @@ class GRPOTrainer:
         self._group: Collectives = join_group(self._settings)
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
-        found = self._group.led(self._checkpoints.newest)
+        found = self._checkpoints.newest(self._group)
         with self._passing("load"):
             self.model = load_model(
                 self._settings.model,

@@ -76,7 +76,7 @@ class TorchLoop:
         Raises ConfigError if it is of another model or optimizer.
         """
         self.group = join_group(self.settings)
-        found = self.group.led(self._checkpoints.newest)
+        found = self._checkpoints.newest(self.group)
         self.model = load_model(found.directory if found else self.settings.model)
         self.optimizer = self.make_optimizer()
         if found is None:

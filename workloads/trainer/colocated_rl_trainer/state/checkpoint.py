@@ -1,11 +1,12 @@
 """Checkpoints as directories that are there whole or not at all: `step-00000012`, in a volume that the ranks share.
 
 A checkpoint is filled under another name, hashed, flushed to the disk and renamed, so one under its own name is whole.
-It is verified against its hashes when it is read; one that does not verify is skipped with a warning.
+It is verified against its hashes when it is read, each file by one rank; one that does not verify is skipped with a
+warning.
 What the job began with counts as one: the model, of step 0, or a checkpoint of a former job, which stays where it is
 and which the file ORIGIN names from then on. The newest `keep` checkpoints are kept, and with them the sealed batches
-since the oldest, so that the steps after any of them can be repeated. There is no way back
-beyond them: `NoneLeft` is raised, rather than a step returned whose batches are gone.
+since the oldest, so that the steps after any of them can be repeated. Milestones are kept too, for others: there is no
+way back beyond those `keep`: `NoneLeft` is raised, rather than a step returned whose batches are gone.
 A writer that was cut off, and whose job went on without it, finds checkpoints of a later lineage and writes none.
 The caller decides what the files hold. Clean-up removes nothing whose name is not a checkpoint's.
 """
@@ -16,10 +17,11 @@ import contextlib
 import logging
 import re
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Self
+from typing import Protocol, Self, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
@@ -43,6 +45,7 @@ from colocated_rl_trainer.protocol.settings import ConfigError, RankSettings
 
 OPTIMIZER = "optimizer.state"  # where a checkpoint has one; not *.safetensors, which loaders take for weights
 ORIGIN = "origin.json"
+Item = TypeVar("Item")
 _DRAFT = re.compile(r"\.step-\d{8}-(\d+)\.draft")
 
 _LOG = logging.getLogger(__name__)
@@ -68,6 +71,28 @@ class Origin(BaseModel):
     step: int
 
 
+class Ranks(Protocol):
+    """The ranks that verify a checkpoint together (`group.Collectives`)."""
+
+    rank: int
+    size: int
+
+    def led(self, do: Callable[[], Item]) -> Item: ...
+    def each(self, do: Callable[[], Item]) -> list[Item]: ...
+
+
+class OneRank:
+    """A rank alone."""
+
+    rank, size = 0, 1
+
+    def led(self, do: Callable[[], Item]) -> Item:
+        return do()
+
+    def each(self, do: Callable[[], Item]) -> list[Item]:
+        return [do()]
+
+
 class Superseded(Refused):
     """Trainers of a later lineage write checkpoints here: the job has gone on without these."""
 
@@ -79,8 +104,17 @@ class NoneLeft(Exception):
 class Checkpoints:
     """The checkpoints of one job. One rank of the newest lineage writes, any number may read."""
 
-    def __init__(self, directory: Path, *, lineage: int, keep: int, former: Former | None = None) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        lineage: int,
+        keep: int,
+        former: Former | None = None,
+        milestone_every: int | None = None,
+    ) -> None:
         self._directory = directory
+        self._milestone_every = milestone_every
         self._lineage = lineage
         self._keep = keep
         self._former = former
@@ -92,20 +126,39 @@ class Checkpoints:
         former = None
         if spec.restore_from is not None and settings.former is not None:
             former = Former(settings.former, spec.restore_from.step)
-        return cls(settings.checkpoints, lineage=settings.lineage, keep=spec.checkpoint.keep, former=former)
+        return cls(
+            settings.checkpoints,
+            lineage=settings.lineage,
+            keep=spec.checkpoint.keep,
+            former=former,
+            milestone_every=spec.checkpoint.milestone_every_steps,
+        )
 
-    def newest(self) -> Saved | None:
-        """Return the newest checkpoint that verifies, None for the model.
+    def newest(self, ranks: Ranks | None = None) -> Saved | None:
+        """Return the newest checkpoint that verifies, None for the model. Every rank of `ranks` reads a part of it.
 
         Raises NoneLeft; ConfigError if the job begins from a former checkpoint that can't be used; OSError.
         """
-        faults = []
-        for saved in reversed(self._all()):
-            fault = _fault(saved)
-            if fault is None:
+        ranks = ranks or OneRank()
+        faults: list[str] = []
+        for saved in ranks.led(self._candidates):
+            found = [fault for fault in ranks.each(partial(_fault, saved, ranks.rank, ranks.size)) if fault is not None]
+            if not found:
+                ranks.led(partial(self._begin_from, saved))
                 return saved
-            faults.append(fault)
-            log(_LOG, "checkpoint skipped", logging.WARNING, step=saved.step, reason=fault)
+            faults += found
+            log(_LOG, "checkpoint skipped", logging.WARNING, step=saved.step, reason="; ".join(found))
+        ranks.led(partial(self._refuse, faults))
+        return None
+
+    def _candidates(self) -> list[Saved]:
+        """Return the checkpoints whose next batches are kept, newest first."""
+        oldest, origin = self.oldest(), self._origin()
+        own = [saved for saved in reversed(self._all()) if saved.step >= oldest]
+        return [*own, origin] if origin is not None and oldest == origin.step else own
+
+    def _refuse(self, faults: Sequence[str]) -> None:
+        """Raise what no rank can go on from; return if the job begins with the model."""
         origin = self._origin()
         if self.oldest() > (origin.step if origin else 0):
             raise NoneLeft(
@@ -113,13 +166,8 @@ class Checkpoints:
                 f"restore one from a backup, or make a new job; {'; '.join(faults)}"
             )
         if origin is not None:
-            fault = _fault(origin)
-            if fault is not None:
-                raise ConfigError(
-                    f"the job can't begin from the checkpoint that spec.restoreFrom names: {fault}; {ANOTHER}"
-                )
-            self._remember(origin)
-        return origin
+            said = "; ".join(faults)
+            raise ConfigError(f"the job can't begin from the checkpoint that spec.restoreFrom names: {said}; {ANOTHER}")
 
     def oldest(self) -> int:
         """Return the step of the oldest checkpoint that is kept, that which the job began from among them."""
@@ -186,7 +234,7 @@ class Checkpoints:
         take_place(draft, target)
         kept = self._kept([saved.step for saved in self._all() if saved.step <= step])
         for saved in self._all():
-            if saved.step not in kept:
+            if saved.step not in kept and not (saved.step <= step and self._is_milestone(saved.step)):
                 shutil.rmtree(saved.directory)
         return Saved(step, target)
 
@@ -208,6 +256,9 @@ class Checkpoints:
         origin = self._origin()
         return sorted({origin.step if origin else 0, *steps})[-self._keep :]
 
+    def _is_milestone(self, step: int) -> bool:
+        return self._milestone_every is not None and step % self._milestone_every == 0
+
     def _origin(self) -> Saved | None:
         """Return the former checkpoint that the job began from, or will, unverified; None for the model.
 
@@ -224,10 +275,11 @@ class Checkpoints:
                 raise ConfigError(str(error)) from error
         return Saved(step, self._former.directory / checkpoint_name(step))
 
-    def _remember(self, origin: Saved) -> None:
+    def _begin_from(self, saved: Saved) -> None:
+        """Write down which former checkpoint the job began from."""
         path, draft = self._directory / ORIGIN, self._directory / f".{ORIGIN}.draft"
-        if not path.exists():
-            draft.write_text(Origin(step=origin.step).model_dump_json())
+        if self._former is not None and saved.directory.parent == self._former.directory and not path.exists():
+            draft.write_text(Origin(step=saved.step).model_dump_json())
             sync(draft)
             draft.replace(path)
             sync(self._directory)
@@ -239,12 +291,14 @@ class Checkpoints:
         return [Saved(step, self._directory / checkpoint_name(step)) for step in steps_in(self._directory)]
 
 
-def _fault(saved: Saved) -> str | None:
+def _fault(saved: Saved, rank: int, size: int) -> str | None:
+    """Return what is wrong with the part of a checkpoint that this rank of so many verifies, or None."""
     try:
         contents = Contents.read(saved.directory)
-        found = digests_of([saved.directory / name for name in contents.digests], like=contents.digests)
-        for name, digest in contents.digests.items():
-            if found[name] != digest:
+        part = sorted(contents.digests)[rank::size]
+        found = digests_of([saved.directory / name for name in part], like=contents.digests)
+        for name in part:
+            if found[name] != contents.digests[name]:
                 return f"{saved.directory / name} has changed since it was written"
     except (OSError, ValidationError) as error:
         return f"{saved.directory} is not whole: {error}"
