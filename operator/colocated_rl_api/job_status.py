@@ -119,6 +119,20 @@ class CheckpointStatus(StatusPart):
     time: datetime = Field(description="When it was first seen.")
 
 
+class StartStatus(StatusPart):
+    """What pods are made of since the newest start of the group, also those that are made again."""
+
+    operator: str = Field(default="", max_length=64, description="Version of the operator that made the start.")
+    images: dict[str, Annotated[str, Field(max_length=512)]] = Field(
+        default_factory=dict, max_length=8, description="Images that the chart named then: agent, rollout, gpu."
+    )
+    digests: dict[str, Annotated[str, Field(max_length=640)]] = Field(
+        default_factory=dict,
+        max_length=16,
+        description="Of images that pods run, by name and tag, where nodes tell them.",
+    )
+
+
 class PodOutOfLine(StatusPart):
     """A pod that has a problem, or does not stand where the others do."""
 
@@ -207,6 +221,7 @@ class ColocatedRLJobStatus(StatusPart):
     reference: ReferenceStatus | None = Field(default=None, description="Absent without spec.reference.")
     evaluation: EvaluationStatus | None = Field(default=None, description="Newest evaluation.")
     checkpoint: CheckpointStatus | None = Field(default=None, description="Newest durable checkpoint.")
+    start: StartStatus | None = Field(default=None, description="What pods are made of since the newest start.")
     restored_from: str | None = Field(
         default=None,
         max_length=1024,

@@ -12,6 +12,7 @@ import logging
 import os
 import signal
 import sys
+from importlib.metadata import version
 from typing import NoReturn
 
 import kopf
@@ -100,6 +101,7 @@ async def lead(settings: OperatorSettings, access: ClusterAccess, metrics: Opera
                 metrics=metrics,
                 namespace=settings.namespace,
                 release=f"{settings.namespace}/{settings.lease_name}",
+                version=version("colocated-rl"),
                 confirm=lease.confirm,
             )
             context = OperatorContext(access, doors, wakeups)

@@ -88,17 +88,17 @@ class World:
             Members(self.authority.operator_context(), wakeups.wake, lost=metrics.lost.inc) as members,
         ):
             images = PodImages(agent="agent", rollout="rollout", gpu="gpu", pull_policy="IfNotPresent")
+            usual: dict[str, Any] = {"release": "operators/lease", "images": images}
             doors = Doors(
                 kube=kube,
                 members=members,
                 events=Events(kube, instance="test"),
                 pods=pods,
                 authority=self.authority,
-                images=images,
                 metrics=metrics,
                 namespace="operators",
                 confirm=_confirmed,
-                **{"release": "operators/lease"} | options,
+                **usual | options,
             )
             context = OperatorContext(self.api.access, doors, wakeups)
             watching = len(self.api.watchers)

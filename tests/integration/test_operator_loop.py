@@ -9,7 +9,7 @@ import asyncio
 import json
 import logging
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
@@ -26,6 +26,7 @@ from colocated_rl_operator.clients.errors import ApiUnreachable
 from colocated_rl_operator.loop.deletion import DELETE_TRIES, expire_again_s
 from colocated_rl_operator.loop.drive import drive_job, note_job
 from colocated_rl_operator.loop.objects import FAILS_S
+from colocated_rl_operator.manifests.resources import PodImages
 from colocated_rl_operator.metrics import OperatorMetrics
 from colocated_rl_operator.planner.plan import STOP_DEADLINE_S
 from fakes.world import (
@@ -365,6 +366,47 @@ async def test_a_lost_pod_is_made_anew_and_the_trainers_start_together_again(wor
     assert 3 == mean_ms(operator.metrics.switch_s)[1]
     assert "/api/v1/namespaces/default/pods/sums-gpu-1-1" in world.api.objects
     assert (2, 0) == (world.status["lineage"], world.status["restarts"])
+
+
+def images_of(world: World, seat: str) -> set[str]:
+    """Of all containers of the newest pod in a seat."""
+    pods = {str(pod["metadata"]["name"]): pod for pod in world.api.all("pods")}
+    pod = pods[max(name for name in pods if f"-{seat}-" in name)]
+    return {each["image"] for kind in ("initContainers", "containers") for each in pod["spec"].get(kind, ())}
+
+
+async def test_a_pod_made_again_after_an_upgrade_is_what_its_peers_are_until_the_group_starts_anew(
+    world: World,
+) -> None:
+    old = PodImages(agent="rl/agent:1", rollout="rl/rollout:1", gpu="rl/gpu:1", pull_policy="IfNotPresent")
+    new = replace(old, agent="rl/agent:2", rollout="rl/rollout:2", gpu="rl/gpu:2")
+    digest = f"rl/agent@sha256:{'a' * 64}"
+
+    def is_after_a_step(target: Any) -> bool:
+        return isinstance(target, RolloutTarget) and target.goal is Goal.CLIMB and target.trained_step == 1
+
+    world.kubelet.hold("rollout", under=is_after_a_step)
+    async with world.operator(images=old, version="1.0"):
+        await world.until(lambda: world.status.get("phase") == "Rollout" and world.status.get("step", 0) >= 1)
+        path = pod_path("sums-gpu-0-0")
+        ran = [{"name": "agent", "imageID": f"docker.io/{digest}"}]
+        world.api.set_status(path, world.api.objects[path]["status"] | {"initContainerStatuses": ran})
+    assert ("1.0", "rl/agent:1") == (world.status["start"]["operator"], world.status["start"]["images"]["agent"])
+    async with world.operator(images=new, version="2.0"):
+        await world.until(lambda: world.status["cause"] == "OperatorRestarted")
+        world.kubelet.end(world.kubelet.of_seat("gpu-1").pod.uid)
+        world.api.set_status(pod_path("sums-gpu-1-0"), {"phase": "Failed", "reason": "Evicted"})
+        await world.until(lambda: world.status.get("lineage") == 2)
+        assert {digest, "rl/gpu:1"} == images_of(world, "gpu-1")
+        assert {"rl/agent:1": digest} == world.status["start"]["digests"]
+        change(world, suspend=True)
+        await world.until(lambda: world.status.get("phase") == "Suspended")
+        world.kubelet.let_go("rollout")
+        change(world, suspend=False)
+        await world.until(lambda: world.status.get("phase") == "Complete")
+    assert ("2.0", "rl/agent:2") == (world.status["start"]["operator"], world.status["start"]["images"]["agent"])
+    assert {"rl/agent:2", "rl/gpu:2"} == images_of(world, "gpu-1")
+    assert {"rl/rollout:2"} == images_of(world, "rollout")
 
 
 async def test_a_dead_trainer_starts_a_new_lineage(world: World) -> None:

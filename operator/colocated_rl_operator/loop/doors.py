@@ -36,6 +36,7 @@ class Doors:
     release: str  # this operator as jobs name it: NAMESPACE/LEASE
     confirm: Callable[[], Awaitable[None]]  # returns only if this process leads
     queue: Queue = field(default_factory=Queue)
+    version: str = ""  # of this operator
     force_after_s: float = FORCE_AFTER_S
     repair_s: float = REPAIR_S
     clock: Callable[[], float] = time.monotonic

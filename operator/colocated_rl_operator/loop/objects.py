@@ -19,6 +19,7 @@ from colocated_rl_operator.loop.doors import Doors
 from colocated_rl_operator.loop.job_state import JobState, list_again
 from colocated_rl_operator.loop.record import News
 from colocated_rl_operator.loop.reporting import set_stall
+from colocated_rl_operator.loop.start import pinned, recorded_images, start_with
 from colocated_rl_operator.manifests import belongings, resources
 from colocated_rl_operator.planner.actions import CreatePod, DeletePod, PodAction
 from colocated_rl_operator.planner.observation import Job, Observation
@@ -47,6 +48,7 @@ async def apply_plan(state: JobState, seen: Observation, decided: Plan, doors: D
         is_stale = state.objects_of != seen.job.generation and not (seen.rests or decided.is_over)
         is_late = _repair_in_s(state, seen, decided, doors) == 0
         if makes_pods:
+            await _record_start(state, seen, doors)
             await _make_objects(seen.job, doors, has_begun=bool(state.status.lineage))
         if is_stale or is_late or makes_pods:
             await _apply_objects(seen.job, doors)
@@ -88,6 +90,15 @@ def is_lasting(state: JobState, error: ApiUnreachable, doors: Doors) -> bool:
 
 def refusal_of(error: ApiError) -> Stall:
     return Stall(Reason.OBJECT_REFUSED, str(error))
+
+
+async def _record_start(state: JobState, seen: Observation, doors: Doors) -> None:
+    """Record what pods are made of if there are none yet. Raises StaleEpoch, ApiError."""
+    if seen.members:
+        return
+    start, before = start_with(doors.images, version=doors.version), state.status.start
+    if before is None or (before.operator, before.images) != (start.operator, start.images) or before.digests:
+        await state.record.commit(state.status.model_copy(update={"start": start}))
 
 
 async def _try_pods(job: Job, doors: Doors) -> None:
@@ -176,7 +187,9 @@ async def _change_pod(
 
 
 async def _create_pod(state: JobState, job: Job, action: CreatePod, doors: Doors) -> PodChange:
-    body = resources.pod(job, action.seat, action.attempt, doors.images, avoids=action.avoids)
+    start = state.status.start
+    images = recorded_images(start, doors.images)
+    body = pinned(resources.pod(job, action.seat, action.attempt, images, avoids=action.avoids), start)
     name = body["metadata"]["name"]
     try:
         doors.pods.put(await doors.kube.create_pod(job.namespace, body))

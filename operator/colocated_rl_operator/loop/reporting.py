@@ -15,6 +15,7 @@ from colocated_rl_api.logs import log
 from colocated_rl_operator.loop.doors import Doors
 from colocated_rl_operator.loop.job_state import JobState
 from colocated_rl_operator.loop.record import News
+from colocated_rl_operator.loop.start import with_digests
 from colocated_rl_operator.planner.observation import Observation, in_epoch
 from colocated_rl_operator.planner.plan import Plan
 from colocated_rl_operator.planner.reasons import Cause, Reason
@@ -39,7 +40,10 @@ async def record_epoch(state: JobState, seen: Observation, decided: Plan, doors:
     assert climb is not None
     if seen.memory.raised and seen.climb and seen.highest_epoch > seen.climb.epoch:
         await doors.confirm()  # somebody went beyond our epoch: make sure that we still lead
-    await state.record.commit(report(seen, decided, before=state.status, at=doors.wall(), stall=state.stall))
+    status = report(seen, decided, before=state.status, at=doors.wall(), stall=state.stall)
+    if climb.cause is not Cause.NEXT_STEP:  # a group has come together: its nodes have told what they run
+        status = with_digests(status, doors.pods.of(state.about.uid))
+    await state.record.commit(status)
     now = state.reported_at = doors.clock()
     state.memory = replace(in_epoch(climb.epoch, seen, state.memory, now=now), raised=True)
     doors.metrics.raised.labels(climb.cause).inc()

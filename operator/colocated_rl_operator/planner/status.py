@@ -124,6 +124,7 @@ def report(
         evaluation=_evaluation(seen) or before.evaluation,
         checkpoint=_checkpoint(seen, before, at),
         restored_from=seen.restored_from or before.restored_from,
+        start=before.start,
         model=found.model,
         last_switch_seconds=_rounded(seen.memory.last_switch_s) or before.last_switch_seconds,
         start_time=None if found.rests and found.phase is not Phase.QUEUED else before.start_time or at,
