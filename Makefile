@@ -136,6 +136,10 @@ bench: setup ## figures: time of each rung, what operator and agents add, memory
 bench-operator: setup ## what the operator adds to a switch, from 8 members to 1,024; groups at once, 500 jobs
 	@PYTHONPATH=tests python -m bench.operator
 
+.PHONY: bench-link
+bench-link: setup-dev ## what a member costs the operator by its own WebSocket client and by aiohttp's
+	@PYTHONPATH=tests python -m bench.link
+
 .PHONY: bench-rollout
 bench-rollout: setup-dev ## how long a step takes beside a synchronous loop and a bound, simulated; what resuming costs
 	@python -m bench.rollout
