@@ -17,6 +17,8 @@ Columns (n samples, T tokens of all of them, prompt and response, one after anot
     group            int64   [n]    group number, as admitted
     group_mean, group_std, group_count   float32 [n]   of the rewards of the sample's group (std: population)
     truncated        uint8   [n]    1: ended by the token limit
+    experts          int16   [T, W] experts of each token in each layer of a mixture, as the engine chose them; -1 where
+                                    it did not report any. Only where the header says so
     sample           int64   [n]    sample number, as admitted; for people, as the next one
     prompt_tokens    int32   [n]    tokens of its prompt, which stand first
 """
@@ -41,4 +43,5 @@ class BatchHeader(Wire):
     temperature: float  # of sampling: trainer logits, and those of a reference, are divided by it
     seed: int
     prompt_position: int | None = None  # where a job that has only a checkpoint goes on in the prompts; None: unknown
+    has_experts: bool = False  # engines reported the experts that tokens were routed to: column experts
     has_reference: bool = False  # a reference on devices of its own has scored the batch: column reference_logp

@@ -144,6 +144,7 @@ _IS_OWNED = (
     + ", ".join(f"'{flag}'" for flag in OWNED_ENGINE_FLAGS)
     + "].exists(flag, flag.startsWith(a.split('=')[0]))"
 )
+ROUTED_EXPERTS = "--enable-return-routed-experts"
 _OWNED_FLAGS = Rule(
     field="engine.args",
     rule=f"!has(self.engine.args) || !self.engine.args.exists(a, {_IS_OWNED})",
@@ -291,7 +292,8 @@ class Rollout(Part):
                 *("placement", "engine.type", "replicas", "offload", "prompts"),
                 *("maxPromptTokens", "maxResponseTokens"),
                 *("batchSize", "groupSize", "maxStaleness", "atMaxStaleness", "interruption", "filters"),
-                *("maxFilteredPerBatch", "minRolloutSeconds", "overlongPenalty", "sampling.stop", "spareGroups"),
+                *("maxFilteredPerBatch", "minRolloutSeconds", "overlongPenalty", "sampling.stop"),
+                *("spareGroups", "routerReplay"),
             ),
         )
     )
@@ -318,6 +320,11 @@ class Rollout(Part):
         "training.",
     )
     engine: RolloutEngine = Field(default_factory=RolloutEngine, description="The server that generates.")
+    router_replay: bool = Field(
+        default=False,
+        description="Of a mixture of experts: batches say which experts the engines chose for each token, and training "
+        "repeats their choice.",
+    )
     prompts: Prompts = Field(description="Source of prompts and rewards.")
     max_prompt_tokens: int = Field(default=1024, ge=1, le=10_000_000, description="Longer prompts are not used.")
     max_response_tokens: int = Field(
@@ -387,6 +394,12 @@ class Rollout(Part):
         default_factory=Resources,
         description="Resources of the rollout controller. May change while the job is suspended.",
     )
+
+    @property
+    def engine_flags(self) -> list[str]:
+        """Further flags of the server: those of the job, and what its other fields need."""
+        needed = [ROUTED_EXPERTS] if self.router_replay else []
+        return [*self.engine.args, *(flag for flag in needed if flag not in self.engine.args)]
 
     @property
     def is_apart(self) -> bool:

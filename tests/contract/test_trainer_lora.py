@@ -17,8 +17,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, Qwen2Config
 
+from colocated_rl_api.rungs import WeightVersion
+from colocated_rl_api.weights import finished_model
 from colocated_rl_trainer.conformance.shards import Example, write_shards
 from colocated_rl_trainer.grpo.budget import Budget, gib
+from colocated_rl_trainer.protocol.finished import save_final_model
+from colocated_rl_trainer.protocol.manifest import Exported, write_manifest
 from colocated_rl_trainer.protocol.settings import ConfigError, LoraConfig
 from colocated_rl_trainer.state.lora import A, B
 from colocated_rl_trainer.state.residency import GRADIENTS, PARAMETERS, Residency
@@ -95,7 +99,10 @@ class Scene:
         trainer.at_update = lambda: self.gradient.update(trainer.gradients)
         trainer.train(samples(2))
         self.base = trainer.weights
-        self.theirs = ask_peft(folder / "peft", self.model, self.export / ADAPTERS, samples(2))
+        version, self.left = WeightVersion(1, 1), folder / finished_model(1)
+        write_manifest(self.export, version, Exported())
+        save_final_model(self.export, self.left, progress=lambda: None)
+        self.theirs = ask_peft(folder / "peft", self.model, self.left / ADAPTERS, samples(2))
 
     def of_theirs(self, kind: str) -> dict[str, Tensor]:
         start = f"{kind}."
@@ -108,7 +115,7 @@ def scene(tmp_path_factory: pytest.TempPathFactory) -> Scene:
 
 
 # ------------------------------------------------------------------------------------------------------ equal to peft's
-def test_peft_reads_the_adapters_that_an_export_has_beside_its_weights(scene: Scene) -> None:
+def test_peft_reads_the_adapters_that_the_model_of_a_job_has_beside_its_weights(scene: Scene) -> None:
     written = load_file(scene.export / ADAPTERS / "adapter_model.safetensors")
 
     assert written.keys() == scene.of_theirs("read").keys()

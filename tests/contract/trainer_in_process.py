@@ -16,13 +16,25 @@ from colocated_rl_trainer.protocol.settings import RankSettings, TrainerConfig
 
 
 def only_rank(
-    folder: Path, model: Path, config: Mapping[str, object], *, has_reference: bool = False, is_apart: bool = False
+    folder: Path,
+    model: Path,
+    config: Mapping[str, object],
+    *,
+    has_reference: bool = False,
+    is_apart: bool = False,
+    replays: bool = False,
 ) -> RankSettings:
-    """`folder` keeps its checkpoints: another one there goes on where this one saved. is_apart: the reference is."""
+    """`folder` keeps its checkpoints: another one there goes on where this one saved. is_apart: the reference is.
+
+    replays: the engines' choice of experts.
+    """
     (folder / "checkpoints").mkdir(exist_ok=True)
     job = job_file(has_reference=has_reference)
     if is_apart:
         job["spec"] = {**cast(dict[str, object], job["spec"]), "reference": {"placement": "OwnDevices", "replicas": 1}}
+    if replays:
+        spec = cast(dict[str, dict[str, object]], job["spec"])
+        spec["rollout"]["routerReplay"] = True
     (folder / "job.json").write_text(json.dumps(job))
     (folder / "trainer.json").write_text(json.dumps(config))
     return RankSettings(
@@ -51,12 +63,18 @@ class OneRank:
         *,
         has_reference: object = False,
         reference_apart: object = False,
+        replays: object = False,
         **config: object,
     ) -> None:
         self.folder = folder
         self.has_reference = bool(has_reference)
         settings = only_rank(
-            folder, model, {"threads": 1} | config, has_reference=self.has_reference, is_apart=bool(reference_apart)
+            folder,
+            model,
+            {"threads": 1} | config,
+            has_reference=self.has_reference,
+            is_apart=bool(reference_apart),
+            replays=bool(replays),
         )
         self.loop = GRPOTrainer(settings, TrainerConfig.read(settings.config))
         self.step = self.loop.load()
@@ -65,10 +83,17 @@ class OneRank:
         self.at_update: Callable[[], None] = lambda: None  # called before each
         self.loop.onload()
 
-    def train(self, samples: Sequence[Example], *, temperature: float = 1.0) -> Mapping[str, float]:
-        """One step on these samples."""
+    def train(
+        self,
+        samples: Sequence[Example],
+        *,
+        temperature: float = 1.0,
+        finish: Callable[[Path], None] = lambda shard: None,
+    ) -> Mapping[str, float]:
+        """One step on these samples. finish: called with their file before it is read."""
         step = self.step + 1
         (shard,) = write_shards(self.folder, samples, step=step, split=1, temperature=temperature)
+        finish(shard)
         if self.has_reference:
             self.loop.score(step, shard, scores_beside(shard), self)
         metrics = self.loop.train(step, shard, self)

@@ -36,9 +36,13 @@ class Watched(GRPOTrainer):
         pass
 
 
-def in_ranks(size: int, folder: Path, model: Path, do: Callable[[Watched], object], **config: object) -> list[Any]:
-    """What `do`, a function of a module, returned or raised on each rank."""
-    settings = replace(only_rank(folder, model, config), world_size=size, master_port=free_port())
+def in_ranks(
+    size: int, folder: Path, model: Path, do: Callable[[Watched], object], *, replays: object = False, **config: object
+) -> list[Any]:
+    """What `do`, a function of a module, returned or raised on each rank. replays: as of `only_rank`."""
+    settings = replace(
+        only_rank(folder, model, config, replays=bool(replays)), world_size=size, master_port=free_port()
+    )
     with contextlib.ExitStack() as stack:
         pipes = [stack.enter_context(_started(replace(settings, rank=rank), do, config)) for rank in range(size)]
         return [_answer(pipe) for pipe in pipes]

@@ -8,8 +8,10 @@ natural end in it is hidden (H7, H49). Log-probabilities tell the version that m
 from __future__ import annotations
 
 import asyncio
+import base64
 import contextlib
 import json
+import struct
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -46,6 +48,11 @@ def logp_of(version: WeightVersion, token: int) -> float:
     return -0.5 - version.step / 8 - (token % 5) / 64
 
 
+def experts_of(version: WeightVersion, token: int) -> list[int]:
+    """The experts that a token goes to under the weights that read it: two layers of one each."""
+    return [token % 50, version.step]
+
+
 @dataclass(eq=False)
 class _Attempt:
     ids: list[int] = field(default_factory=list)
@@ -54,6 +61,7 @@ class _Attempt:
     ended: asyncio.Event = field(default_factory=asyncio.Event)
     news: asyncio.Event = field(default_factory=asyncio.Event)
     reason: dict[str, Any] | None = None
+    sent: list[int] | None = None  # where experts are wanted
 
     def step(self) -> None:
         self.ids.append(self.left.popleft())
@@ -233,6 +241,7 @@ class FakeGate:
         whole, so_far = self._respond(body["input_ids"])
         assert list(whole[: len(so_far)]) == list(so_far), "tokens so far are sent back as they were made"
         attempt = _Attempt(left=deque(whole[len(so_far) :]), limit=body["sampling_params"]["max_new_tokens"])
+        attempt.sent = list(body["input_ids"]) if body.get("return_routed_experts") else None
         self._attempts.add(attempt)
         return attempt
 
@@ -259,4 +268,8 @@ class FakeGate:
         }
         if attempt.reason is not None:  # a finished answer has spans, what was read before a crash has not
             meta["weight_versions"] = [{"version": str(version), "start": 0, "end": len(ids)}]
+            if attempt.sent is not None:
+                read = (attempt.sent + ids)[:-1]
+                numbers = [number for token in read for number in experts_of(version, token)]
+                meta["routed_experts"] = base64.b64encode(struct.pack(f"<{len(numbers)}i", *numbers)).decode()
         return {"text": "", "output_ids": ids, "meta_info": meta}

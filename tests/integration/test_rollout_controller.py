@@ -42,7 +42,7 @@ from colocated_rl_rollout.rewards.rewards import REWARD_UNAVAILABLE, RewardFaile
 from colocated_rl_rollout.settings import read_settings
 from colocated_rl_rollout.store.store import Store
 from colocated_rl_rollout.tasks.task_wire import PromptContent
-from fakes.gate import FakeGate, Fault, logp_of
+from fakes.gate import FakeGate, Fault, experts_of, logp_of
 from fakes.interface import Interface, rollout_interface, routes_of
 from fakes.rollout import DEADLINE_S, JOB_UID, Answers, JobOnDisk, OperatorEnd, SilentProcesses, make_spec, until
 from fakes.tasks import are_up, task_processes
@@ -227,6 +227,37 @@ async def test_generations_span_a_switch_and_come_back_as_one_completion(
                 assert [0] * 5 + [1] * (len(made_by) - 5) == made_by  # four, and the one that an abort still makes
                 start = end
         assert f"\ncolocate_rollout_resent_tokens_total {2 * BATCH * 5}.0\n" in await scene.figures()
+
+
+async def test_a_batch_says_which_experts_read_each_token_last(tmp_path: Path, processes: TaskProcesses) -> None:
+    """After a switch an engine reads again what is there, and later tokens look at that."""
+    async with running(with_rollout(tmp_path, routerReplay=True), processes) as scene:
+        await scene.target()
+        await scene.open(V0, pace=4)
+        await scene.generating(2 * BATCH)
+        await scene.close()
+        await scene.samples(interrupted=2 * BATCH)
+        await scene.open(V1)
+        await scene.sealed(1)
+        batch = await scene.batch(1)
+
+    for header, shard in zip(batch.headers, batch.columns, strict=True):
+        assert header.has_experts
+        expected = [experts_of(V1, token) for token in shard["tokens"].tolist()]
+        for end in shard["sample_end"].tolist():
+            expected[end - 1] = [-1, -1]  # drawn, and not read
+        assert expected == shard["experts"].tolist()
+
+
+async def test_engines_are_asked_for_experts_only_where_they_are_replayed(
+    job: JobOnDisk, processes: TaskProcesses
+) -> None:
+    async with running(job, processes) as scene:
+        await scene.target()
+        await scene.open(V0)
+        await scene.sealed(1)
+        assert not any("return_routed_experts" in body for gate in scene.gates for body in gate.requests)
+        assert not any(header.has_experts for header in (await scene.batch(1)).headers)
 
 
 async def test_an_end_token_hidden_by_the_abort_ends_the_response(job: JobOnDisk, processes: TaskProcesses) -> None:

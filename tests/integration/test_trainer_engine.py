@@ -10,11 +10,14 @@ from __future__ import annotations
 import asyncio
 import shutil
 from collections.abc import AsyncIterator
+from functools import partial
 from pathlib import Path
 
 import aiohttp
 import pytest
 import torch
+from contract.test_engine_experts import NOTHING_TO_PIN
+from contract.test_trainer_experts import name_experts
 from contract.test_trainer_lora import ask_peft
 from contract.trainer_in_process import OneRank
 from safetensors.torch import load_file, save_file
@@ -23,15 +26,16 @@ from transformers import AutoModelForCausalLM
 from colocated_rl_agent.drivers.sglang import SGLang
 from colocated_rl_agent.files.exports import verify_export
 from colocated_rl_agent.lanes.probe import ProbeDisagrees, require_agreement
+from colocated_rl_api.job import ROUTED_EXPERTS
 from colocated_rl_api.rungs import WeightVersion
 from colocated_rl_api.weights import Probe, finished_model
-from colocated_rl_rollout.rules.resume import join, read_answer
+from colocated_rl_rollout.rules.resume import join, read_answer, read_experts
 from colocated_rl_rollout.rules.samples import Tokens
 from colocated_rl_trainer.conformance.shards import Example
 from colocated_rl_trainer.grpo.loss import token_logp
 from colocated_rl_trainer.protocol.finished import save_final_model
 from colocated_rl_trainer.protocol.manifest import Exported, write_manifest
-from colocated_rl_trainer.state.weights import ADAPTERS
+from colocated_rl_trainer.state.weights import ADAPTERS, load_model, write_model
 from engines import ADMIN_KEY, engine_process
 from fakes.engine_model import write_engine_export
 
@@ -165,6 +169,54 @@ async def test_engine_says_with_merged_adapters_what_peft_says_with_adapters(
     assert [theirs[f"continuation.{number}"].tolist() for number in range(len(PROMPTS))] == ours
     drawn = torch.tensor([logp for sample in batch for logp in sample.logp])
     torch.testing.assert_close(drawn, theirs["logp"], rtol=0, atol=1e-3)
+
+
+async def test_replaying_the_engines_choice_of_experts_brings_the_trainer_nearer_to_it(tmp_path: Path) -> None:
+    """In bfloat16 the two now and then choose other experts for a token. Before and after a switch."""
+    origin = write_engine_export(tmp_path / "origin", version=WeightVersion(0, 1), seed=0, mixture=True)
+    model, weights, root = (tmp_path / name for name in ("model", "weights", "engine"))
+    model.mkdir()
+    root.mkdir()
+    write_model(load_model(origin), model, origin=origin, dtype=torch.bfloat16)
+    (root / "sitecustomize.py").write_text(NOTHING_TO_PIN)
+    flags, variables = ("--max-total-tokens", "8192", ROUTED_EXPERTS), {"PYTHONPATH": str(root)}
+    config: dict[str, object] = {"learningRate": 1e-3, "dtype": "bfloat16"}
+    with engine_process(model, version=WeightVersion(0, 1), root=root, flags=flags, variables=variables) as it:
+        await asyncio.to_thread(it.wait_until_up)
+        async with aiohttp.ClientSession() as session:
+            engine = SGLang(session, url=it.url, admin_key=ADMIN_KEY, call_s=60)
+            for step in (1, 2):
+                samples, chosen = await routed_rollout(engine, token_step=step - 1)
+                mismatch = {}
+                for replays in (False, True):  # each goes on from the checkpoint, and the last one is saved
+                    trainer = OneRank(tmp_path, model, replays=replays, **config)
+                    assert step - 1 == trainer.step
+                    metrics = trainer.train(samples, finish=partial(name_experts, chosen=dict(enumerate(chosen))))
+                    mismatch[replays] = metrics["mismatch_mean"]
+                assert mismatch[True] < 0.7 * mismatch[False]
+                trainer.save()
+                version = WeightVersion(step, 1)
+                exported(trainer, weights / str(version))
+                await engine.update(weights / str(version), version)
+
+
+async def routed_rollout(engine: SGLang, *, token_step: int) -> tuple[list[Example], list[torch.Tensor]]:
+    """Samples, and of each the experts of its tokens: [tokens, layers * experts], as a batch has them."""
+    limits = {"max_new_tokens": 48, "temperature": 1.0, "ignore_eos": True}
+    samples, experts = [], []
+    async with aiohttp.ClientSession() as session:
+        for number in range(12):
+            prompt = PROMPTS[number % len(PROMPTS)]
+            request = {"input_ids": prompt, "return_logprob": True, "return_routed_experts": True}
+            async with session.post(f"{engine.url}/generate", json=request | {"sampling_params": limits}) as answer:
+                answer.raise_for_status()
+                content = await answer.json()
+            tokens, _ = read_answer(content)
+            ids = tokens.ids.tolist()
+            read = read_experts(content, rows=len(prompt) + len(ids) - 1)
+            experts.append(torch.nn.functional.pad(torch.from_numpy(read.astype("int16")), (0, 0, 0, 1), value=-1))
+            samples.append(Example(prompt, ids, tokens.logp.tolist(), float(number % 2), number % 3, token_step))
+    return samples, experts
 
 
 async def greedy(engine: SGLang, prompt: list[int], *, tokens: int) -> list[int]:

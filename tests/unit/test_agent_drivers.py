@@ -41,6 +41,7 @@ from colocated_rl_member.settings import SettingsError
 from colocated_rl_trainer.conformance.ranks import free_port
 from fakes.engine import VOCABULARY, FakeEngine
 from fakes.pod import make_job
+from fakes.rollout import make_spec
 from fakes.weights import write_export
 
 VERSION = WeightVersion(0, 1)
@@ -69,6 +70,14 @@ def test_h22_h48_h60_engine_listens_on_loopback_and_names_its_version_from_the_s
     for words in ("--host 127.0.0.1", "--weight-version 0-1", "--model-path /weights/0-1", "--sleep-on-idle"):
         assert words in argv
     assert argv.endswith("--dtype float32")
+
+
+def test_engines_report_experts_where_training_replays_them() -> None:
+    flag = "--enable-return-routed-experts"
+    assert [] == make_spec().rollout.engine_flags
+    assert [flag] == make_spec(routerReplay=True).rollout.engine_flags
+    given = {"args": [flag, "--dtype", "float32"]}
+    assert [flag, "--dtype", "float32"] == make_spec(routerReplay=True, engine=given).rollout.engine_flags
 
 
 def test_resident_engine_goes_without_memory_saver_and_its_limits() -> None:

@@ -9,7 +9,7 @@ TESTS = Path(__file__).parents[1]
 ALL = range(1, 61)
 OF_OTHERS = {
     27: "lengths of what came back: the rollout controller drops and counts",
-    28: "routed experts: not asked for",
+    28: "routed experts: the rollout controller asks for them",
     29: "what is left of a budget: the rollout controller",
     30: "what starts anew at a seam: the rollout controller refuses it",
     32: "samples that are dropped in silence: the rollout controller",

@@ -63,6 +63,12 @@ def write(directory: Path, shards: int) -> BatchRecord:
     return write_batch(directory, make_groups(), step=3, shards=shards, temperature=0.7, seed=5)
 
 
+def header_of(directory: Path, shard: int) -> BatchHeader:
+    body = shard_path(directory, 3, shard).read_bytes()
+    metadata = json.loads(body[8 : 8 + int.from_bytes(body[:8], "little")])["__metadata__"]
+    return BatchHeader.model_validate_json(metadata[HEADER_KEY])
+
+
 def test_tokens_that_are_too_old_are_context_and_counted(tmp_path: Path) -> None:
     record = write_batch(tmp_path, make_groups(), step=3, shards=1, temperature=0.7, seed=5, oldest_step=2)
     columns = load(shard_path(tmp_path, 3, 0).read_bytes())
@@ -112,6 +118,35 @@ def test_what_a_reference_says_stands_beside_each_token_that_is_trained(tmp_path
     assert "float32" == str(columns["reference_logp"].dtype)
 
 
+def test_experts_stand_beside_the_tokens_that_engines_read_and_none_where_none_were_told(tmp_path: Path) -> None:
+    """An engine has not read the last token of a response, which it drew. It has read tokens that a stop cut off.
+
+    Of the other samples nothing is known.
+    """
+    groups = make_groups()
+    groups[1].samples[0].experts = np.full((5, 2), 7, np.int16)
+    groups[0].samples[1].experts = np.array([[1, 2], [3, 4], [5, 6]], np.int16)
+
+    write_batch(tmp_path, groups, step=3, shards=2, temperature=0.7, seed=5)
+    found = {}
+    for shard in range(2):
+        columns = load(shard_path(tmp_path, 3, shard).read_bytes())
+        ends = columns["sample_end"].tolist()
+        for number, start, end in zip(columns["sample"].tolist(), [0, *ends], ends, strict=False):
+            found[number] = columns["experts"][start:end].tolist()
+
+    nothing = [-1, -1]
+    assert {1: [nothing] * 5, 2: [[1, 2], [3, 4], [5, 6], nothing], 3: [[7, 7]] * 2, 4: [nothing] * 5} == found
+    assert all(header_of(tmp_path, shard).has_experts for shard in range(2))
+
+
+def test_a_batch_of_which_no_experts_are_known_has_no_column_of_them(tmp_path: Path) -> None:
+    write(tmp_path, 1)
+
+    assert "experts" not in load(shard_path(tmp_path, 3, 0).read_bytes())
+    assert not header_of(tmp_path, 0).has_experts
+
+
 def test_the_record_counts_what_the_step_will_see(tmp_path: Path) -> None:
     record = write(tmp_path, 2)
     assert (3, 2, 4, 10) == (record.step, record.groups, record.samples, record.loss_tokens)
@@ -123,11 +158,9 @@ def test_the_record_counts_what_the_step_will_see(tmp_path: Path) -> None:
 def test_the_header_is_of_the_whole_batch_in_every_shard(tmp_path: Path) -> None:
     write(tmp_path, 2)
     for shard in (0, 1):
-        body = shard_path(tmp_path, 3, shard).read_bytes()
-        metadata = json.loads(body[8 : 8 + int.from_bytes(body[:8], "little")])["__metadata__"]
         assert BatchHeader(
             step=3, shard=shard, shards=2, groups=2, samples=4, loss_tokens=10, temperature=0.7, seed=5
-        ) == BatchHeader.model_validate_json(metadata[HEADER_KEY])
+        ) == header_of(tmp_path, shard)
 
 
 def test_the_same_samples_are_the_same_bytes(tmp_path: Path) -> None:

@@ -86,7 +86,7 @@ def rows_of(directory: Path, step: int, shards: int) -> tuple[list[Row], set[Bat
     return sorted(rows, key=repr), headers
 
 
-BY_TOKEN = ("tokens", "loss_mask", "behaviour_logp", "token_step", "reference_logp")
+BY_TOKEN = ("tokens", "loss_mask", "behaviour_logp", "token_step", "experts", "reference_logp")
 
 
 # ------------------------------------------------------------------------------------------------------- one batch
@@ -109,12 +109,15 @@ def test_a_batch_for_as_many_ranks_is_the_same_byte_by_byte_and_counted_alike(tm
     lengths=st.lists(st.lists(st.integers(1, 9), min_size=2, max_size=3), min_size=1, max_size=4),
     ranks=st.tuples(st.integers(1, 4), st.integers(1, 4)),
     scored=st.booleans(),
+    routed=st.booleans(),
 )
 @settings(max_examples=25)
 def test_for_another_number_of_ranks_the_samples_are_the_same_whoever_gets_them(
-    lengths: list[list[int]], ranks: tuple[int, int], scored: bool
+    lengths: list[list[int]], ranks: tuple[int, int], scored: bool, routed: bool
 ) -> None:
     groups = [group_of(number, each) for number, each in enumerate(lengths)]
+    for sample in (sample for group in groups[1:] for sample in group.samples if routed):
+        sample.experts = np.full((len(sample.tokens) + 1, 4), sample.id, np.int16)
     with TemporaryDirectory() as name:
         directory = Path(name)
         sealed = record_batch(directory / "recording", shards=ranks[0], groups=groups, scored=scored)

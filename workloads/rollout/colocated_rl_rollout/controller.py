@@ -25,7 +25,7 @@ from colocated_rl_api.facts import (
     RolloutFacts,
     SealedBatch,
 )
-from colocated_rl_api.job import Interruption
+from colocated_rl_api.job import ROUTED_EXPERTS, Interruption
 from colocated_rl_api.logs import log
 from colocated_rl_api.member_wire import Goal, Hello, RolloutTarget
 from colocated_rl_member.data import DataClient
@@ -34,7 +34,7 @@ from colocated_rl_member.tls import MemberTls
 from colocated_rl_rollout.engines.engines import Engines
 from colocated_rl_rollout.episodes import Episodes
 from colocated_rl_rollout.evaluation import Evaluator
-from colocated_rl_rollout.gateway.gateway import SAYS_EXPERTS, Gateway
+from colocated_rl_rollout.gateway.gateway import Gateway
 from colocated_rl_rollout.gateway.not_found import telling_what_there_is
 from colocated_rl_rollout.gateway.sessions import Sessions
 from colocated_rl_rollout.gateway.turns import Turns
@@ -157,7 +157,7 @@ class Controller:
             longest=spec.rollout.max_prompt_tokens + spec.rollout.max_response_tokens,
             temperature=spec.rollout.sampling.temperature,
             created=int(job.created.timestamp()),
-            says_experts=SAYS_EXPERTS in spec.rollout.engine.args,
+            says_experts=ROUTED_EXPERTS in spec.rollout.engine_flags,
         )
         self._reference: ReferencePods | None = None
         if spec.seals_with_scores and settings.recording is None:

@@ -277,6 +277,7 @@ class Worker(Sealer):
             self.temperature,
             self._chat.end_ids,
             self._stops,
+            experts_from=0 if self._rollout.router_replay else None,  # also of tokens that it reads again, as it does
         )
         try:
             generated = await engine.generate(request)
@@ -314,6 +315,7 @@ class Worker(Sealer):
     def _accept(self, sample: Sample, generated: Generated) -> None:
         """Hand the tokens of an attempt to the store."""
         segment = generated.tokens
+        experts = generated.experts.astype(np.int16) if len(generated.experts) else None
         whole = join(sample.tokens, segment)
         limit = self._rollout.max_response_tokens
         finish = finish_of(whole, generated.finish, limit=limit, end_ids=self._chat.end_ids)
@@ -322,13 +324,13 @@ class Worker(Sealer):
             finish, whole, segment = Finish.STOP, cut(whole, stop), cut(segment, stop - len(sample.tokens))
         if finish is not None:
             self._metrics.response_tokens.observe(len(whole))
-            self._store.finish(sample, segment, finish)
+            self._store.finish(sample, segment, finish, experts=experts)
             self._own(sample, self._group.create_task(self._score(sample), name=f"score/{sample.id}"))
             return
         keep = self._rollout.interruption is not Interruption.RETRY
         if not keep:
             self._metrics.discarded_tokens.labels("Retry").inc(len(whole))
-        self._store.interrupt(sample, segment, keep=keep)
+        self._store.interrupt(sample, segment, keep=keep, experts=experts)
         self._limit_attempts(sample)
 
     def _limit_attempts(self, sample: Sample) -> None:

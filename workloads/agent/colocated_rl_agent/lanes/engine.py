@@ -107,7 +107,7 @@ class Engine:
             config=config,
             gpus=settings.gpus,
             saved_tags=settings.saved_tags,
-            extra=settings.job.spec.rollout.engine.args,
+            extra=settings.job.spec.rollout.engine_flags,
             pool_tokens=self._journal.memory.pool_tokens,
         )
         self._gone.clear()

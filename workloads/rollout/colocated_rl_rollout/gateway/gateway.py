@@ -25,6 +25,7 @@ from typing import Any, TypeVar
 
 from aiohttp import web
 
+from colocated_rl_api.job import ROUTED_EXPERTS
 from colocated_rl_rollout.clients import CLIENT_S, ClientGone, reading, send_within_deadline, wait_until_set
 from colocated_rl_rollout.gateway.openai_answers import Extension
 from colocated_rl_rollout.gateway.openai_replies import (
@@ -64,7 +65,6 @@ ReadT = TypeVar("ReadT")
 MAX_REQUEST_BYTES = 8 * 1024 * 1024
 READING_BYTES = 16 * MAX_REQUEST_BYTES  # of bodies at a time
 THREADS_AT_MOST = 3  # of at least five that the process has: the others write batches and make prompts
-SAYS_EXPERTS = "--enable-return-routed-experts"
 SESSION_HEADER = "X-Session-ID"
 SESSION_NAME = re.compile(r"[A-Za-z0-9._:@-]{1,128}")
 SILENCE_S = 15.0  # of a stream whose request waits; then a comment keeps it alive
@@ -251,7 +251,7 @@ class Gateway:
             )
             raise RequestRefused(400, message, param="temperature", code="unsupported_value")
         if asking.experts and not self._says_experts:
-            message = f"return_routed_experts: the job's engines don't say them without {SAYS_EXPERTS} in engine.args"
+            message = f"return_routed_experts: the job's engines don't say them without {ROUTED_EXPERTS} in engine.args"
             raise RequestRefused(400, message, param="return_routed_experts", code="unsupported_value")
         reply = CompletionReply(form, asking, self._model, int(time.time()), uuid.uuid4().hex)
         engine = place.parent.engine if place and place.parent else None

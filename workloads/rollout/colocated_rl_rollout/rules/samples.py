@@ -155,6 +155,7 @@ class Sample:
     ended: int | None = None  # its place among all that ended, from 1 on
     engine: str | None = None  # the engine that holds its prefix; not kept over a restart
     playing_since: int | None = None  # step of the oldest weights in the episode under way
+    experts: NDArray[np.int16] | None = None  # of prompt and response as last read; not kept over a restart
     scores: Scores | None = None  # not kept over a restart: they follow from the tokens
 
     @property

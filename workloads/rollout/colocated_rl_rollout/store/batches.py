@@ -105,6 +105,7 @@ def write_batch(
         if span.version.step >= oldest_step:
             ages[staleness(span.version.step, at_step=step)] += span.end - span.start
     loss_tokens = ages.total()
+    width = max((row.sample.experts.shape[1] for row in rows if row.sample.experts is not None), default=0)
     bodies = []
     for shard, part in enumerate(partition([row.length for row in rows], shards)):
         header = BatchHeader(
@@ -117,9 +118,10 @@ def write_batch(
             temperature=temperature,
             seed=seed,
             prompt_position=prompt_position,
+            has_experts=width > 0,
             has_reference=reference is not None,
         )
-        bodies.append(_shard([rows[place] for place in part], header, oldest_step, reference))
+        bodies.append(_shard([rows[place] for place in part], header, oldest_step, reference, width))
     samples = [row.sample for row in rows]
     return BatchRecord(
         step=step,
@@ -232,20 +234,28 @@ def _shard(
     header: BatchHeader,
     oldest_step: int,
     reference: Mapping[SampleId, NDArray[np.float32]] | None,
+    width: int,
 ) -> bytes:
-    """Return one file: columns of `colocated_rl_api.batch`, prompt and response of each sample one after another."""
+    """Return one file: columns of `colocated_rl_api.batch`, prompt and response of each sample one after another.
+
+    width: how many experts each token has in all layers; 0 without experts.
+    """
     tokens = sum(row.length for row in rows)
     ids = np.empty(tokens, np.int32)
     loss_mask = np.zeros(tokens, np.uint8)
     behaviour_logp = np.zeros(tokens, np.float32)
     reference_logp = np.zeros(tokens if reference is not None else 0, np.float32)
     token_step = np.full(tokens, -1, np.int32)
+    experts = np.full((tokens, width), -1, np.int16)
     ends = np.cumsum([row.length for row in rows], dtype=np.int64)
     for row, end in zip(rows, ends, strict=True):
         prompt, response = row.sample.group.prompt.ids, row.sample.tokens
         start = end - len(response)
         ids[start - len(prompt) : start] = prompt
         ids[start:end] = response.ids
+        if (chosen := row.sample.experts) is not None and width == chosen.shape[1]:
+            chosen = chosen[: row.length]  # a stop string may have cut tokens off that were read
+            experts[end - row.length : end - row.length + len(chosen)] = chosen
         for span in response.spans:
             if span.version.step >= oldest_step:
                 place = slice(start + span.start, start + span.end)
@@ -259,6 +269,7 @@ def _shard(
         "sample_end": ends,
         "loss_mask": loss_mask,
         "behaviour_logp": behaviour_logp,
+        **({"experts": experts} if header.has_experts else {}),
         **({"reference_logp": reference_logp} if reference is not None else {}),
         "token_step": token_step,
         "reward": np.array([_reward(row.sample) for row in rows], np.float32),

@@ -31,8 +31,8 @@ from colocated_rl_rollout.store.batches import (
 )
 
 Columns = dict[str, NDArray[Any]]
-REFERENCE = "reference_logp"
-BY_TOKEN = frozenset({"tokens", "loss_mask", "behaviour_logp", "token_step", REFERENCE})
+EXPERTS, REFERENCE = "experts", "reference_logp"  # only in some batches, which the header tells
+BY_TOKEN = frozenset({"tokens", "loss_mask", "behaviour_logp", "token_step", EXPERTS, REFERENCE})
 END = "sample_end"
 
 
@@ -131,7 +131,7 @@ def _read_shard(path: Path) -> tuple[BatchHeader, Columns]:
             columns: Columns = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no mapping
     except (SafetensorError, ValidationError) as error:
         raise RecordingUnusable(f"{path} is no shard of a batch: {error}: copy it again") from error
-    optional = set() if header.has_reference else {REFERENCE}
+    optional = {name for name, has in ((EXPERTS, header.has_experts), (REFERENCE, header.has_reference)) if not has}
     if missing := {*BY_TOKEN, END, "reward", "group", "truncated"} - optional - columns.keys():
         raise RecordingUnusable(f"{path} has no column {min(missing)}: it is of another version")
     return header, columns

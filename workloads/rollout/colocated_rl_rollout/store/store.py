@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from colocated_rl_api.checkpoint import Contents
 from colocated_rl_api.facts import EvaluationResult, Problem
@@ -287,18 +288,30 @@ class Store:
         """Record that the attempt did not begin after all: no engine took it."""
         self._writer.write(self._move(sample, SampleState.INTERRUPTED))
 
-    def interrupt(self, sample: Sample, segment: Tokens, *, keep: bool = True) -> None:
-        """Record that the attempt ended before the response; add its tokens, or drop all tokens where `keep` is off."""
+    def interrupt(
+        self, sample: Sample, segment: Tokens, *, keep: bool = True, experts: NDArray[np.int16] | None = None
+    ) -> None:
+        """Record that the attempt ended before the response; add its tokens, or drop all tokens where `keep` is off.
+
+        experts: of prompt and response, where the engine reported them.
+        """
         brought = len(segment) > 0
+        if experts is not None:
+            sample.experts = experts
         ended = self._end_attempt(sample, SampleState.INTERRUPTED, segment if keep else NO_TOKENS, brought=brought)
         if not keep:
             sample.tokens, sample.segments, sample.resent = NO_TOKENS, 0, 0
+            sample.experts = None
             ended.append((tables.DROP_SEGMENTS, [(sample.id,)]))
         self._writer.write(*ended)
 
-    def finish(self, sample: Sample, segment: Tokens, finish: Finish) -> None:
+    def finish(
+        self, sample: Sample, segment: Tokens, finish: Finish, *, experts: NDArray[np.int16] | None = None
+    ) -> None:
         """Complete the response with this segment, which is empty when the end was found in earlier tokens."""
         sample.finish = finish
+        if experts is not None:
+            sample.experts = experts
         self._writer.write(*self._end_attempt(sample, SampleState.SCORING, segment, brought=True))
 
     def turned(self, sample: Sample, oldest_step: int | None) -> None:
@@ -321,7 +334,7 @@ class Store:
     def replace(self, sample: Sample, state: SampleState, reason: str) -> Sample:
         """End a sample as failed or discarded; a new one of the same group takes its place."""
         moved = self._move(sample, state, reason)
-        sample.tokens = NO_TOKENS
+        sample.tokens, sample.experts = NO_TOKENS, None
         self._writer.write(moved, (tables.DROP_SEGMENTS, [(sample.id,)]), self._new_samples(sample.group, 1))
         return sample.group.samples[-1]
 

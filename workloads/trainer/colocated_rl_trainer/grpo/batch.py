@@ -30,8 +30,9 @@ _COLUMNS = {
     "token_step": torch.int32, "reward": torch.float32, "group": torch.int64, "group_mean": torch.float32,
     "group_std": torch.float32, "group_count": torch.float32, "truncated": torch.uint8,
 }  # fmt: skip
+_EXPERTS = "experts"  # present if engines reported them, which the header declares
 _REFERENCE = "reference_logp"  # present if a reference has scored the batch, which the header declares
-_BY_TOKEN = ("tokens", "loss_mask", "behaviour_logp", "token_step", _REFERENCE)
+_BY_TOKEN = ("tokens", "loss_mask", "behaviour_logp", "token_step", _EXPERTS, _REFERENCE)
 
 
 class BadShard(Refused):
@@ -48,6 +49,7 @@ class Use:
 
     advantage: Advantage = "Spread"  # `group_advantage`
     max_token_age: int | None = None  # in steps, of the weights that made a token: older tokens are not trained
+    experts: tuple[int, int] | None = None  # of a token in all layers, and of a layer; None: none are replayed
     equal_too: bool = False  # samples of groups without a spread are computed: a penalty or bonus may move them
 
 
@@ -75,6 +77,7 @@ class Shard:
     loss_mask: Tensor  # bool [T]: to be trained
     behaviour_logp: Tensor
     reference_logp: Tensor | None  # None: no reference scored the batch before it was sealed
+    experts: Tensor | None  # int16 [T, width], -1 where not known; None: not in the batch, or not to be used
     token_step: Tensor
     reward: Tensor
     group: Tensor
@@ -93,7 +96,7 @@ class Shard:
         try:
             with safe_open(path, framework="pt") as file:
                 header = BatchHeader.model_validate_json((file.metadata() or {}).get(HEADER_KEY, ""))
-                column = {name: file.get_tensor(name) for name in _columns(header)}
+                column = {name: file.get_tensor(name) for name in _columns(header, use)}
         except (OSError, SafetensorError, ValidationError) as error:
             raise BadShard(f"shard {path} can't be read: {error}: fetch it again") from error
         if (header.step, header.shard, header.shards) != (step, shard, shards):
@@ -103,7 +106,7 @@ class Shard:
             )
         if is_scored and not header.has_reference:
             raise BadShard(f"shard {path} of step {step} was sealed without scores of the job's reference")
-        if fault := _fault_of_shapes(column, _columns(header)) or _fault_of_values(column):
+        if fault := _fault_of_shapes(column, _columns(header, use)) or _fault_of_values(column, use):
             raise BadShard(f"shard {path} of step {step}: {fault}")
         end = column["sample_end"]
         start = torch.cat([end.new_zeros(1), end])[:-1]
@@ -117,6 +120,7 @@ class Shard:
             loss_mask=mask,
             behaviour_logp=column["behaviour_logp"],
             reference_logp=column.get(_REFERENCE),
+            experts=column.get(_EXPERTS),
             token_step=column["token_step"],
             reward=column["reward"],
             group=column["group"],
@@ -188,15 +192,19 @@ def read_together(
     return shard, [share for _, share, _ in outcomes]
 
 
-def _columns(header: BatchHeader) -> Mapping[str, torch.dtype]:
-    return _COLUMNS | ({_REFERENCE: torch.float32} if header.has_reference else {})
+def _columns(header: BatchHeader, use: Use) -> Mapping[str, torch.dtype]:
+    experts = {_EXPERTS: torch.int16} if header.has_experts and use.experts else {}
+    return _COLUMNS | experts | ({_REFERENCE: torch.float32} if header.has_reference else {})
 
 
 def _fault_of_shapes(column: Mapping[str, Tensor], columns: Mapping[str, torch.dtype]) -> str | None:
     for name, dtype in columns.items():
         tensor = column[name]
-        if tensor.dtype != dtype or tensor.dim() != 1:
-            return f"column {name} is {tensor.dtype} {list(tensor.shape)}, should be {dtype} of one dimension"
+        dimensions = 2 if name == _EXPERTS else 1
+        if tensor.dtype != dtype or tensor.dim() != dimensions:
+            return (
+                f"column {name} is {tensor.dtype} {list(tensor.shape)}, should be {dtype} of {dimensions} dimension(s)"
+            )
     tokens, samples = len(column["tokens"]), len(column["sample_end"])
     for name, tensor in column.items():
         if len(tensor) != (wanted := tokens if name in _BY_TOKEN else samples):
@@ -204,7 +212,7 @@ def _fault_of_shapes(column: Mapping[str, Tensor], columns: Mapping[str, torch.d
     return None
 
 
-def _fault_of_values(column: Mapping[str, Tensor]) -> str | None:
+def _fault_of_values(column: Mapping[str, Tensor], use: Use) -> str | None:
     end = column["sample_end"]
     start = torch.cat([end.new_zeros(1), end])[:-1]
     if bool((end <= start).any()) or len(column["tokens"]) != (int(end[-1]) if len(end) else 0):
@@ -221,6 +229,10 @@ def _fault_of_values(column: Mapping[str, Tensor]) -> str | None:
     for name in ("reward", "group_mean", "group_std", "group_count"):
         if not bool(torch.isfinite(column[name]).all()):
             return f"{name} must be finite"
+    if use.experts and (chosen := column.get(_EXPERTS)) is not None:
+        width, experts = use.experts
+        if chosen.shape[1] != width or bool((chosen < -1).any()) or bool((chosen >= experts).any()):
+            return f"experts must be {width} of each token, each below {experts}"
     return None
 
 
@@ -301,6 +313,7 @@ class MicroBatch:
     predicts: Tensor  # bool [rows, kept]: where the next token is to be trained
     tokens: Tensor  # int64 [trained]: places in the shard's [T] of the tokens that `predicts` selects, row by row
     sample: Tensor  # int64 [trained]: their samples
+    places: Tensor  # int64 [rows, width]: places of `input_ids` in the shard's [T]; -1: padding
     ends: tuple[int, ...] | None = None  # of the samples in the one row, when packed
 
 
@@ -338,6 +351,7 @@ def _pack(samples: Samples, row: Sequence[int]) -> MicroBatch:
         predicts=torch.ones(1, len(positions), dtype=torch.bool),
         tokens=tokens,
         sample=torch.tensor(row)[torch.searchsorted(ends, positions, right=True)],
+        places=places[None],
         ends=tuple(ends.tolist()),
     )
 
@@ -358,4 +372,5 @@ def _collate(samples: Samples, row: Sequence[int]) -> MicroBatch:
         predicts=predicts,
         tokens=(place[:, positions] + 1)[predicts],
         sample=rows[:, None].expand_as(predicts)[predicts],
+        places=torch.where(real, place, -1),
     )

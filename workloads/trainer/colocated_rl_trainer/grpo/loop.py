@@ -13,7 +13,7 @@ import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -39,6 +39,7 @@ from colocated_rl_trainer.protocol.manifest import Exported, digest_of, digests_
 from colocated_rl_trainer.protocol.rank import Refused, Watch
 from colocated_rl_trainer.protocol.settings import ConfigError, LoraConfig, RankSettings, TrainerConfig
 from colocated_rl_trainer.state.checkpoint import Checkpoints
+from colocated_rl_trainer.state.experts import RouterReplay
 from colocated_rl_trainer.state.group import Collectives, join_group
 from colocated_rl_trainer.state.head import ScoringForward
 from colocated_rl_trainer.state.lora import Adapters, Origin
@@ -117,6 +118,8 @@ class GRPOTrainer:
             raise ConfigError(
                 "klCoefficient in spec.trainer.config needs a policy to compare with: add spec.reference to the job"
             )
+        self._replays = spec.rollout.router_replay
+        self._replay: RouterReplay | None = None
         self._skipped_in_a_row = 0  # updates
         self._prompt_position: int | None = None  # of the newest batch
         self._scored: tuple[int, Tensor] | None = None  # newest step that the reference has scored, and its scores
@@ -144,6 +147,9 @@ class GRPOTrainer:
             self._adapters = Adapters(self.model, lora, seed=self._config.seed)
         if self._config.activation_checkpointing:
             checkpoint_activations(self.model)
+        if self._replays:
+            self._replay = RouterReplay(self.model)
+            self._use = replace(self._use, experts=(self._replay.width, self._replay.experts))
         self._state = Residency(
             self.model, self._device, with_moments=self._config.optimizer == "AdamW", stays=self._stays
         )
@@ -176,7 +182,7 @@ class GRPOTrainer:
             if not all(self._group.gather(logp is not None)):  # every rank makes a pass, or none does
                 logp = torch.full_like(shard.behaviour_logp, torch.nan)
                 with self._adapters.without() if self._adapters else self._state.as_reference():
-                    self._compute(shard, work, into=logp, watch=watch)
+                    self._compute(shard, work, into=logp, watch=watch, replays=False)  # it is another policy
                 write_scores(scores, logp, shard=digest)
             assert logp is not None
             self._scored = step, logp
@@ -199,7 +205,8 @@ class GRPOTrainer:
                     if micro is None:
                         self._keep_up(with_gradient=True)
                     else:
-                        self._add_gradient(shard, micro, minibatch.divisor, known, tally)
+                        with self._replaying(shard, micro):
+                            self._add_gradient(shard, micro, minibatch.divisor, known, tally)
                     watch.progress()
                 gradient_norm = self._sum_and_clip_gradients()
                 if not math.isfinite(gradient_norm):
@@ -220,7 +227,9 @@ class GRPOTrainer:
         """Return the log-probabilities that must be known before the first update changes the weights."""
         start = torch.full_like(shard.behaviour_logp, torch.nan)
         if not self._config.bypass:
-            self._compute(shard, work[1:], into=start, watch=watch)  # the first minibatch still meets those weights
+            self._compute(
+                shard, work[1:], into=start, watch=watch, replays=True
+            )  # the first minibatch still meets those weights
         if not self._keeps_reference:
             return _Known(start, shard.reference_logp if self._has_reference else None)
         assert self._scored is not None
@@ -228,13 +237,13 @@ class GRPOTrainer:
         assert scored == step
         return _Known(start, reference)
 
-    def _compute(self, shard: Shard, work: Sequence[_Work], *, into: Tensor, watch: Watch) -> None:
+    def _compute(self, shard: Shard, work: Sequence[_Work], *, into: Tensor, watch: Watch, replays: bool) -> None:
         for minibatch in work:
             for micro in minibatch.micro_batches:
                 if micro is None:
                     self._keep_up(with_gradient=False)
                 else:
-                    with torch.no_grad():
+                    with torch.no_grad(), self._replaying(shard, micro) if replays else nullcontext():
                         into[micro.tokens] = self._logp(shard, micro)[0].cpu()
                 watch.progress()
 
@@ -372,6 +381,14 @@ class GRPOTrainer:
             self.model, shard, micro, temperature=temperature, device=self._device, dtype=self._dtype,
             float32_head=self._config.fp32_lm_head,
         )  # fmt: skip
+
+    def _replaying(self, shard: Shard, micro: MicroBatch) -> AbstractContextManager[None]:
+        """Return a context for passes in which tokens go to the experts that the engine chose, as far as is known."""
+        if self._replay is None or shard.experts is None:
+            return nullcontext()
+        places = micro.places.flatten()
+        chosen = shard.experts[places.clamp(min=0)].masked_fill((places < 0)[:, None], -1)
+        return self._replay.of(chosen.to(self._device))
 
     def _keep_up(self, *, with_gradient: bool) -> None:
         """Make a pass over one token that teaches nothing: peers need this rank's part of every layer."""
