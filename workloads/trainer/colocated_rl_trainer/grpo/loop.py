@@ -42,7 +42,7 @@ from colocated_rl_trainer.state.checkpoint import Checkpoints
 from colocated_rl_trainer.state.experts import RouterReplay
 from colocated_rl_trainer.state.group import Collectives, join_group
 from colocated_rl_trainer.state.head import ScoringForward
-from colocated_rl_trainer.state.lora import Adapters, Origin
+from colocated_rl_trainer.state.lora import AdapterOrigin, Adapters
 from colocated_rl_trainer.state.residency import PARAMETERS, STATE, Residency
 from colocated_rl_trainer.state.sharding import (
     computing_in,
@@ -101,7 +101,7 @@ class GRPOTrainer:
         self._ranks_in_pod = min(settings.world_size, max(1, spec.gpus.count))
         self._is_shared = settings.world_size > 1 and config.training_state == "Sharded"
         self._adapters: Adapters | None = None
-        self._origin: Origin | None = None  # of the adapters
+        self._origin: AdapterOrigin | None = None  # of the adapters
         self._trains_parts = self._is_shared and config.lora is None  # otherwise each rank has all that is trained
         self._stays = [kind for memory, kinds in STATE.items() if memory not in spec.trainer.offload for kind in kinds]
         self._device = torch.device(settings.device)
@@ -483,7 +483,7 @@ class GRPOTrainer:
         file = directory / ORIGIN
         text = self._group.led(lambda: file.read_text() if file.is_file() else None)
         if text is not None and self._origin is not None:
-            self._origin.require_same(Origin.model_validate_json(text), checkpoint=directory.name)
+            self._origin.require_same(AdapterOrigin.model_validate_json(text), checkpoint=directory.name)
         updates = torch.zeros((), dtype=torch.int64)
         parts = self._state.saved() | {"updates": updates}
         stored = self._group.led(lambda: shapes_in(directory))
@@ -499,12 +499,12 @@ class GRPOTrainer:
             read_parts(parts, directory)
         self._state.updates = int(updates)
 
-    def _find_origin(self, lora: LoraConfig) -> Origin:
+    def _find_origin(self, lora: LoraConfig) -> AdapterOrigin:
         """Return what the adapters belong to. Each rank hashes some of the model's files, which were just read."""
         mine = files_of_model(self._settings.model)[self._group.rank :: self._group.size]
         digests = self._group.each(lambda: digests_of(mine))
         base = {name: digest for of_rank in digests for name, digest in of_rank.items()}
-        return Origin(rank=lora.rank, alpha=lora.alpha, base=base)
+        return AdapterOrigin(rank=lora.rank, alpha=lora.alpha, base=base)
 
     def _passing(self, what: str) -> AbstractContextManager[None]:
         """Return a context for passes through the model, each of which needs the peers if they share it."""

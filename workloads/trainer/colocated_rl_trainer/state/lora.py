@@ -33,14 +33,14 @@ _WEIGHT = ".weight"
 _PREFIX = "base_model.model."  # of tensors in peft's files
 
 
-class Origin(BaseModel):
+class AdapterOrigin(BaseModel):
     """Adapters of a checkpoint belong to this: they mean nothing beside another model, or at another scale."""
 
     rank: int
     alpha: float
     base: dict[str, Digest]  # of config and weights of the model that the job began with, by file name
 
-    def require_same(self, other: Origin, *, checkpoint: str) -> None:
+    def require_same(self, other: AdapterOrigin, *, checkpoint: str) -> None:
         """Raise ConfigError if the adapters of a checkpoint are of another origin than this, which the job wants."""
         if (self.rank, self.alpha) != (other.rank, other.alpha):
             raise ConfigError(
