@@ -315,8 +315,8 @@ def test_dropout_drops_inputs_of_adapters_while_gradients_are_computed(tmp_path:
     ("changes", "said"),
     [
         ({"model": "other"}, "has adapters of another model than spec.model, 1 files differ, first model.safetensors"),
-        ({"lora": {"rank": 8, "alpha": 6}}, "has adapters of rank 4 and alpha 6, and lora .* says 8 and 6"),
-        ({"lora": {"rank": 4, "alpha": 3}}, "has adapters of rank 4 and alpha 6, and lora .* says 4 and 3"),
+        ({"lora": {"rank": 8, "alpha": 6}}, "has adapters of rank 4 and alpha 6, and lora .* has 8 and 6"),
+        ({"lora": {"rank": 4, "alpha": 3}}, "has adapters of rank 4 and alpha 6, and lora .* has 4 and 3"),
         ({"lora": None}, "is of another model or optimizer, .* optimizer and lora in spec.trainer.config, as they"),
         ({"lora": LORA | {"targetModules": ["q_proj"]}}, "is of another model or optimizer"),
     ],
