@@ -142,7 +142,7 @@ async def measure(engines: int, port: int, directory: Path) -> Figures:
         "maxConcurrency": concurrency,
         "offload": [],  # so that nothing is held back for a switch, which does not come here
     }
-    fields = {"steps": 1_000_000, "model": {"claimName": "model"}, "gpus": {"count": 0}, "rollout": rollout}
+    fields = {"steps": 1_000_000, "model": {"claim": {"name": "model"}}, "gpus": {"count": 0}, "rollout": rollout}
     spec = ColocatedRLJobSpec.model_validate(fields)
     async with aiohttp.ClientSession(connector=gate_connector(), trust_env=False) as session:
         store, metrics, chat = (

@@ -239,7 +239,7 @@ def spec_of(job: Job) -> ColocatedRLJobSpec:
     }
     if job.min_rollout_s:
         rollout["minRolloutSeconds"] = job.min_rollout_s
-    fields = {"steps": job.steps, "model": {"claimName": "model"}, "gpus": {"count": 0}, "rollout": rollout}
+    fields = {"steps": job.steps, "model": {"claim": {"name": "model"}}, "gpus": {"count": 0}, "rollout": rollout}
     return ColocatedRLJobSpec.model_validate(fields)
 
 

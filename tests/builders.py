@@ -61,7 +61,7 @@ def make_manifest(name: str = "sums", **spec: Any) -> dict[str, Any]:
     usual: dict[str, Any] = {
         "steps": 3,
         "replicas": 2,
-        "model": {"claimName": "model"},
+        "model": {"claim": {"name": "model"}},
         "gpus": {"count": 0},
         "rollout": ROLLOUT,
         "failurePolicy": {"backoffSeconds": 0},

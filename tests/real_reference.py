@@ -29,7 +29,7 @@ class RunningReference:
 
     def __init__(self, folder: Path, job: Path, *, model: Path, config: Path, tls: Path) -> None:
         document = json.loads(job.read_bytes())
-        document["spec"] |= {"gpus": {"count": 0}, "model": {"claimName": "model", "path": model.name}}
+        document["spec"] |= {"gpus": {"count": 0}, "model": {"claim": {"name": "model", "path": model.name}}}
         file = folder / "job-of-reference.json"
         file.write_text(json.dumps(document))
         self._context = ssl.create_default_context(cafile=str(tls / names.CA_FILE))

@@ -45,20 +45,27 @@ _is_inside, _inside_rule = should_match(
 )
 
 
-class Model(Part):
-    """The starting weights, which engine and trainer both load."""
+class ModelClaim(Part):
+    """A claim that holds a model."""
 
-    claim_name: str = Field(
-        min_length=1,
-        max_length=253,
-        description="Claim in the job's namespace that holds the model; mounted read-only.",
-    )
+    name: str = Field(min_length=1, max_length=253, description="Claim in the job's namespace; mounted read-only.")
     path: Annotated[str, _is_inside] = Field(
         default=".",
         max_length=512,
         json_schema_extra=_inside_rule,
         description="Directory inside the claim, in Hugging Face format, with tokenizer and chat template.",
     )
+
+
+class Model(Part):
+    """The source of the starting weights, which engine and trainer both load: a union with one member so far."""
+
+    claim: ModelClaim = Field(description="A volume that holds them.")
+
+    @property
+    def path(self) -> str:
+        """Directory of the model below the place where it is mounted."""
+        return self.claim.path
 
 
 _CLAIM_WORDS = "resourceClaimTemplateName needs a count above 0: as many devices as the template asks for"
@@ -69,13 +76,29 @@ _CLAIM = Rule(
 )
 
 
+_COUNTED_WORDS = "%s is governed by count: remove it from resources, and say in count how many devices a pod has"
+
+
+def _has_counted(part: str) -> str:
+    """Return CEL for it; the server also asks it of the default, {}, which it has not filled in yet."""
+    return f"has(self.resources) && has(self.resources.{part}) && self.resourceName in self.resources.{part}"
+
+
+_COUNTED = Rule(
+    field="resources",
+    rule=f"!({_has_counted('limits')} || {_has_counted('requests')})",
+    message="resources may not have resourceName, which is governed by count",
+    expression=f"'{_COUNTED_WORDS}'.format([self.resourceName])",
+)
+
+
 DEVICES = ("count", "resourceName", "resourceClaimTemplateName")  # of `Gpus`: what a job keeps
 
 
 class Gpus(Part):
     """The devices of a pod."""
 
-    model_config = ConfigDict(json_schema_extra=rules(_CLAIM))
+    model_config = ConfigDict(json_schema_extra=rules(_CLAIM, _COUNTED))
 
     count: int = Field(default=1, ge=0, le=16, description="Devices per replica; 0 runs everything on the CPU.")
     resource_name: str = Field(
@@ -104,6 +127,12 @@ class Gpus(Part):
             raise ValueError(_CLAIM_WORDS)
         return self
 
+    @model_validator(mode="after")
+    def _says_devices_once(self) -> Self:
+        if self.resource_name in self.resources.limits or self.resource_name in self.resources.requests:
+            raise ValueError(_COUNTED_WORDS % self.resource_name)
+        return self
+
 
 _Stops = Annotated[list[Annotated[str, Field(min_length=1, max_length=256)]], Field(max_length=16)]
 
@@ -129,38 +158,7 @@ class Sampling(Part):
     )
 
 
-OWNED_ENGINE_FLAGS = (
-    "--model-path", "--model", "--host", "--port", "--weight-version", "--served-model-name", "--api-key",
-    "--admin-api-key", "--enable-memory-saver", "--sleep-on-idle", "--skip-server-warmup", "--dp-size",
-    "--data-parallel-size", "--tokenizer-worker-num", "--incremental-streaming-output", "--delete-ckpt-after-loading",
-    "--weight-cache-mode", "--max-queued-requests", "--skip-tokenizer-init", "--enable-hierarchical-cache",
-    "--disaggregation-mode", "--config", "--quantization", "--enable-lora", "--nnodes", "--allow-auto-truncate",
-)  # fmt: skip
-"""Engine flags that a job may not set: the operator sets them, a switch is not safe with them (SGLang 0.5.23), or what
-they ask for is not supported yet."""
-
-_IS_OWNED = (
-    "a.startsWith('--') && ["
-    + ", ".join(f"'{flag}'" for flag in OWNED_ENGINE_FLAGS)
-    + "].exists(flag, flag.startsWith(a.split('=')[0]))"
-)
 ROUTED_EXPERTS = "--enable-return-routed-experts"
-_OWNED_FLAGS = Rule(
-    field="engine.args",
-    rule=f"!has(self.engine.args) || !self.engine.args.exists(a, {_IS_OWNED})",
-    message="engine.args may not set " + ", ".join(OWNED_ENGINE_FLAGS) + ", nor an abbreviation of one",
-    expression="'engine.args has %s, which is or abbreviates a flag that the operator sets, that no switch survives "
-    "or that is not supported yet: "
-    f"remove it'.format([self.engine.args.filter(a, {_IS_OWNED})[0]])",
-)
-_HAS_WORDS = "a.startsWith('--') && a.split('=')[0].contains(' ')"
-_WORDS_FOUND = "engine.args has %s, more than one word: write --flag=value, or --flag and value as two items"
-_WORDS = Rule(
-    field="engine.args",
-    rule=f"!has(self.engine.args) || !self.engine.args.exists(a, {_HAS_WORDS})",
-    message="engine.args has one item for each word: --flag=value, or --flag and value as two items",
-    expression=f"'{_WORDS_FOUND}'.format([self.engine.args.filter(a, {_HAS_WORDS})[0]])",
-)
 _ADMITTED = "(self.maxStaleness + 1) * self.batchSize + self.spareGroups"
 _CONCURRENCY = Rule(
     field="maxConcurrency",
@@ -281,8 +279,6 @@ class Rollout(Part):
 
     model_config = ConfigDict(
         json_schema_extra=rules(
-            _OWNED_FLAGS,
-            _WORDS,
             _CONCURRENCY,
             _OVERLONG,
             _SPARE,
@@ -418,15 +414,6 @@ class Rollout(Part):
 
     @model_validator(mode="after")
     def _cross_field_rules(self) -> Self:
-        for arg in self.engine.args:
-            if arg.startswith("--") and any(flag.startswith(arg.split("=")[0]) for flag in OWNED_ENGINE_FLAGS):
-                raise ValueError(
-                    f"engine.args has {arg}, which is or abbreviates a flag that the operator sets, that no switch "
-                    "survives or that is not supported yet: remove it"
-                )
-        for arg in self.engine.args:
-            if arg.startswith("--") and " " in arg.split("=")[0]:
-                raise ValueError(_WORDS_FOUND % arg)
         if len(set(self.offload)) != len(self.offload):
             raise ValueError(f"offload is a set: {', '.join(self.offload)} has one of them twice")
         if self.offload and EngineMemory.KV_CACHE not in self.offload:
@@ -781,29 +768,11 @@ _is_manager, _manager_rule = should_match(
 _TEN_YEARS_S = 315_360_000
 
 
-_ROOM_FLAGS = ("--mem-fraction-static", "--max-total-tokens")
-_ROOM_WORDS = (
-    "with offload [] engine and trainer are on the GPUs together: add --mem-fraction-static and its value to "
-    "engine.args, so that the engine leaves the trainer its memory"
-)
-_ROOM = Rule(
-    field="rollout.engine.args",
-    rule="!has(self.gpus) || self.gpus.count == 0 || !has(self.rollout.offload) || size(self.rollout.offload) > 0 || "
-    f"has(self.rollout.placement) && self.rollout.placement == '{RolePlacement.OWN_DEVICES}' || "
-    f"has(self.mode) && self.mode != '{Mode.FULL}' || "
-    "has(self.rollout.engine.args) && self.rollout.engine.args.exists(a, "
-    + " || ".join(f"a.startsWith('{flag}')" for flag in _ROOM_FLAGS)
-    + ")",
-    message=_ROOM_WORDS,
-)
-
-
 class ColocatedRLJobSpec(Part):
     """Desired state of the job: model, devices, duration."""
 
     model_config = ConfigDict(
         json_schema_extra=rules(
-            _ROOM,
             _RECORDED,
             _EVALUATED,
             _RESTORED,
@@ -977,18 +946,6 @@ class ColocatedRLJobSpec(Part):
             raise ValueError(_EVALUATED_WORDS)
         if self.restore_from is not None and self.mode is Mode.ROLLOUT_ONLY:
             raise ValueError(_RESTORED_WORDS)
-        return self
-
-    @model_validator(mode="after")
-    def _both_find_room(self) -> Self:
-        rollout = self.rollout
-        if (
-            self.gpus.count
-            and self.mode is Mode.FULL
-            and not (rollout.offload or rollout.is_apart)
-            and not any(arg.startswith(_ROOM_FLAGS) for arg in rollout.engine.args)
-        ):
-            raise ValueError(_ROOM_WORDS)
         return self
 
 

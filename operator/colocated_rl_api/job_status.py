@@ -50,15 +50,21 @@ class StatusPart(Part):
     model_config = ConfigDict(strict=False, extra="ignore")
 
 
+ENDS = ("Complete", "Failed")
+"""Conditions of which one is true once a job has ended and every member has stopped."""
+
+
 class Condition(StatusPart):
     """As metav1.Condition."""
 
-    type: str = Field(max_length=64, description="CamelCase name, once in the list.")
+    type: str = Field(max_length=316, description="CamelCase name, once in the list.")
     status: ConditionStatus = Field(description="Whether it holds.")
-    reason: str = Field(max_length=64, description="CamelCase cause of the newest transition, for programs.")
-    message: str = Field(max_length=2048, description="The same for people.")
+    reason: str = Field(
+        min_length=1, max_length=1024, description="CamelCase cause of the newest transition, for programs."
+    )
+    message: str = Field(max_length=32_768, description="The same for people.")
     last_transition_time: datetime = Field(description="When status changed.")
-    observed_generation: int = Field(ge=0, description="Generation of the spec that it answers.")
+    observed_generation: int | None = Field(default=None, ge=0, description="Generation of the spec that it answers.")
 
 
 class RolloutStatus(StatusPart):
@@ -79,9 +85,8 @@ class ReferenceStatus(StatusPart):
         description="WithTrainer: a step waits until its batch is scored. OwnDevices: sealing a batch waits for the "
         "scores of its samples."
     )
-    ready: str | None = Field(
-        default=None, max_length=32, description="Its own pods that answer, of replicas: 2/2. Absent with the trainer."
-    )
+    replicas: int | None = Field(default=None, description="Pods of its own. Absent with the trainer.")
+    ready_replicas: int | None = Field(default=None, description="Those that answer. Absent with the trainer.")
     unscored: int | None = Field(
         default=None, description="Finished samples that wait for it. Absent with the trainer."
     )
@@ -120,7 +125,7 @@ class CheckpointStatus(StatusPart):
 
 
 class StartStatus(StatusPart):
-    """What pods are made of since the newest start of the group, also those that are made again."""
+    """The images of pods since the newest start of the group, also those that are made again."""
 
     operator: str = Field(default="", max_length=64, description="Version of the operator that made the start.")
     images: dict[str, Annotated[str, Field(max_length=512)]] = Field(
@@ -210,10 +215,12 @@ class ColocatedRLJobStatus(StatusPart):
     )
     gpu_holder: Holder | None = Field(default=None, description="Who computes on the GPUs.")
     rung: str | None = Field(default=None, max_length=32, description="Rung of the slowest pod.")
-    ready: str | None = Field(
+    replicas: int | None = Field(
+        default=None, description="GPU pods that the job asks for: of engines and of trainers, without a reference's."
+    )
+    ready_replicas: int | None = Field(
         default=None,
-        max_length=32,
-        description="GPU pods that answer, of replicas, such as 2/2; a reference's pods are not among them.",
+        description="Those that answer. Condition PodsReady counts a reference's and the rollout controller too.",
     )
     pods_by_rung: dict[str, int] = Field(default_factory=dict, max_length=16, description="Pods by rung.")
     out_of_line: list[PodOutOfLine] = Field(default_factory=list, max_length=10, description="At most ten.")
@@ -239,11 +246,17 @@ class ColocatedRLJobStatus(StatusPart):
         default=None, description="When the job was first acted on, or resumed; absent while it is suspended."
     )
     completion_time: datetime | None = Field(
-        default=None, description="When it completed or failed; absent again once a failed job goes on."
+        default=None, description="When it completed. When it failed is condition Failed's lastTransitionTime."
     )
     conditions: list[Condition] = Field(
         default_factory=list,
-        max_length=16,
-        description="Conditions, by type.",
+        max_length=32,
+        description="Conditions, by type. Those of other controllers stay as they are.",
         json_schema_extra={"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["type"]},
     )
+
+    @property
+    def ended_at(self) -> datetime | None:
+        """Return when the job completed or failed, with every member stopped; None for a job that goes on."""
+        ends = (item for item in self.conditions if item.type in ENDS and item.status is ConditionStatus.TRUE)
+        return next((item.last_transition_time for item in ends), None)

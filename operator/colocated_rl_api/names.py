@@ -61,7 +61,7 @@ BATCH_DIR = "/run/colocate/batches"  # shards: the agent writes, trainers read; 
 WEIGHTS_DIR = "/weights"  # volume of the exports: in memory, or shared where engines have pods of their own
 # trainers write, engines read; the agent makes it, so that it may remove what is old: the volume's root is sticky
 EXPORTS_DIR = "/weights/exports"
-MODEL_DIR = "/model"  # spec.model's claim, read-only
+MODEL_DIR = "/model"  # what spec.model names, read-only
 RECORDED_DIR = "/recorded"  # spec.recorded's claim, read-only; rollout controller only
 FORMER_DIR = "/former"  # spec.restoreFrom's claim, read-only; trainers and rollout controller
 FORMER_SAMPLES_DIR = "/former-samples"  # the claim of its samples, read-only; rollout controller only

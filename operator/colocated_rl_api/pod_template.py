@@ -16,6 +16,7 @@ from colocated_rl_api import names
 from colocated_rl_api.parts import Options, Part, Rule, drop_nulls, rules, should_match
 
 QUEUE_LABEL = "kueue.x-k8s.io/queue-name"
+QUEUE_LABELS = (QUEUE_LABEL, "kueue.x-k8s.io/priority-class")  # that a job may have in place of its pods' template
 """Of GPU pods, by the job: Kueue admits them as one group."""
 
 OWNED_PREFIXES = (f"{names.GROUP}/", "app.kubernetes.io/", "kueue.x-k8s.io/pod-group-")

@@ -43,7 +43,8 @@ _GENERATED = "Made by `make generate` from job.py and job_status.py in operator/
 _COLUMNS = (
     ("Phase", ".status.phase", "string", 0, "Summary for people."),
     ("Step", ".status.step", "integer", 0, "Last finished step."),
-    ("Ready", ".status.ready", "string", 0, "GPU pods that answer, of replicas."),
+    ("Ready", ".status.readyReplicas", "integer", 0, "GPU pods that answer."),
+    ("Replicas", ".status.replicas", "integer", 0, "GPU pods that the job asks for."),
     ("Holder", ".status.gpuHolder", "string", 0, "Who computes on the GPUs."),
     ("Version", ".status.weightVersion", "string", 0, "Weights that all engines serve, STEP-LINEAGE."),
     ("Age", ".metadata.creationTimestamp", "date", 0, "Since the job was made."),
@@ -293,7 +294,7 @@ def custom_resource_definition() -> Schema:
                 "plural": names.PLURAL,
                 "singular": names.SINGULAR,
                 "shortNames": [names.SHORT_NAME],
-                "categories": ["all", "rl"],
+                "categories": ["rl"],
             },
             "versions": [
                 {

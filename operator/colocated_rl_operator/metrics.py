@@ -4,6 +4,7 @@
 |---|---|
 | colocated_rl_operator_leader | 1 while this process leads |
 | colocated_rl_operator_jobs{phase} | jobs by phase, as reported last |
+| colocated_rl_operator_longest_in_phase_seconds{phase} | of the job that has stood there longest since it was seen |
 | colocated_rl_operator_jobs_stalled{reason} | jobs that wait for a person: InvalidSpec, ObjectRefused, VolumeLost |
 | colocated_rl_operator_members_connected | connections to members that have reported |
 | colocated_rl_operator_member_connections_lost_total | connections that ended without the operator's wish |
@@ -18,7 +19,10 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter as Tally
+from collections.abc import Callable
+from functools import partial
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
@@ -32,8 +36,9 @@ SLOW = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250, 500, 1000)
 
 
 class OperatorMetrics:
-    def __init__(self, registry: CollectorRegistry) -> None:
+    def __init__(self, registry: CollectorRegistry, *, clock: Callable[[], float] = time.monotonic) -> None:
         self.registry = registry
+        self._clock = clock
         self.leader = Gauge(PREFIX + "leader", "1 while this process leads", registry=registry)
         self.connected = Gauge(PREFIX + "members_connected", "Members that have reported", registry=registry)
         self.lost = Counter(PREFIX + "member_connections_lost", "Connections lost", registry=registry)
@@ -57,6 +62,12 @@ class OperatorMetrics:
             PREFIX + "jobs_stalled", "Jobs that go on only when a person acts, by why", ["reason"], registry=registry
         )
         self._states: dict[str, tuple[Phase | None, Reason | None]] = {}
+        self._since: dict[str, tuple[Phase | None, float]] = {}
+        self.longest = Gauge(
+            PREFIX + "longest_in_phase_seconds", "Of the job that has stood there longest", ["phase"], registry=registry
+        )
+        for phase in Phase:
+            self.longest.labels(phase.value).set_function(partial(self._longest_in, phase))
         self._update_gauges()
 
     def count_request(self, verb: str, resource: str, code: int) -> None:
@@ -64,13 +75,20 @@ class OperatorMetrics:
 
     def count_job(self, uid: str, phase: Phase | None, stalled: Reason | None = None) -> None:
         """Count a job. stalled: why a person must act, of `STALLS`; None when nobody has to."""
+        if self._since.get(uid, ("", 0.0))[0] != phase:
+            self._since[uid] = phase, self._clock()
         if self._states.get(uid) != (phase, stalled):
             self._states[uid] = phase, stalled
             self._update_gauges()
 
     def forget_job(self, uid: str) -> None:
+        self._since.pop(uid, None)
         if self._states.pop(uid, None) is not None:
             self._update_gauges()
+
+    def _longest_in(self, phase: Phase) -> float:
+        now = self._clock()
+        return max((now - since for stands, since in [*self._since.values()] if stands is phase), default=0.0)
 
     def _update_gauges(self) -> None:
         phases = Tally(phase for phase, _ in self._states.values())

@@ -44,7 +44,7 @@ def example() -> Observation:
         {
             "steps": 3,
             "replicas": 2,
-            "model": {"claimName": "model"},
+            "model": {"claim": {"name": "model"}},
             "gpus": {"count": 0},
             "rollout": {"prompts": {"reasoningGym": {"name": "chain_sum"}}, "batchSize": 8, "groupSize": 4},
         }

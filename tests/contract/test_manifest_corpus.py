@@ -75,6 +75,15 @@ def test_bad_manifest_is_refused_by_both_with_a_message_that_names_the_field(api
     assert parts(case.field)[: len(path := path_of(error["loc"]))] == path  # a rule over two fields is the parent's
 
 
+def test_flags_of_a_version_of_an_engine_are_not_in_the_schema(api: ApiServer) -> None:
+    """They are judged by `kubectl crlj validate` and the operator: see tests/unit/test_engine_flags.py."""
+    manifest = yaml.safe_load(MINIMAL)
+    manifest["spec"]["rollout"]["engine"] = {"args": ["--port", "--quantization=fp8", "--tp-size 8"]}
+    answer = api.request("POST", f"{JOBS}?{DRY_RUN}", manifest)
+    assert answer.is_accepted, answer.message
+    assert manifest["spec"]["rollout"]["engine"] | {"type": "SGLang"} == answer.body["spec"]["rollout"]["engine"]
+
+
 def parts(field: str) -> list[str]:
     """The server writes an item and a key of a map in brackets, or the key as a field."""
     return field.replace("[", ".").replace("]", "").split(".")
@@ -167,7 +176,7 @@ MAY_CHANGE_WHILE_SUSPENDED = {
 }
 MAY_NOT_CHANGE = {
     "mode": "RolloutOnly",
-    "model.path": "other",
+    "model.claim.path": "other",
     "gpus.count": 7,
     "gpus.resourceName": "example.com/gpu",
     "gpus.resourceClaimTemplateName": "one",
@@ -185,6 +194,7 @@ MAY_NOT_CHANGE = {
     "rollout.filters": ["Truncated"],
     "rollout.maxFilteredPerBatch": 7,
     "rollout.minRolloutSeconds": 7,
+    "rollout.routerReplay": True,
     "rollout.overlongPenalty.factor": 7,
     "reference": None,
     "trainer.config": {"otherRate": 1},

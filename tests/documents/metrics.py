@@ -10,7 +10,8 @@ from prometheus_client.metrics import MetricWrapperBase
 from prometheus_client.registry import Collector
 
 from colocated_rl_agent.metrics import AgentMetrics as AgentMetrics
-from colocated_rl_agent.metrics import BelowTarget, Unsaved
+from colocated_rl_agent.metrics import BelowTarget, GpuSeconds, Unsaved
+from colocated_rl_api.holders import PodHolder
 from colocated_rl_member.metrics import ProblemGauge
 from colocated_rl_operator.metrics import OperatorMetrics as OperatorMetrics
 from colocated_rl_rollout.metrics import RolloutMetrics as RolloutMetrics
@@ -31,6 +32,9 @@ No metric names a job or a pod: Prometheus adds both when it scrapes. With the c
 """
 
 
+COST = "sum by (namespace, colocatedrljob, holder) (increase(colocate_gpu_seconds_total[30d])) / 3600"
+
+
 class Family(NamedTuple):
     name: str  # as it is queried, without the endings of a histogram
     kind: str
@@ -48,7 +52,10 @@ def families() -> dict[str, list[Family]]:
     return {
         "Operator": [*_held(OperatorMetrics(CollectorRegistry()))],
         "Agents and rollout controllers": [*_described(ProblemGauge())],
-        "Agents": [*_held(AgentMetrics(CollectorRegistry())), *_described(BelowTarget()), *_described(Unsaved())],
+        "Agents": [
+            *_held(AgentMetrics(CollectorRegistry())),
+            *(family for each in (BelowTarget(), GpuSeconds(), Unsaved()) for family in _described(each)),
+        ],
         "Rollout controllers": [*_held(RolloutMetrics(CollectorRegistry())), *_described(StoreGauges(None))],
         "References on devices of their own": [*_held(ScoreCounts(CollectorRegistry()))],
     }
@@ -63,7 +70,8 @@ def _held(metrics: object) -> Iterator[Family]:
 
 def _described(collector: Collector) -> Iterator[Family]:
     for each in collector.describe():  # type: ignore[attr-defined]  # not part of the abstract class
-        yield Family(each.name, each.type, tuple(each._labelnames), each.documentation)
+        ending = "_total" if each.type == "counter" else ""
+        yield Family(each.name + ending, each.type, tuple(each._labelnames), each.documentation)
 
 
 def page() -> str:
@@ -77,6 +85,15 @@ def page() -> str:
         lines.append("")
     lines += [
         "Figures of `colocate_trainer_figure` are the trainer's own: [those of the default trainer]"
-        "(trainer.md#metrics-of-a-step). Counters count since the process started."
+        "(trainer.md#metrics-of-a-step). Counters count since the process started.",
+        "",
+        "## What a job costs",
+        "",
+        "GPU hours of each job in a month, by who had the GPUs, as `kubectl crlj timeline` draws it. `holder` is",
+        f"one of {', '.join(f'`{holder}`' for holder in PodHolder)}:",
+        "",
+        "```",
+        COST,
+        "```",
     ]
     return "\n".join(lines) + "\n"

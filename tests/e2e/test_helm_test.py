@@ -22,7 +22,7 @@ TEST = ("test", RELEASE, "--namespace", OPERATOR_NAMESPACE, "--logs", "--timeout
 
 def tiny_job(claim: str) -> dict[str, Any]:
     spec: dict[str, Any] = yaml.safe_load((SCENARIOS / "one-pod.yaml").read_text())["spec"]
-    spec |= {"steps": 1, "model": {"claimName": claim}}
+    spec |= {"steps": 1, "model": {"claim": {"name": claim}}}
     del spec["evaluation"]
     for part in ("checkpoint", "storage"):
         spec[part]["volume"]["retain"] = False

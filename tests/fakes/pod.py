@@ -67,7 +67,7 @@ def make_job(**changes: Any) -> JobFile:
     spec: dict[str, Any] = {
         "steps": 4,
         "replicas": 1,
-        "model": {"claimName": "model"},
+        "model": {"claim": {"name": "model"}},
         "gpus": {"count": 0},
         "rollout": {
             "prompts": {"reasoningGym": {"name": "chain_sum"}},

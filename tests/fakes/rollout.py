@@ -78,7 +78,7 @@ def make_spec(**rollout: Any) -> ColocatedRLJobSpec:
         {
             "steps": 20,
             "replicas": 2,
-            "model": {"claimName": "model"},
+            "model": {"claim": {"name": "model"}},
             "gpus": {"count": 0},
             "rollout": fields,
             "evaluation": {"samples": 8},

@@ -192,6 +192,11 @@ def condition(world: World, kind: str) -> tuple[str, str]:
     return found["status"], found["reason"]
 
 
+def has_failed(world: World) -> bool:
+    """Whether the job has failed and every member has stopped."""
+    return any((item["type"], item["status"]) == ("Failed", "True") for item in world.status.get("conditions", []))
+
+
 def stood(world: World, rung: Rung, *, step: int) -> list[bool]:
     """Whether each pod has reached `rung` in the climb to `step`."""
     ladder, stood = world.group.ladder, world.group.stood

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from colocated_rl_api.facts import TrainerState
 from colocated_rl_api.rungs import Rung, WeightVersion
@@ -59,3 +60,29 @@ async def test_steps_are_at_risk_until_a_checkpoint_holds_them(tmp_path_factory:
         await it.until(lambda facts: facts.trainers[0].saved == 2, "saved")
         names = ("colocate_unsaved_steps", "colocate_unsaved_seconds", "colocate_checkpoint_write_seconds_count")
         assert [0, 0, 1] == [await shown(name) for name in names]
+
+
+async def test_the_devices_of_a_pod_belong_to_one_holder_after_the_other(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    """A scrape at each place of a switch: no other counter has moved since the one before."""
+    async with network(tmp_path_factory.mktemp("n")) as net, pod(net, make_job(gpus={"count": 1})) as it:
+        group, before = Group([it]), dict[str, float]()
+
+        async def moved() -> set[str]:
+            nonlocal before
+            async with net.session.get(f"http://127.0.0.1:{it.metrics}/metrics") as answer:
+                families = text_string_to_metric_families(await answer.text())
+            (held,) = (family for family in families if family.name == "colocate_gpu_seconds")
+            now = {each.labels["holder"]: each.value for each in held.samples if each.name.endswith("_total")}
+            found, before = {holder for holder in now if now[holder] > before.get(holder, 0.0)}, now
+            return found
+
+        await group.climb(V0)
+        assert {"start-up", "rollout"} == await moved()
+        await group.climb(V1, to=Rung.RELEASED)
+        assert {"rollout", "switch", "training"} == await moved()
+        assert {"training"} == await moved()
+        await group.climb(V1)
+        await moved()
+        assert {"rollout"} == await moved()

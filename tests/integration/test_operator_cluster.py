@@ -31,6 +31,7 @@ from colocated_rl_api.member_wire import Goal, PodTarget, RolloutTarget
 from colocated_rl_api.rungs import Rung
 from colocated_rl_operator.clients.authority import SECRET_NAME, Authority
 from colocated_rl_operator.clients.cluster import ClusterAccess
+from colocated_rl_operator.clients.kube import APPLY
 from colocated_rl_operator.manifests import resources
 from colocated_rl_operator.planner.reasons import Reason
 from fakes.group import GpuPod
@@ -69,6 +70,43 @@ async def test_a_job_completes_under_the_real_operator(world: World) -> None:
     assert world.job["metadata"]["generation"] == world.status["observedGeneration"]
     assert ["FirstStart", "NextStep", "NextStep", "NextStep", "AllStepsDone", "Completed"] == told
     assert not operator.said("pass not finished, trying again")
+
+
+QUOTA: Body = {  # without a generation, which ours have
+    "type": "QuotaReserved", "status": "True", "reason": "Admitted", "message": "by a controller of the cluster",
+    "lastTransitionTime": "2026-01-01T00:00:00Z",
+}  # fmt: skip
+
+
+async def test_the_condition_of_another_controller_survives_a_whole_job(world: World) -> None:
+    """It is applied before an operator comes, changed under a running job, and in the end still its controller's."""
+
+    async def apply(*conditions: Body) -> None:
+        whose = {"apiVersion": names.API_VERSION, "kind": names.KIND, "metadata": {"name": "sums"}}
+        path = f"{JOBS}/sums/status?fieldManager=quota"
+        await world.api.call("PATCH", path, whose | {"status": {"conditions": conditions}}, APPLY)
+
+    world.stay_in_rollout()
+    await apply(QUOTA | {"status": "False"})
+    async with world.operator():
+        await world.until(lambda: world.status.get("phase") == "Rollout")
+        assert QUOTA | {"status": "False"} == world.condition("QuotaReserved")
+        await apply(QUOTA)
+        world.kubelet.let_go("rollout")
+        await world.until(lambda: world.is_complete)
+    assert QUOTA == world.condition("QuotaReserved")
+    owners = {
+        entry["manager"]: set(entry["fieldsV1"]["f:status"].get("f:conditions", {}))
+        for entry in world.job["metadata"]["managedFields"]
+        if "f:status" in entry["fieldsV1"]
+    }
+    theirs, ours = 'k:{"type":"QuotaReserved"}', 'k:{"type":"Complete"}'
+    assert {names.FIELD_MANAGER, "quota"} == set(owners)
+    assert [(True, False), (False, True)] == [
+        (theirs in each, ours in each) for _, each in sorted(owners.items())[::-1]
+    ]
+    await apply()
+    await world.until(lambda: {} == world.condition("QuotaReserved"))
 
 
 async def told_up_to(world: World, reason: Reason) -> list[str]:
@@ -389,7 +427,7 @@ async def test_a_job_that_has_used_up_its_quota_is_made_whole_and_goes_on_after_
             counted = ("--for=jsonpath={.status.used}", f"--timeout={DEADLINE_S:.0f}s")
             await kubectl("wait", "resourcequota/full", *counted)
             await world.api.call("DELETE", f"{PODS}/{world.kubelet.of_seat('gpu-1').server.hello.pod}")
-            await world.until(lambda: world.status["cause"] == "PodReplaced" and world.status["ready"] == "2/2")
+            await world.until(lambda: world.status["cause"] == "PodReplaced" and world.status["readyReplicas"] == 2)
             await kubectl("patch", job, "--type=merge", "--patch", '{"spec": {"suspend": true}}')
             await seen_by_kubectl(world, kubectl, "Suspended")
             await kubectl("patch", job, "--type=merge", "--patch", '{"spec": {"suspend": false}}')
@@ -487,7 +525,7 @@ async def test_a_job_comes_back_with_fewer_pods(world: World, kubectl: AsyncKube
         await kubectl("patch", job, "--type=merge", "--patch", '{"spec": {"suspend": false}}')
         world.kubelet.let_go("rollout")
         await seen_by_kubectl(world, kubectl, "Complete")
-        await world.until(lambda: world.status["ready"] == "0/1")  # its pod has ended
+        await world.until(lambda: world.status["readyReplicas"] == 0)  # its pod has ended
         pods = await world.api.all(PODS)
     assert ["sums-gpu-0", "sums-rollout"] == sorted(pod["metadata"]["name"].rpartition("-")[0] for pod in pods)
     assert 2 == world.status["lineage"]

@@ -18,7 +18,7 @@ from colocated_rl_api.member_wire import Goal, PodTarget
 from colocated_rl_api.rungs import Rung
 from colocated_rl_operator.planner.failure_policy import QUEUE_S
 from fakes.group import GpuPod
-from fakes.world import SPEC, World, change, condition, stay_in_rollout, stood
+from fakes.world import SPEC, World, change, condition, has_failed, stay_in_rollout, stood
 
 YOUNGER = replace(make_job(), created=datetime(2999, 1, 1, tzinfo=UTC))
 
@@ -133,7 +133,7 @@ async def test_a_pod_is_replaced_on_another_node_and_a_new_operator_still_avoids
 async def test_a_job_fails_by_a_rule_and_its_condition_names_both(world: World) -> None:
     async with world.operator():
         await trainer_dies_in_step_2(world)
-        await world.until(lambda: world.status.get("completionTime"))
+        await world.until(lambda: has_failed(world))
     assert ("True", "FailurePolicy") == condition(world, "Failed")
     message = next(item["message"] for item in world.status["conditions"] if item["type"] == "Failed")
     assert message.startswith("a trainer died at step 2: sums-gpu-0-0")
@@ -147,7 +147,7 @@ async def test_a_job_fails_by_a_rule_and_its_condition_names_both(world: World) 
 async def test_a_failed_job_is_retried_under_the_next_operator_and_trains_nothing_twice(world: World) -> None:
     async with world.operator():
         await trainer_dies_in_step_2(world)
-        await world.until(lambda: world.status.get("completionTime"))
+        await world.until(lambda: has_failed(world))
     epoch, done = world.status["epoch"], {step for steps in world.group.trained_in.values() for step in steps}
     assert {1} == done
     async with world.operator():
@@ -283,7 +283,7 @@ async def test_a_drain_that_the_watch_has_not_told_of_is_looked_for_before_a_dea
 async def test_one_death_ends_a_job_that_may_not_fail_once(world: World) -> None:
     async with world.operator():
         await trainer_dies_in_step_2(world)
-        await world.until(lambda: world.status.get("completionTime"))
+        await world.until(lambda: has_failed(world))
     assert ("True", "BackoffLimitExceeded") == condition(world, "Failed")
 
 

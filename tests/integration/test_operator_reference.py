@@ -47,13 +47,13 @@ async def test_steps_are_trained_before_it_is_ready_and_status_says_who_is_waite
     world.kubelet.hold("rollout", under=lambda target: isinstance(target, RolloutTarget) and target.trained_step == 2)
     async with world.operator():
         await world.until(lambda: (world.status.get("step") or 0) == 2)
-        await world.until(lambda: world.status["reference"]["ready"] == "0/2")
+        await world.until(lambda: world.status["reference"]["readyReplicas"] == 0)
         assert ("False", "PodsStarting") == condition(world, "PodsReady")
         assert "True" == condition(world, "Ready")[0]
         (message,) = [item["message"] for item in world.status["conditions"] if item["type"] == "PodsReady"]
         assert "reference-0 (pod Running, not ready)" in message
         world.kubelet.loads.set()
-        await world.until(lambda: world.status["reference"]["ready"] == "2/2")
+        await world.until(lambda: world.status["reference"]["readyReplicas"] == 2)
         assert "True" == condition(world, "PodsReady")[0]
     assert [1, 2] == world.group.trained_in[1]
 
@@ -67,7 +67,7 @@ async def test_a_lost_one_is_made_again_and_rollout_is_told_where(world: World) 
         world.api.remove("/api/v1/namespaces/default/pods/sums-reference-1-0")
         await world.until(lambda: "sums-reference-1-1" in told(world))
         assert ["sums-reference-0-0", "sums-reference-1-1"] == told(world)
-        await world.until(lambda: world.status["reference"]["ready"] == "2/2")
+        await world.until(lambda: world.status["reference"]["readyReplicas"] == 2)
     assert (epoch, 1, 0) == (world.status["epoch"], world.status["lineage"], world.status["restarts"])
 
 

@@ -30,13 +30,8 @@ def queued(kubectl: Kubectl) -> Queued:
 
     def create(name: str, *, replicas: int = 1, steps: int = 2, **labels: str) -> RunningJob:
         job = yaml.safe_load((SCENARIOS / "resident.yaml").read_text())
-        job["metadata"]["name"] = name
-        of_queue = {"kueue.x-k8s.io/queue-name": "research", **labels}
-        job["spec"] |= {
-            "replicas": replicas,
-            "steps": steps,
-            "podTemplates": {"gpu": {"metadata": {"labels": of_queue}}},
-        }
+        job["metadata"] |= {"name": name, "labels": {"kueue.x-k8s.io/queue-name": "research", **labels}}
+        job["spec"] |= {"replicas": replicas, "steps": steps}
         kubectl("-n", NAMESPACE, "apply", "-f", "-", stdin=json.dumps(job))
         return RunningJob(kubectl, namespace=NAMESPACE, name=name)
 

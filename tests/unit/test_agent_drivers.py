@@ -32,8 +32,8 @@ from colocated_rl_agent.planner.views import (
 )
 from colocated_rl_agent.settings import read_settings
 from colocated_rl_api import names
+from colocated_rl_api.engines import SGLANG
 from colocated_rl_api.facts import TrainerState
-from colocated_rl_api.job import OWNED_ENGINE_FLAGS
 from colocated_rl_api.member_wire import Rendezvous
 from colocated_rl_api.rungs import WeightVersion
 from colocated_rl_api.trainer_wire import TrainerEnvironment
@@ -131,7 +131,7 @@ async def test_engine_that_leaves_devices_of_its_pod_idle_is_refused(fake: tuple
 
 def test_every_flag_that_the_agent_sets_is_closed_to_the_job_or_gives_way_to_it() -> None:
     ours = {word for word in make_command(2, pool_tokens=4096).argv if word.startswith("--")}
-    assert ours <= {*OWNED_ENGINE_FLAGS, PREFILL_GRAPHS, POOL, *PARALLELISM}
+    assert ours <= {*SGLANG.owned, PREFILL_GRAPHS, POOL, *PARALLELISM}
     assert 1 == make_command(1, PREFILL_GRAPHS, "full").argv.count(PREFILL_GRAPHS)
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from prometheus_client import CollectorRegistry
 
-from colocated_rl_agent.metrics import AgentMetrics, BelowTarget, Unsaved
+from colocated_rl_agent.metrics import AgentMetrics, BelowTarget, GpuSeconds, Unsaved
+from colocated_rl_api.holders import PodHolder
 from colocated_rl_api.rungs import Rung
 
 
@@ -46,3 +47,25 @@ def test_what_a_loss_of_the_trainers_would_cost_is_shown_once_they_have_loaded()
     assert [None, None] == values()
     at_risk = (3, 90.5)
     assert [3, 90.5] == values()
+
+
+def test_seconds_of_the_devices_go_to_whoever_had_them_meanwhile() -> None:
+    registry, now = CollectorRegistry(), 100.0
+    held = GpuSeconds(8, clock=lambda: now)
+    registry.register(held)
+
+    def seconds() -> dict[str, float | None]:
+        found = {each: registry.get_sample_value("colocate_gpu_seconds_total", {"holder": each}) for each in PodHolder}
+        return {str(holder): value for holder, value in found.items() if value}
+
+    assert {} == seconds()
+    now += 10
+    held.hold(PodHolder.ROLLOUT)
+    now += 3
+    held.hold(PodHolder.ROLLOUT)
+    now += 2
+    assert {"start-up": 80.0, "rollout": 40.0} == seconds()
+    held.hold(PodHolder.SWITCH)
+    now += 0.5
+    held.hold(PodHolder.TRAINER)
+    assert {"start-up": 80.0, "rollout": 40.0, "switch": 4.0} == seconds()

@@ -47,7 +47,8 @@ def running(**more: Any) -> Body:
     """A status in the middle of a job."""
     return {
         "observedGeneration": 1, "phase": "Rollout", "step": 1, "epoch": 4, "lineage": 1, "targetStep": 1,
-        "cause": "NextStep", "rung": "Serving", "ready": "2/2", "conditions": [condition("Ready", "True", "Serving")],
+        "cause": "NextStep", "rung": "Serving", "replicas": 2, "readyReplicas": 2,
+        "conditions": [condition("Ready", "True", "Serving")],
         **more,
     }  # fmt: skip
 
@@ -207,6 +208,12 @@ def test_a_job_that_is_over_has_nothing_to_explain() -> None:
     over = [condition("Complete", "True", "Completed"), condition("Ready", "True", "Completed")]
     found = explained(job(status=running(phase="Complete", conditions=over)), pods=[])
     assert ([], None, False) == (list(found.causes), found.waits_for, found.is_problem)
+
+
+def test_a_job_that_fails_is_explained_by_its_failure_and_not_by_the_pods_that_it_ends() -> None:
+    failing = [condition("Failed", "False", "FailurePolicy"), condition("Stalled", "True", "FailurePolicy", "a rule")]
+    found = explained(job(status=running(phase="Failed", conditions=failing)), pods=[], states={})
+    assert ([("FailurePolicy", None)], None) == (reasons(found), found.waits_for)
 
 
 # ------------------------------------------------------------------------------------------------------- the job itself

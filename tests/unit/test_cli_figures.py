@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
+from colocated_rl_api.holders import PodHolder
 from colocated_rl_api.ladder import DISAGGREGATED, RESIDENT, SCORED_TIME_SLICED
 from colocated_rl_api.rungs import Rung
 from colocated_rl_cli.draw.figures import (
-    PodHolder,
     holder_shares,
     read_figures,
     rung_times,

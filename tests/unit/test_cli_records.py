@@ -13,9 +13,10 @@ from typing import Any
 
 import pytest
 
+from colocated_rl_api.holders import PodHolder
 from colocated_rl_cli.base.errors import NotAllowed
 from colocated_rl_cli.draw import timeline
-from colocated_rl_cli.draw.figures import PodHolder, read_figures
+from colocated_rl_cli.draw.figures import read_figures
 from colocated_rl_cli.draw.trace import HOLDER, RUNGS, trace
 from colocated_rl_cli.evidence.records import Records
 from colocated_rl_cli.support.bundle import Bundle

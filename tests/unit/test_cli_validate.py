@@ -30,7 +30,7 @@ kind: ColocatedRLJob
 metadata: {name: sums}
 spec:
   steps: 3
-  model: {claimName: model}
+  model: {claim: {name: model}}
   rollout:
     prompts: {reasoningGym: {name: chain_sum}}
     batchSize: 8
@@ -78,9 +78,9 @@ def test_a_typo_is_told_with_the_name_that_was_meant() -> None:
     ("written", "instead", "words"),
     [
         (
-            "model: {claimName: model}",
+            "model: {claim: {name: model}}",
             "model: my-model",
-            "should be an object with fields claimName, path, not 'my-model'",
+            "should be an object with field claim, not 'my-model'",
         ),
         ("steps: 3", 'steps: "3"', "should be a whole number, not '3': write it without quotes"),
         ("steps: 3", "steps: three", "should be a whole number, not 'three'"),
@@ -278,7 +278,7 @@ def test_a_new_manifest_is_accepted_and_says_what_each_field_means() -> None:
     assert (("sums",), True) == (verdict.jobs, verdict.is_accepted)
     job = ColocatedRLJob.read(yaml.safe_load(text))
     assert (7, 2, 8) == (job.spec.steps, job.spec.replicas, job.spec.gpus.count)
-    assert ("models", "qwen/small") == (job.spec.model.claim_name, job.spec.model.path)
+    assert ("models", "qwen/small") == (job.spec.model.claim.name, job.spec.model.claim.path)
     assert "  # Training steps; the job is complete after the last. May change.\n  steps: 7\n" in text
 
 

@@ -24,10 +24,7 @@ KEPT = (
     *("x-kubernetes-list-type", "x-kubernetes-list-map-keys"),
 )
 
-DECIDED: dict[str, str] = {
-    ".spec.rollout.maxConcurrency: a rule more: maxConcurrency must be at most (maxStaleness + 1) * batchSize + "
-    "spareGroups: more groups are never admitted": "the former one, with more admitted",
-}
+DECIDED: dict[str, str] = {}
 """What a person has looked at, and why it may be: a rule that binds nobody who was there, a loss that is announced."""
 
 

@@ -25,6 +25,9 @@ LOOKS = "e2e/test_two_pods.py::test_commands_of_runbooks_and_pages_look_at_the_j
 RUN: Mapping[str, str] = {
     "README.md": "e2e/test_demo.py::test_demo_ends_with_a_table_a_report_and_what_it_falls_short_of",
     "CONTRIBUTING.md": "these run all tests, this one too",
+    "docs/api-changes.md": (
+        "contract/test_crd_versions.py::test_stored_jobs_move_to_the_next_version_as_the_page_says"
+    ),
     "docs/bring-your-own.md": CONFORMS,
     "docs/cli.md": "contract/test_packages.py::test_command_line_is_installed_from_a_checkout_as_its_page_says",
     "docs/failures.md#When a job fails, and how it goes on": (
@@ -39,6 +42,9 @@ RUN: Mapping[str, str] = {
     "docs/install.md#Without Helm": "contract/test_chart_rendering.py::test_bundle_is_the_chart_and_kubectl_takes_it",
     "docs/one-side.md": "e2e/test_one_side.py::test_a_job_without_an_engine_trains_them",
     "docs/releases.md": "contract/test_chart_install.py::test_chart_installs_and_upgrades_as_the_pages_say",
+    "docs/runbooks/job-failed.md#What to do": (
+        "integration/test_cli_program.py::test_a_failed_job_is_retried_and_no_other"
+    ),
     "docs/runbooks/operations.md#A node is lost": "a node of its own would have to go for good",
     "docs/runbooks/operations.md#An evaluation now": (
         "unit/test_plan.py::test_an_evaluation_is_made_on_request_once_its_period_is_one has what the patch asks for; "

@@ -7,8 +7,9 @@ import re
 from prometheus_client import CollectorRegistry
 from unit.test_documents import RULES
 
+from colocated_rl_api.job_status import Phase
 from colocated_rl_operator import metrics as of_operator
-from colocated_rl_operator.planner.reasons import Cause
+from colocated_rl_operator.planner.reasons import Cause, Reason
 from colocated_rl_rollout import metrics as of_rollout
 
 
@@ -27,3 +28,30 @@ def test_the_first_epoch_of_each_cause_is_an_increase() -> None:
     of_operator.OperatorMetrics(registry)
     for cause in Cause:
         assert 0 == registry.get_sample_value("colocated_rl_operator_epochs_raised_total", {"cause": cause})
+
+
+def test_every_cause_that_ends_a_job_as_failed_is_an_alert() -> None:
+    [rule] = [rule for rule in RULES if rule["alert"] == "ColocatedRLJobFailed"]
+    [causes] = re.findall(r'colocated_rl_operator_epochs_raised_total{cause=~"([^"]+)"}', rule["expr"])
+    assert {cause.value for cause in Cause if cause.is_failure} == set(causes.split("|"))
+
+
+def test_the_longest_wait_is_of_the_job_that_has_stood_in_the_phase_longest() -> None:
+    registry, now = CollectorRegistry(), 100.0
+    metrics = of_operator.OperatorMetrics(registry, clock=lambda: now)
+
+    def longest(phase: Phase) -> float | None:
+        return registry.get_sample_value("colocated_rl_operator_longest_in_phase_seconds", {"phase": phase})
+
+    assert 0 == longest(Phase.QUEUED)
+    metrics.count_job("a", Phase.QUEUED)
+    now += 60
+    metrics.count_job("b", Phase.QUEUED)
+    metrics.count_job("a", Phase.QUEUED, Reason.OBJECT_REFUSED)
+    now += 30
+    assert (90, 0) == (longest(Phase.QUEUED), longest(Phase.PENDING))
+    metrics.count_job("a", Phase.PENDING)
+    now += 10
+    assert (40, 10) == (longest(Phase.QUEUED), longest(Phase.PENDING))
+    metrics.forget_job("b")
+    assert 0 == longest(Phase.QUEUED)

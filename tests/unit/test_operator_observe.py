@@ -11,7 +11,7 @@ import pytest
 
 from builders import CREATED, UID, facts_at, make_climb, make_job, make_member
 from colocated_rl_api.failure import FailureCause
-from colocated_rl_api.job_status import ColocatedRLJobStatus
+from colocated_rl_api.job_status import ColocatedRLJobStatus, Condition, ConditionStatus
 from colocated_rl_api.ladder import TIME_SLICED
 from colocated_rl_api.rungs import Rung, WeightVersion
 from colocated_rl_api.seats import ROLLOUT_SEAT
@@ -302,10 +302,17 @@ async def test_a_pod_whose_end_the_watch_missed_is_missed_half_a_minute_after_it
     assert [] == office.pods.of(UID)
 
 
+def ended_status(started: datetime, ended: datetime) -> ColocatedRLJobStatus:
+    failed = Condition(
+        type="Failed", status=ConditionStatus.TRUE, reason="DeadlineExceeded", message="", last_transition_time=ended
+    )
+    return ColocatedRLJobStatus(start_time=started, conditions=[failed])
+
+
 async def test_moments_of_the_record_are_those_of_this_process_clock(office: Office) -> None:
     """They survive a restart, which the monotonic clock does not."""
     started, ended = CREATED - timedelta(seconds=50), CREATED - timedelta(seconds=20)
-    office.case.record.status = ColocatedRLJobStatus(start_time=started, completion_time=ended)
+    office.case.record.status = ended_status(started, ended)
     seen = office.observe(make_job(), now=100.0)
     assert (50.0, 80.0) == (seen.started_at, seen.finished_at)
     assert office.observe(make_job(suspend=True), now=100.0).started_at is None
@@ -318,7 +325,7 @@ async def test_moments_of_the_record_are_those_of_this_process_clock(office: Off
 async def test_a_wall_clock_that_is_set_moves_no_deadline_that_runs(office: Office, hours: int) -> None:
     """An hour forward ended jobs by activeDeadlineSeconds and ttlSecondsAfterFinished, an hour back kept them."""
     started, ended = CREATED - timedelta(seconds=50), CREATED - timedelta(seconds=20)
-    office.case.record.status = ColocatedRLJobStatus(start_time=started, completion_time=ended)
+    office.case.record.status = ended_status(started, ended)
     office.observe(make_job(), now=100.0)
     seen = office.observe(make_job(), now=101.0, at=CREATED + timedelta(hours=hours))
     assert (50.0, 80.0) == (seen.started_at, seen.finished_at)
@@ -326,7 +333,7 @@ async def test_a_wall_clock_that_is_set_moves_no_deadline_that_runs(office: Offi
 
 async def test_a_time_that_lies_ahead_was_written_by_a_clock_that_was_set_back(office: Office) -> None:
     ahead = CREATED + timedelta(hours=1)
-    office.case.record.status = ColocatedRLJobStatus(start_time=ahead, completion_time=ahead)
+    office.case.record.status = ended_status(ahead, ahead)
     seen = office.observe(make_job(), now=100.0)
     assert (100.0, 100.0) == (seen.started_at, seen.finished_at)
 

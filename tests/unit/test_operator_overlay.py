@@ -6,11 +6,12 @@ from typing import Any
 
 import pytest
 
-from builders import make_job
+from builders import UID, make_job, make_manifest
 from colocated_rl_agent.runner import runner
 from colocated_rl_api import names
 from colocated_rl_api.pod_template import OWNED_PATHS, OWNED_VARIABLES, OWNED_VOLUME_PREFIXES, OWNED_VOLUMES
 from colocated_rl_api.seats import ROLLOUT_SEAT, gpu_seat
+from colocated_rl_operator.loop.observe import read_job
 from colocated_rl_operator.manifests import resources
 from colocated_rl_operator.manifests.resources import PodImages
 
@@ -177,6 +178,29 @@ def test_gpu_pods_in_a_queue_are_one_group_of_known_size() -> None:
     rollout = pod(ROLLOUT_SEAT, **spec)["metadata"]
     assert not any(key.startswith("kueue") for key in (*rollout["labels"], *rollout["annotations"]))
     assert not any(key.startswith("kueue") for key in pod(gpu_seat(0))["metadata"]["labels"])
+
+
+def test_the_job_s_own_label_puts_its_gpu_pods_into_the_queue() -> None:
+    """As Kueue's users write it. The template's labels win, and no other label of the job reaches its pods."""
+    labels = {"kueue.x-k8s.io/queue-name": "research", "kueue.x-k8s.io/priority-class": "low", "team": "rl"}
+
+    def rendered(seat: str, **spec: Any) -> dict[str, Any]:
+        manifest = make_manifest(**spec)
+        metadata = {"namespace": "default", "uid": UID, "generation": 1, "creationTimestamp": "2026-01-01T00:00:00Z"}
+        job = read_job(manifest | {"metadata": manifest["metadata"] | metadata | {"labels": labels}})
+        found: dict[str, Any] = resources.pod(job, seat, 0, IMAGES)["metadata"]
+        return found
+
+    of_both = {"podTemplates": {"gpu": IN_QUEUE}}
+    assert rendered(gpu_seat(0), **of_both) == rendered(gpu_seat(0))
+    other = {"podTemplates": {"gpu": {"metadata": {"labels": {"kueue.x-k8s.io/queue-name": "urgent"}}}}}
+    for spec, queue in (({}, "research"), (other, "urgent")):
+        found = rendered(gpu_seat(0), **spec)
+        assert (queue, "low", "sums-gpu-6f1f0c5e") == tuple(
+            found["labels"][f"kueue.x-k8s.io/{label}"] for label in ("queue-name", "priority-class", "pod-group-name")
+        )
+        assert ("2", False) == (found["annotations"]["kueue.x-k8s.io/pod-group-total-count"], "team" in found["labels"])
+    assert not any(key.startswith("kueue") for key in rendered(ROLLOUT_SEAT)["labels"])
 
 
 def test_a_groups_name_fits_a_label() -> None:

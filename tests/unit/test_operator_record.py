@@ -208,3 +208,23 @@ async def test_a_job_that_another_operator_has_is_not_taken_from_it(server: Serv
     with pytest.raises(StaleEpoch, match="operator others/lease has sums"):
         await record.commit(at(1).model_copy(update={"operator": "ours/lease"}))
     assert [] == server.written
+
+
+THEIRS = {"type": "QuotaReserved", "status": "True", "reason": "Admitted", "message": "", "lastTransitionTime": "now"}
+
+
+async def test_conditions_of_another_controller_are_kept_as_they_are_and_not_read(
+    server: Server, record: Record
+) -> None:
+    """Theirs may say less than ours do, such as no generation; the newest that they wrote is written back."""
+    server.change(status={**server.job["status"], "conditions": [THEIRS]})
+    newer = THEIRS | {"status": "False"}
+    await record.commit(at(1, epoch=2))
+    assert [THEIRS] == server.job["status"]["conditions"]
+    server.change(status={**server.job["status"], "conditions": [newer]})
+    record.note(at(2, epoch=2))
+    await until(record)
+    assert (2, [newer]) == (server.job["status"]["step"], server.job["status"]["conditions"])
+    server.change(status={**server.job["status"], "conditions": []})  # they took it back
+    await record.commit(at(3, epoch=2))
+    assert ([], []) == (server.job["status"]["conditions"], record.status and record.status.conditions)

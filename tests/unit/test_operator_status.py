@@ -114,7 +114,7 @@ def test_a_silent_member_is_named() -> None:
     assert not is_urgent(before, status_of(blinking, before))  # a moment's absence is no news
     status = status_of(replace(blinking, now=blinking.now + BRIEF_OUTAGE_S), before)
     assert is_urgent(before, status)
-    assert ("1/2", (False, Reason.PODS_STARTING)) == (status.ready, conditions(status)["PodsReady"])
+    assert (1, (False, Reason.PODS_STARTING)) == (status.ready_replicas, conditions(status)["PodsReady"])
     message = next(item.message for item in status.conditions if item.type == "PodsReady")
     assert "gpu-1 (agent: CrashLoopBackOff" in message
     assert ["sums-gpu-1-0"] == [pod.name for pod in status.out_of_line]
@@ -139,7 +139,7 @@ def test_completion_satisfies_kubectl_wait_and_helm() -> None:
     found = conditions(status)
     assert Phase.COMPLETE is status.phase
     assert {"Complete", "Ready"} == {kind for kind, (is_true, _) in found.items() if is_true}
-    assert CREATED == status.completion_time
+    assert CREATED == status.completion_time == status.ended_at
 
 
 def test_the_model_that_a_job_leaves_is_named_and_stays_named() -> None:
@@ -192,19 +192,31 @@ def test_the_checkpoint_that_a_job_began_from_is_named_and_stays_named() -> None
 def test_failure_stalls_at_once_and_names_its_cause() -> None:
     status = ended(Cause.BACKOFF_LIMIT, is_over=False)
     found = conditions(status)
-    assert (Phase.FAILED, None) == (status.phase, status.completion_time)
-    assert {"Failed", "Stalled", "PodsReady", "GPUSharingReady"} == {
-        kind for kind, (is_true, _) in found.items() if is_true
-    }
-    assert "BackoffLimitExceeded" == found["Failed"][1]
+    assert (Phase.FAILED, None) == (status.phase, status.ended_at)
+    assert {"Stalled", "PodsReady", "GPUSharingReady"} == {kind for kind, (is_true, _) in found.items() if is_true}
+    assert (False, "BackoffLimitExceeded") == found["Failed"]
+
+
+def test_a_job_has_failed_when_every_member_has_stopped_and_says_when_in_its_condition() -> None:
+    later = CREATED + timedelta(seconds=9)
+    failing = seen_at(Rung.SERVING, Rung.SERVING, climb=make_climb(1, cause=Cause.BACKOFF_LIMIT), served=V1)
+    decided = replace(plan(failing), message="it was the seventh time")
+    status = report(failing, decided, before=BLANK, at=CREATED)
+    stopped = replace(failing, members=())
+    status = report(stopped, plan(stopped), before=status, at=later)
+    [failed] = [each for each in status.conditions if each.type == ConditionType.FAILED]
+    assert (Phase.FAILED, None, later) == (status.phase, status.completion_time, status.ended_at)
+    assert (later, "it was the seventh time") == (failed.last_transition_time, failed.message)
+    again = report(stopped, plan(stopped), before=status, at=later + timedelta(hours=1))
+    assert later == again.ended_at
 
 
 def test_a_retried_job_has_not_failed_and_its_time_begins_anew() -> None:
     failed = ended(Cause.DEADLINE, is_over=True)
-    assert (Phase.FAILED, True) == (failed.phase, failed.completion_time is not None)
+    assert (Phase.FAILED, True) == (failed.phase, failed.ended_at is not None)
     climb = make_climb(1, cause=Cause.RETRIED)
     status = status_of(seen_at(Rung.SERVING, Rung.SERVING, climb=climb, served=V1), failed)
-    assert (Phase.PENDING, None, None) == (status.phase, status.start_time, status.completion_time)
+    assert (Phase.PENDING, None, None) == (status.phase, status.start_time, status.ended_at)
     assert [(False, Reason.NOT_FAILED), (False, Reason.NOT_STALLED)] == [
         conditions(status)[kind] for kind in ("Failed", "Stalled")
     ]
@@ -250,7 +262,7 @@ def test_a_suspended_job_says_so_when_its_pods_are_gone() -> None:
     assert {"Reconciling"} == {kind for kind, (is_true, _) in found.items() if is_true}
     assert (False, Reason.SUSPENDING) == found["Suspended"]
     rest = status_of(suspending(members=()), status)
-    assert (Phase.SUSPENDED, Holder.NOBODY, "0/2") == (rest.phase, rest.gpu_holder, rest.ready)
+    assert (Phase.SUSPENDED, Holder.NOBODY, 0, 2) == (rest.phase, rest.gpu_holder, rest.ready_replicas, rest.replicas)
     assert (None, None, None) == (rest.start_time, rest.weight_version, rest.rung)
     found = conditions(rest)
     assert {"Suspended"} == {kind for kind, (is_true, _) in found.items() if is_true}

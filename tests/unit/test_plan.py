@@ -941,7 +941,7 @@ def test_a_pod_that_does_not_end_is_forgotten_after_its_grace_and_replaced_befor
 )
 def test_a_seat_in_a_queues_group_waits_for_the_pod_that_ends(after_s: float, phase: PodPhase, is_filled: bool) -> None:
     """The queue counts a pod until it has failed, and deletes the newest of those that are too many."""
-    job = make_job(podTemplates={"gpu": {"metadata": {"labels": {"kueue.x-k8s.io/queue-name": "research"}}}})
+    job = replace(make_job(), queue_labels={"kueue.x-k8s.io/queue-name": "research"})
     seen = without(climbing(Rung.SERVING, Rung.SERVING, job=job), 1, ends_at=160.0, phase=phase)
     decided = plan(later(seen, after_s))
     assert is_filled == (CreatePod("gpu-1", 1) in decided.pods)

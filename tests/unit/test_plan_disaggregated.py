@@ -295,7 +295,7 @@ def test_a_step_is_done_when_every_engine_holds_its_weights() -> None:
 def test_status_says_what_follows_from_the_placement() -> None:
     seen = climbing([Rung.SEALED, Rung.SEALED], [Rung.TRAINED, Rung.TRAINED])
     status = status_of(seen)
-    assert (Placement.DISAGGREGATED, Holder.BOTH, "4/4") == (status.placement, status.gpu_holder, status.ready)
+    assert (Placement.DISAGGREGATED, Holder.BOTH, 4) == (status.placement, status.gpu_holder, status.ready_replicas)
     assert Phase.TRAINING is status.phase
     assert [] == status.out_of_line, "trainers and engines stand where their kind does"
 

@@ -209,8 +209,9 @@ def test_it_goes_when_the_job_is_suspended() -> None:
 def test_status_says_where_it_is_and_what_waits_for_it() -> None:
     status = status_of(seen_with(READY[0], make_reference(1, is_ready=False)))
     assert status.reference is not None
-    assert (RolePlacement.OWN_DEVICES, "1/2", 3) == (
-        status.reference.placement, status.reference.ready, status.reference.unscored,
+    found = status.reference
+    assert (RolePlacement.OWN_DEVICES, 1, 2, 3) == (
+        found.placement, found.ready_replicas, found.replicas, found.unscored,
     )  # fmt: skip
     _, shared = condition(status, ConditionType.GPU_SHARING_READY)
     assert shared.startswith(SHARING[Placement.TIME_SLICED][1])
@@ -218,7 +219,7 @@ def test_status_says_where_it_is_and_what_waits_for_it() -> None:
 
     beside = status_of(make_observation(make_job(reference={}), [], climb=None, rollout=None)).reference
     assert beside is not None
-    assert (RolePlacement.WITH_TRAINER, None, None) == (beside.placement, beside.ready, beside.unscored)
+    assert (RolePlacement.WITH_TRAINER, None, None) == (beside.placement, beside.ready_replicas, beside.unscored)
     assert status_of(make_observation(make_job(), [], climb=None, rollout=None)).reference is None
 
 
@@ -229,7 +230,7 @@ def test_rollout_goes_on_and_conditions_say_who_is_waited_for() -> None:
         condition(status, ConditionType.PODS_READY)[0],
         condition(status, ConditionType.PODS_READY)[1].removeprefix("waiting for "),
     )
-    assert "1/1" == status.ready, "of the pods that climb"
+    assert 1 == status.ready_replicas == status.replicas, "of the pods that climb"
     whole = status_of(seen_with(*READY))
     assert "True" == condition(whole, ConditionType.PODS_READY)[0]
     loading = status_of(seen_with(READY[0], make_reference(1, is_ready=False)))

@@ -106,9 +106,8 @@ class Kube:
             {"op": "replace", "path": "/metadata/resourceVersion", "value": resource_version},
             {"op": "add", "path": "/status", "value": status},
         ]
-        return await self._call(
-            "patch", names.PLURAL, _job_path(namespace, name) + "/status", patch, "application/json-patch+json"
-        )
+        path, query = _job_path(namespace, name) + "/status", {"fieldManager": names.FIELD_MANAGER}
+        return await self._call("patch", names.PLURAL, path, patch, "application/json-patch+json", query)
 
     async def delete_job(self, namespace: str, name: str, *, uid: str) -> None:
         """Delete the job with that UID, if it still exists."""

@@ -11,10 +11,12 @@ from typing import Any
 import pydantic
 
 from colocated_rl_api import names
+from colocated_rl_api.engines import refusals
 from colocated_rl_api.failure import FailureCause
 from colocated_rl_api.job import ColocatedRLJobSpec
 from colocated_rl_api.job_status import ColocatedRLJobStatus, FailuresStatus
 from colocated_rl_api.logs import log
+from colocated_rl_api.pod_template import QUEUE_LABELS
 from colocated_rl_api.rungs import WeightVersion
 from colocated_rl_api.seats import role_of
 from colocated_rl_operator.clients.errors import JobInvalid
@@ -52,7 +54,8 @@ def observe(
     Raises JobInvalid if a newer operator wrote the record and this one can't read it.
     """
     status, job_uid = state.status, state.about.uid
-    is_over = status.completion_time is not None
+    ended_at = status.ended_at
+    is_over = ended_at is not None
     records = _pod_records(state, job, pods)
     members.keep(job_uid, () if is_over else tuple(each.address for each in records if each.address is not None))
     answers, climb = members.answers(job_uid), _climb(status)
@@ -67,7 +70,7 @@ def observe(
             served=WeightVersion.parse(status.weight_version) if status.weight_version else None,
             is_over=is_over,
             started_at=None if job.spec.suspend else _moment(state, status.start_time, now, at) or now,
-            finished_at=_moment(state, status.completion_time, now, at),
+            finished_at=_moment(state, ended_at, now, at),
             has_elder=queue.has_elder(job),
             hindrance=state.stall.message if state.stall else "",
             memory=state.memory,
@@ -105,12 +108,15 @@ def read_job(body: Mapping[str, Any]) -> Job:
     """Return the job. Raises JobInvalid, which names the field, its value and what is expected.
 
     Unknown fields are ignored: they belong to a newer CRD, most likely as its defaults. The server refuses all others.
+    Of the job's labels, those of a queue are read with the spec: another value counts from the next change of the spec.
     """
     metadata = body["metadata"]
     try:
         spec = ColocatedRLJobSpec.model_validate_json(json.dumps(body["spec"]), extra="ignore")
     except pydantic.ValidationError as error:
         raise JobInvalid("; ".join(_complaint(item) for item in error.errors(include_url=False)[:5])) from error
+    if refused := [f"spec.{'.'.join(map(str, field))}: {words}" for field, words in refusals(spec)]:
+        raise JobInvalid("; ".join(refused[:5]))
     return Job(
         namespace=metadata["namespace"],
         name=metadata["name"],
@@ -118,6 +124,7 @@ def read_job(body: Mapping[str, Any]) -> Job:
         generation=metadata["generation"],
         created=_time(metadata["creationTimestamp"]),
         spec=spec,
+        queue_labels={label: value for label in QUEUE_LABELS if (value := (metadata.get("labels") or {}).get(label))},
     )
 
 

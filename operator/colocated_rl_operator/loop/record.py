@@ -6,6 +6,10 @@ that was overtaken before its turn is never written. An event comes after the st
 
 A status is written over the version that we know. A spec or metadata that somebody changed meanwhile is no obstacle; an
 epoch that somebody else raised is one, and `check` raises it in the loop.
+
+Conditions of other controllers are written back as that version has them: nobody's write can come between, so none is
+lost, revived or changed. A server-side apply would keep them too. But it needs the version all the same, to fence
+epochs, and it can't remove what another manager wrote as well: a backup that was restored would keep a job ended.
 """
 
 from __future__ import annotations
@@ -28,12 +32,13 @@ from colocated_rl_operator.clients.errors import (
 )
 from colocated_rl_operator.clients.events import About, Events
 from colocated_rl_operator.clients.kube import Body
-from colocated_rl_operator.planner.reasons import DocumentedReason
+from colocated_rl_operator.planner.reasons import ConditionType, DocumentedReason
 
 LOG = logging.getLogger(__name__)
 
 WRITE_TRIES = 5  # of one status, each after somebody else's change of the object
 CLOSE_S = 2.0  # for noted statuses and events, when the process ends
+OURS = frozenset(ConditionType)
 MAX_NEWS = 64  # events that wait for their turn; the oldest are dropped first
 
 
@@ -77,6 +82,7 @@ class Record:
         self._rest = rest
         self._written: ColocatedRLJobStatus | None = None
         self._version = ""  # resourceVersion of the object with the written status
+        self._others: list[Body] = []  # conditions of other controllers at that version
         self._noted: ColocatedRLJobStatus | None = None
         self._news: deque[News] = deque(maxlen=MAX_NEWS)
         self._one_call = asyncio.Lock()
@@ -86,7 +92,7 @@ class Record:
     def take(self, job: Body) -> None:
         """Take the status as the server has it."""
         self.status = self._written = read_status(job)
-        self._version = job["metadata"]["resourceVersion"]
+        self._know(job)
 
     def forget(self) -> None:
         """Forget the status, as another process wrote it: nothing is known until the next read."""
@@ -161,9 +167,10 @@ class Record:
             failing_s += again_s
 
     async def _write(self, status: ColocatedRLJobStatus) -> None:
-        about, body = self.about, status.model_dump(mode="json", by_alias=True, exclude_none=True)
+        about, ours = self.about, status.model_dump(mode="json", by_alias=True, exclude_none=True)
         known = self._written and self._written.epoch
         for tries_left in reversed(range(WRITE_TRIES)):
+            body = ours | {"conditions": [*ours["conditions"], *self._others]}
             try:
                 answer = await self._api.write_status(
                     about.namespace, about.name, resource_version=self._version, status=body
@@ -178,9 +185,21 @@ class Record:
                 raise StaleEpoch(f"status of {about.name} is of epoch {found.epoch}, not {known}")
             if found.operator not in (None, status.operator):
                 raise StaleEpoch(f"operator {found.operator} has {about.name}")
-            self._version = job["metadata"]["resourceVersion"]  # spec or metadata changed, the epoch is ours
-        self._written, self._version = status, answer["metadata"]["resourceVersion"]
+            self._know(job)  # spec, metadata or somebody's condition changed, the epoch is ours
+        self._written = status
+        self._know(answer)
+
+    def _know(self, job: Body) -> None:
+        """Take the version of the object, and what others wrote to it."""
+        self._version, self._others = job["metadata"]["resourceVersion"], _conditions(job, ours=False)
 
 
 def read_status(job: Body) -> ColocatedRLJobStatus:
-    return ColocatedRLJobStatus.model_validate_json(json.dumps(job.get("status") or {}))
+    """Return the status without the conditions of other controllers, which may say less than ours do."""
+    status = (job.get("status") or {}) | {"conditions": _conditions(job, ours=True)}
+    return ColocatedRLJobStatus.model_validate_json(json.dumps(status))
+
+
+def _conditions(job: Body, *, ours: bool) -> list[Body]:
+    conditions = (job.get("status") or {}).get("conditions", [])
+    return [each for each in conditions if (each["type"] in OURS) is ours]

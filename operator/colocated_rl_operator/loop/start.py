@@ -1,4 +1,4 @@
-"""What pods are made of: decided at each start of the group, recorded, and the same for a pod that is made again.
+"""Decide what pods are made of: once at each start of the group, recorded, and the same for a pod that is made again.
 
 A start of the group is the making of pods while there are none: of a new job, after a suspension, after the queue. The
 images that the chart names then are recorded before the first pod is made, and the digests as nodes report them. So a

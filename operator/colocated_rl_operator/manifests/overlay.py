@@ -6,11 +6,12 @@ and annotations below and a container's homes and caches, give way to the templa
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from colocated_rl_api.pod_template import PodSpec, PodTemplate, stated
+from colocated_rl_operator.planner.observation import Job
 
 Object = dict[str, Any]
 
@@ -38,9 +39,19 @@ class QueueGroup:
 NO_GROUP = QueueGroup()
 
 
-def queue_group(template: PodTemplate, *, name: str, size: int) -> QueueGroup:
-    """Return the group of pods that wait in a queue of Kueue; NO_GROUP if the template names none."""
-    return QueueGroup({GROUP_LABEL: name}, {GROUP_SIZE: str(size)}) if template.queue else NO_GROUP
+def queue_group(job: Job, *, name: str, size: int) -> QueueGroup:
+    """Return the group of pods that wait in a queue of Kueue; NO_GROUP without a queue.
+
+    The job's own labels reach its pods, where Kueue reads them, unless the template has others.
+    """
+    if not job.queue:
+        return NO_GROUP
+    own = {label: value for label, value in job.queue_labels.items() if label not in _labels(job)}
+    return QueueGroup(own | {GROUP_LABEL: name}, {GROUP_SIZE: str(size)})
+
+
+def _labels(job: Job) -> Mapping[str, str]:
+    return job.spec.pod_templates.gpu.metadata.labels
 
 
 def lay(template: PodTemplate, *, over: Object, avoids: Sequence[str] = ()) -> Object:

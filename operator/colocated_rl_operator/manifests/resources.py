@@ -110,7 +110,7 @@ def pod(job: Job, seat: str, attempt: int, images: PodImages, *, avoids: Sequenc
         role, _, replica = seat.rpartition("-")
         template = templates.gpu
         size = len(job.gpu_seats) + len(job.reference_seats)
-        group = overlay.queue_group(template, name=f"{job.name}-gpu-{job.uid[:8]}", size=size)
+        group = overlay.queue_group(job, name=f"{job.name}-gpu-{job.uid[:8]}", size=size)
         labels = {names.ROLE_LABEL: role, names.REPLICA_LABEL: replica}
         is_reference = role == names.ROLE_REFERENCE
         spec = _reference_spec(job, images) if is_reference else _gpu_spec(job, role, replica, images)
@@ -206,7 +206,7 @@ def _gpu_spec(job: Job, role: str, replica: str, images: PodImages) -> Object:
             *(_empty(name) for name in ("state", "bin", "sock", "batches", "scratch", "agent-tmp", "gpu-tmp")),
             _weights(job, trains=trains),
             _empty("shm", medium="Memory"),
-            _claimed("model", spec.model.claim_name, read_only=True),
+            _claimed("model", spec.model.claim.name, read_only=True),
             *([_claimed("checkpoints", job.claim_name("checkpoints")), *_former_volumes(job)] if trains else []),
             *_job_volumes(job),
         ],
@@ -255,7 +255,7 @@ def _reference_spec(job: Job, images: PodImages) -> Object:
         ],
         "volumes": [
             *(_empty(name) for name in ("scratch", "gpu-tmp")),
-            _claimed("model", job.spec.model.claim_name, read_only=True),
+            _claimed("model", job.spec.model.claim.name, read_only=True),
             *_job_volumes(job),
         ],
     }
@@ -291,7 +291,7 @@ def _rollout_spec(job: Job, images: PodImages) -> Object:
         ],
         "volumes": [
             _claimed("store", job.claim_name("store")),
-            _claimed("model", job.spec.model.claim_name, read_only=True),
+            _claimed("model", job.spec.model.claim.name, read_only=True),
             _empty("tmp"),
             *_former_volumes(job, with_samples=True),
             *volumes,

@@ -8,6 +8,7 @@ in a restart costs patience (deadlines start again), never safety.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from enum import StrEnum
@@ -21,6 +22,7 @@ from colocated_rl_api.failure import FailureCause
 from colocated_rl_api.job import ColocatedRLJobSpec
 from colocated_rl_api.ladder import Ladder
 from colocated_rl_api.member_wire import Endpoint
+from colocated_rl_api.pod_template import QUEUE_LABEL
 from colocated_rl_api.rungs import Rung, WeightVersion
 from colocated_rl_api.seats import ROLLOUT_SEAT, Seats, role_of, seats_for
 from colocated_rl_api.wire import Version
@@ -37,6 +39,12 @@ class Job:
     generation: int
     created: datetime
     spec: ColocatedRLJobSpec
+    queue_labels: Mapping[str, str] = field(default_factory=dict)  # of the job itself, for pods that wait in a queue
+
+    @property
+    def queue(self) -> str:
+        """Return the queue that admits the GPU pods, all together; "" for none. The pods' template names it first."""
+        return self.spec.pod_templates.gpu.queue or self.queue_labels.get(QUEUE_LABEL, "")
 
     @cached_property
     def seats(self) -> Seats:

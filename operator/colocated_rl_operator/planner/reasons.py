@@ -145,7 +145,11 @@ class ConditionType(DocumentedReason):
     )
     SUSPENDED = "Suspended", "The job is suspended and none of its pods is left."
     COMPLETE = "Complete", "All steps are done and saved, and every member has stopped."
-    FAILED = "Failed", "The job does not go on by itself.", "the reason and the message say why, and how it goes on"
+    FAILED = (
+        "Failed",
+        "The job does not go on by itself, and every member has stopped.",
+        "the reason and the message say why, and how it goes on",
+    )
 
 
 class Reason(DocumentedReason):

@@ -97,7 +97,7 @@ def _is_held(seat: str, pods: list[Member], seen: Observation, wake: list[float]
     ending = [pod for pod in pods if pod.ends_at is not None]
     if seat == ROLLOUT_SEAT or not ending:
         return bool(ending)
-    if not seen.job.spec.pod_templates.gpu.queue:
+    if not seen.job.queue:
         return False
     until = max((pod.ends_at or 0.0) + FORCE_AFTER_S for pod in ending)
     wake.append(until)

@@ -116,7 +116,8 @@ def report(
         placement=seen.job.ladder.placement,
         gpu_holder=_holder(found.phase, seen.job.ladder),
         rung=found.slowest.value if plan.climb and not plan.is_over and not found.rests else None,
-        ready=before.ready if found.answering and not seen.all_answer else _ready(seen),
+        replicas=len(seen.job.gpu_seats),
+        ready_replicas=before.ready_replicas if found.answering and not seen.all_answer else _ready(seen),
         pods_by_rung={rung.value: pods for rung, pods in Counter(plan.standings.values()).items()},
         out_of_line=_out_of_line(seen, plan),
         rollout=_rollout(seen) or before.rollout,
@@ -128,7 +129,7 @@ def report(
         model=found.model,
         last_switch_seconds=_rounded(seen.memory.last_switch_s) or before.last_switch_seconds,
         start_time=None if found.rests and found.phase is not Phase.QUEUED else before.start_time or at,
-        completion_time=(before.completion_time or at) if plan.is_over else None,
+        completion_time=(before.completion_time or at) if found.phase is Phase.COMPLETE else None,
         conditions=[stamp(kind, *judge(found)) for kind, judge in CONDITIONS.items()],
     )
 
@@ -257,8 +258,8 @@ def is_urgent(before: ColocatedRLJobStatus, after: ColocatedRLJobStatus) -> bool
 def _key(status: ColocatedRLJobStatus) -> object:
     conditions = tuple((item.type, item.status, item.reason) for item in status.conditions)
     return (
-        *(status.observed_generation, status.phase, status.step, status.epoch, status.weight_version, status.ready),
-        *(status.completion_time, status.reference and status.reference.ready, conditions),
+        *(status.observed_generation, status.phase, status.step, status.epoch, status.weight_version),
+        *(status.ready_replicas, status.reference and status.reference.ready_replicas, conditions),
     )
 
 
@@ -370,8 +371,9 @@ def _reconciling(found: _Pass) -> tuple[bool, DocumentedReason, str]:
 def _stalled(found: _Pass) -> tuple[bool, DocumentedReason, str]:
     if found.stall is not None:
         return True, found.stall.reason, found.stall.message
-    is_failed, cause, why = _failed(found)
-    return (True, cause, why) if is_failed and found.cause else (False, Reason.NOT_STALLED, "")
+    if found.phase is Phase.FAILED and found.cause:
+        return True, found.cause, found.failure
+    return False, Reason.NOT_STALLED, ""
 
 
 def _pods_ready(found: _Pass) -> tuple[bool, DocumentedReason, str]:
@@ -406,8 +408,9 @@ def _complete(found: _Pass) -> tuple[bool, DocumentedReason, str]:
 
 
 def _failed(found: _Pass) -> tuple[bool, DocumentedReason, str]:
-    is_failed = found.phase is Phase.FAILED
-    return is_failed, (found.cause if is_failed else None) or Reason.NOT_FAILED, found.failure
+    """Like Complete, and like a batch/v1 Job: true once every member has stopped. The reason is there before."""
+    is_failing = found.phase is Phase.FAILED
+    return is_failing and found.plan.is_over, (found.cause if is_failing else None) or Reason.NOT_FAILED, found.failure
 
 
 CONDITIONS: dict[ConditionType, Callable[[_Pass], tuple[bool, DocumentedReason, str]]] = {
@@ -489,9 +492,8 @@ def _failures(tally: FailureTally) -> FailuresStatus | None:
     )
 
 
-def _ready(seen: Observation) -> str:
-    wanted = len(seen.job.gpu_seats)
-    return f"{wanted if seen.all_answer else sum(member.answers for member in seen.gpu_members)}/{wanted}"
+def _ready(seen: Observation) -> int:
+    return len(seen.job.gpu_seats) if seen.all_answer else sum(member.answers for member in seen.gpu_members)
 
 
 def _rollout(seen: Observation) -> RolloutStatus | None:
@@ -513,10 +515,10 @@ def _reference(seen: Observation) -> ReferenceStatus | None:
         return ReferenceStatus(placement=RolePlacement.WITH_TRAINER)
     if not job.reference_seats:
         return None
-    answering = sum(member.answers for member in seen.reference_members)
     return ReferenceStatus(
         placement=RolePlacement.OWN_DEVICES,
-        ready=f"{answering}/{len(job.reference_seats)}",
+        replicas=len(job.reference_seats),
+        ready_replicas=sum(member.answers for member in seen.reference_members),
         unscored=facts.unscored if facts else None,
     )
 

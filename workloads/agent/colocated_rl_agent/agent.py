@@ -25,7 +25,7 @@ from colocated_rl_agent.gate.data_port import DataPort
 from colocated_rl_agent.gate.gate import Gate
 from colocated_rl_agent.lanes.engine import Engine
 from colocated_rl_agent.lanes.trainers import Trainers
-from colocated_rl_agent.metrics import AgentMetrics, BelowTarget, Unsaved
+from colocated_rl_agent.metrics import AgentMetrics, BelowTarget, GpuSeconds, Unsaved
 from colocated_rl_agent.planner import actions as do
 from colocated_rl_agent.planner.next_actions import next_actions
 from colocated_rl_agent.planner.rung_times import RungTimes
@@ -43,6 +43,7 @@ from colocated_rl_agent.runner.runner_link import (
 )
 from colocated_rl_agent.settings import AgentSettings
 from colocated_rl_api.facts import PodFacts
+from colocated_rl_api.holders import PodHolder, holder_of
 from colocated_rl_api.job import Verify
 from colocated_rl_api.logs import log
 from colocated_rl_api.member_wire import Goal, Hello, PodTarget
@@ -137,6 +138,9 @@ class Agent:
         self._climb = RungTimes(self._ladder, self._reached)
         registry.register(BelowTarget(self._below_target))
         registry.register(Unsaved(self._trainers.unsaved))
+        self._gpu_seconds = GpuSeconds(settings.gpus)
+        registry.register(self._gpu_seconds)
+        self._has_served = False
 
     async def run(self) -> None:
         """Run until `end`. Raises the error of any part: the process ends, and its container starts again."""
@@ -225,6 +229,7 @@ class Agent:
         view, target = self._view(), self.server.target
         if target is not None and self._runner_known:
             self._climb.stands(self._ladder.standing(view.facts(), target.version), epoch=target.epoch, now=view.now)
+            self._gpu_seconds.hold(self._holder())
         choices = next_actions(view, target, self._settings.rules)
         self._problems.chosen(choices)
         untils = [self._begin(choice, now=view.now) for choice in choices]
@@ -507,6 +512,12 @@ class Agent:
             version=str(target.version),
             took_s=took_s,
         )
+
+    def _holder(self) -> PodHolder:
+        """Return who has the pod's devices. Whatever comes before the pod first stood at the top is its start."""
+        rung = self._climb.rung
+        self._has_served |= rung is self._ladder.top
+        return holder_of(rung, None, self._ladder, self._settings.role) if self._has_served else PodHolder.START
 
     def _below_target(self) -> tuple[Rung, float] | None:
         """Return the pod's rung and for how many seconds it has stood there, or None if the target is not above it."""

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
-from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
+from colocated_rl_api.holders import PodHolder
 from colocated_rl_api.rungs import Rung
 
 CALL_BUCKETS_S = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60)  # idle: 1-30 ms; with 1 s sleeps
@@ -96,7 +98,7 @@ class BelowTarget(Collector):
 
 
 class Unsaved(Collector):
-    """What the loss of the trainers would cost; nothing while none has loaded.
+    """Cost of a loss of the trainers; nothing while none has loaded.
 
     at_risk: steps that no checkpoint holds, and seconds since the first of them began; or None.
     """
@@ -115,3 +117,32 @@ class Unsaved(Collector):
             seconds.add_metric([], at_risk[1])
         yield steps
         yield seconds
+
+
+class GpuSeconds(Collector):
+    """Seconds since the agent's start, times the pod's devices, by who had them."""
+
+    def __init__(self, gpus: int = 0, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._gpus = gpus
+        self._clock = clock
+        self._holder = PodHolder.START
+        self._since = clock()
+        self._held = dict.fromkeys(PodHolder, 0.0)
+
+    def hold(self, holder: PodHolder) -> None:
+        """Record who has the devices from now on."""
+        now = self._clock()
+        self._held[self._holder] += (now - self._since) * self._gpus
+        self._holder, self._since = holder, now
+
+    def describe(self) -> Iterator[CounterMetricFamily]:
+        yield CounterMetricFamily(
+            "colocate_gpu_seconds", "Seconds of the pod's devices, by who had them", labels=["holder"]
+        )
+
+    def collect(self) -> Iterator[CounterMetricFamily]:
+        self.hold(self._holder)
+        for family in self.describe():
+            for holder, seconds in self._held.items():
+                family.add_metric([holder], seconds)
+            yield family

@@ -11,29 +11,16 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from enum import StrEnum
 from itertools import pairwise
 from statistics import mean, median
 from typing import Any
 
 from colocated_rl_api import names
+from colocated_rl_api.holders import PodHolder, holder_of
 from colocated_rl_api.ladder import TIME_SLICED, Ladder
 from colocated_rl_api.rungs import Rung
 
 Line = Mapping[str, Any]
-
-UP_TO_CLOSED = (Rung.UNKNOWN, *TIME_SLICED.rungs[: TIME_SLICED.place(Rung.CLOSED)])
-
-
-class PodHolder(StrEnum):
-    """Names who has the GPU of a pod."""
-
-    START = "start-up"
-    ROLLOUT = "rollout"
-    SWITCH = "switch"
-    TRAINER = "training"
-    BOTH = "rollout and training"
-    IDLE = "idle"  # trainers on GPUs of their own, between steps
 
 
 @dataclass(frozen=True)
@@ -190,7 +177,7 @@ def standings(lines: Iterable[Line], ladder: Ladder = TIME_SLICED) -> dict[str, 
             if rung is ladder.top:
                 served.add(pod)
             now[pod] = Standing(
-                rung, _holder(rung, None, ladder, line["role"]) if pod in served else PodHolder.START, line["ts"]
+                rung, holder_of(rung, None, ladder, line["role"]) if pod in served else PodHolder.START, line["ts"]
             )
     return dict(sorted(now.items()))
 
@@ -311,13 +298,13 @@ def _spans_of(pod: str, rises: Sequence[Line], ladder: Ladder) -> list[RungSpan]
         rung, towards = Rung(line["rung"]), Rung(following["rung"])
         has_served |= rung is ladder.top
         role = following["role"]
-        holder = _holder(rung, towards, ladder, role) if has_served else PodHolder.START
+        holder = holder_of(rung, towards, ladder, role) if has_served else PodHolder.START
         start, end = line["ts"], following["ts"]
         first = _first_of_climb(ladder)
         if rung is ladder.top and ladder.reaches(towards, first) and towards is not first:  # passed on the way
             began = max(start, end - following["took_s"])
             spans.append(RungSpan(pod, start, began, holder, first, following["step"], following.get("epoch")))
-            start, holder = began, _holder(first, towards, ladder, role)
+            start, holder = began, holder_of(first, towards, ladder, role)
         spans.append(RungSpan(pod, start, end, holder, towards, following["step"], following.get("epoch")))
     return spans
 
@@ -325,24 +312,3 @@ def _spans_of(pod: str, rises: Sequence[Line], ladder: Ladder) -> list[RungSpan]
 def _first_of_climb(ladder: Ladder) -> Rung:
     """Return the rung with which a climb begins for the GPU: the gate closes, or the trainer begins beside rollout."""
     return Rung.CLOSED if ladder.takes_turns else ladder.rungs[0]
-
-
-def _holder(rung: Rung, towards: Rung | None, ladder: Ladder, role: str) -> PodHolder:
-    """Return who holds the GPU between two rungs. towards: None if not reached yet. role: the pod's."""
-    if not (ladder.serves and ladder.trains):
-        return PodHolder.ROLLOUT if ladder.serves else PodHolder.TRAINER
-    if role == names.ROLE_TRAINER:
-        return PodHolder.IDLE if rung is ladder.top else PodHolder.TRAINER
-    if ladder.serves_on:
-        beside = _RESIDENT.get(rung, PodHolder.ROLLOUT)
-        return PodHolder.ROLLOUT if beside is PodHolder.BOTH and role == names.ROLE_ENGINE else beside
-    if towards in UP_TO_CLOSED or rung in (Rung.SEALED, Rung.SERVING, Rung.UNKNOWN):
-        return PodHolder.ROLLOUT
-    return PodHolder.TRAINER if rung in _TRAINING else PodHolder.SWITCH
-
-
-_TRAINING = (Rung.RELEASED, Rung.SCORED, Rung.TRAINED, Rung.EXPORTED)
-_RESIDENT = {
-    **dict.fromkeys((Rung.SEALED, Rung.SCORED, Rung.TRAINED), PodHolder.BOTH),
-    **dict.fromkeys((Rung.CLOSED, Rung.SETTLED, Rung.PAUSED, Rung.DRAINED, Rung.UPDATED), PodHolder.SWITCH),
-}

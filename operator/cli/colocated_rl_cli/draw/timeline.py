@@ -12,6 +12,7 @@ from itertools import pairwise
 from pathlib import Path
 from statistics import median
 
+from colocated_rl_api.holders import PodHolder
 from colocated_rl_cli.draw.charts import (
     Bar,
     ChartRow,
@@ -20,7 +21,6 @@ from colocated_rl_cli.draw.charts import (
     table,
 )
 from colocated_rl_cli.draw.figures import (
-    PodHolder,
     RunFigures,
     RungSpan,
     holder_shares,

@@ -16,10 +16,10 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from colocated_rl_api.holders import PodHolder
 from colocated_rl_cli.draw.figures import (
     Evaluated,
     Line,
-    PodHolder,
     Sealed,
     Standing,
     batches_of,

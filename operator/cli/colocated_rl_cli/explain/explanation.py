@@ -33,6 +33,9 @@ from colocated_rl_cli.explain.waiting import waits_for
 QUIET_S = 30.0  # over which rollout controllers count their tokens
 
 
+AT_REST = (Phase.SUSPENDING, Phase.SUSPENDED, Phase.QUEUED, Phase.FAILED)  # pods that end are no news
+
+
 @dataclass(frozen=True)
 class Finding:
     """One cause, with the pod and the rung that it concerns."""
@@ -74,7 +77,7 @@ def explain(seen: Evidence) -> Explanation:
     facts = facts_of(seen)
     rungs = rungs_of(status, seen, facts)
     causes = [*_of_job(job, status)]
-    if not (_is_over(status) or status.phase in (Phase.SUSPENDING, Phase.SUSPENDED, Phase.QUEUED)):
+    if not (_is_over(status) or status.phase in AT_REST):
         causes += _of_pods(seen, status)
         causes += _of_members(status, facts, rungs, {cause.pod for cause in causes})
         causes += _of_rollout(seen, status, facts)

@@ -1,6 +1,7 @@
 """Validate a manifest without a cluster, to the API server's verdict, with the line of each fault.
 
-The rules are those of the models (`colocated_rl_api.job`), from which the CRD is generated too. This module adds the
+The rules are those of the models (`colocated_rl_api.job`), from which the CRD is generated too, and those of the
+engine's flags (`colocated_rl_api.engines`), which the operator asks of a job that the server took. This module adds the
 positions in the file, and Kubernetes' own rules for metadata. It looks into lists, as `kubectl get -o yaml` prints
 them, and skips objects of other kinds.
 """
@@ -16,6 +17,7 @@ from typing import Any
 import pydantic
 
 from colocated_rl_api import names
+from colocated_rl_api.engines import refusals
 from colocated_rl_api.job import ColocatedRLJob, Metadata
 from colocated_rl_cli.base.yaml_text import (
     Document,
@@ -58,7 +60,7 @@ _NAMESPACE = re.compile("[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
 
 @dataclass(frozen=True, order=True)
 class Fault:
-    """One thing that the API server would refuse."""
+    """One thing that the API server or the operator would refuse."""
 
     place: Position
     field: str  # as the server writes it: spec.rollout.engine.args[1]; "" for the whole document
@@ -117,9 +119,12 @@ def faults_of(document: Document) -> list[Fault]:
     if isinstance(metadata, Mapping) and metadata.get("name") is None and isinstance(metadata.get("generateName"), str):
         value = {**value, "metadata": {**metadata, "name": metadata["generateName"] + GENERATED}}
     try:
-        ColocatedRLJob.read(value)
+        job = ColocatedRLJob.read(value)
     except pydantic.ValidationError as error:
-        found += [_fault(document, one) for one in error.errors(include_url=False)]
+        return found + [_fault(document, one) for one in error.errors(include_url=False)]
+    for field, words in refusals(job.spec):
+        path: Path = ("spec", *field)
+        found.append(Fault(document.place(path), spelled(path), words))
     return found
 
 
@@ -180,7 +185,9 @@ def _fields_of(path: Path) -> str:
     """List the fields of the expected object if they are few."""
     model = _model_at(path)
     known = names_of(model) if model else []
-    return f" with fields {', '.join(known)}" if 0 < len(known) <= MANY_FIELDS else ""
+    if not 0 < len(known) <= MANY_FIELDS:
+        return ""
+    return f" with field{'s' if len(known) > 1 else ''} {', '.join(known)}"
 
 
 def _model_at(path: Path) -> Model | None:

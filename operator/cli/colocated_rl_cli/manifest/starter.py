@@ -75,7 +75,7 @@ def _document(wishes: Wishes) -> dict[str, Any]:
         "spec": {
             "steps": wishes.steps,
             "replicas": wishes.replicas,
-            "model": _at_claim(wishes.model),
+            "model": {"claim": _at_claim(wishes.model, "name")},
             "gpus": gpus,
             "rollout": {
                 **({} if wishes.gpus else {"engine": {"args": list(ENGINE_ON_CPU)}}),
@@ -118,12 +118,13 @@ def _rows(prompts: str) -> tuple[str, dict[str, Any]]:
     ending = PurePosixPath(what).suffix
     if ending[1:].isalpha() and ending not in FILE_ENDINGS:  # a directory may be named after a version
         raise UsageError(f"{what}: a file of prompts ends with one of {', '.join(FILE_ENDINGS)}")
-    return "file", _at_claim(prompts)
+    return "file", _at_claim(prompts, "claimName")
 
 
-def _at_claim(text: str) -> dict[str, Any]:
+def _at_claim(text: str, field: str) -> dict[str, Any]:
+    """Return CLAIM or CLAIM:PATH as fields, the claim's name as `field`."""
     claim, _, path = text.partition(":")
-    return {"claimName": claim, **({"path": path} if path else {})}
+    return {field: claim, **({"path": path} if path else {})}
 
 
 # ---------------------------------------------------------------------------------------------------------------- text

@@ -20,9 +20,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from colocated_rl_agent.drivers.base import CallRefused, OutcomeUnknown, Unsuitable, read_answer, read_body, within
 from colocated_rl_agent.planner.views import CUDA_GRAPH, KV_CACHE, WEIGHTS
+from colocated_rl_api.engines import SGLANG
 from colocated_rl_api.rungs import WeightVersion
 
-SUPPORTED_VERSIONS = ("0.5.23",)
 FLUSH_MARGIN = 0.8  # the engine's flush timeout as a share of our deadline: its answer must come first
 MAX_ANSWER_BYTES = 64 * 1024 * 1024  # with a checksum it names each tensor of each rank
 MAX_ERROR_BYTES = 1000
@@ -244,12 +244,12 @@ class SGLang:
             info = ServerInfo.model_validate(await self._call("GET", "/server_info"))
         except ValidationError as error:
             missing = ", ".join(".".join(map(str, item["loc"])) for item in error.errors(include_input=False))
-            raise Unsuitable(f"/server_info lacks {missing}: use SGLang {' or '.join(SUPPORTED_VERSIONS)}") from None
+            raise Unsuitable(f"/server_info lacks {missing}: use SGLang {' or '.join(SGLANG.versions)}") from None
         spanned = info.tp_size * info.pp_size
         for wrong, remedy in (
             (
-                info.version not in SUPPORTED_VERSIONS,
-                f"SGLang {info.version} is not known: use {SUPPORTED_VERSIONS[-1]}",
+                info.version not in SGLANG.versions,
+                f"SGLang {info.version} is not known: use {SGLANG.versions[-1]}",
             ),
             (info.frontend != "python", "unset SGLANG_RUST_SERVER: only the Python HTTP server is supported"),
             (

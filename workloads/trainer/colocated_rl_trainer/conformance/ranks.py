@@ -301,7 +301,7 @@ def job_file(
         "created": "2026-01-01T00:00:00Z",
         "spec": {
             "steps": 10,
-            "model": {"claimName": "model"},
+            "model": {"claim": {"name": "model"}},
             "rollout": {**rollout, "placement": "OwnDevices", "replicas": 1} if is_apart else rollout,
             "switch": {"trainerStartSeconds": 100, "trainerProgressSeconds": 60},
             "checkpoint": {"keep": keep},

@@ -1,0 +1,83 @@
+"""Say which flags a job may give its engine, for each server and the version of it that this release drives.
+
+Flags belong to one version of one server, so the schema of the resource does not know them. `kubectl crlj validate`
+judges them here before a job is sent, and the operator before it makes anything of a job (condition Stalled, reason
+InvalidSpec). The agent's driver refuses an engine of another version.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from colocated_rl_api.job import ColocatedRLJobSpec, EngineType, Mode
+
+ARGS = ("rollout", "engine", "args")
+
+
+class RefusedFlag(NamedTuple):
+    """A RefusedFlag is one thing that an engine of a spec can't be given. field: path below the spec."""
+
+    field: tuple[str | int, ...]
+    message: str
+
+
+@dataclass(frozen=True)
+class Server:
+    """A Server holds what is known of one.
+
+    versions: those that this release drives, the newest last. owned: flags that the agent sets, that no switch
+    survives, or whose feature is not supported yet. room: flags of which a job gives one if engine and trainer stay on
+    the devices together.
+    """
+
+    name: str
+    versions: tuple[str, ...]
+    owned: tuple[str, ...]
+    room: tuple[str, ...]
+
+    def owns(self, arg: str) -> bool:
+        """Return whether an argument is such a flag, or abbreviates one as argparse lets it."""
+        return arg.startswith("--") and any(flag.startswith(arg.split("=")[0]) for flag in self.owned)
+
+
+SGLANG = Server(
+    name="SGLang",
+    versions=("0.5.23",),
+    owned=(
+        "--model-path", "--model", "--host", "--port", "--weight-version", "--served-model-name", "--api-key",
+        "--admin-api-key", "--enable-memory-saver", "--sleep-on-idle", "--skip-server-warmup", "--dp-size",
+        "--data-parallel-size", "--tokenizer-worker-num", "--incremental-streaming-output",
+        "--delete-ckpt-after-loading", "--weight-cache-mode", "--max-queued-requests", "--skip-tokenizer-init",
+        "--enable-hierarchical-cache", "--disaggregation-mode", "--config", "--quantization", "--enable-lora",
+        "--nnodes", "--allow-auto-truncate",
+    ),
+    room=("--mem-fraction-static", "--max-total-tokens"),
+)  # fmt: skip
+SERVERS = {EngineType.SGLANG: SGLANG}
+
+
+def refusals(spec: ColocatedRLJobSpec) -> Iterator[RefusedFlag]:
+    """Yield what is wrong with the engine's flags."""
+    server, args = SERVERS[spec.rollout.engine.type], spec.rollout.engine.args
+    for place, arg in enumerate(args):
+        if server.owns(arg):
+            yield RefusedFlag(
+                (*ARGS, place),
+                f"{arg} is or abbreviates a flag of {server.name} {server.versions[-1]} that the operator sets, that "
+                "no switch survives or that is not supported yet: remove it",
+            )
+        elif arg.startswith("--") and " " in arg.split("=")[0]:
+            yield RefusedFlag((*ARGS, place), f"{arg} is more than one word: write --flag=value, or two items")
+    if _stay_together(spec) and not any(arg.startswith(server.room) for arg in args):
+        yield RefusedFlag(
+            ARGS,
+            f"with offload [] engine and trainer are on the GPUs together: add {server.room[0]} and its value, so that "
+            "the engine leaves the trainer its memory",
+        )
+
+
+def _stay_together(spec: ColocatedRLJobSpec) -> bool:
+    rollout = spec.rollout
+    return bool(spec.gpus.count) and spec.mode is Mode.FULL and not (rollout.offload or rollout.is_apart)

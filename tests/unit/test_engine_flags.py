@@ -1,0 +1,76 @@
+"""Which flags a job may give its engine: judged before anything is made of the job, and not by the schema."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from builders import ROLLOUT, make_job, make_manifest
+from colocated_rl_api.engines import SERVERS, refusals
+from colocated_rl_api.job import EngineType
+from colocated_rl_cli.base.yaml_text import written
+from colocated_rl_cli.manifest.manifest import judge
+from colocated_rl_operator.clients.errors import JobInvalid
+from colocated_rl_operator.loop.observe import read_job
+
+OWNED = "is or abbreviates a flag of SGLang 0.5.23 that the operator sets, that no switch survives or that is not"
+ROOM = "with offload [] engine and trainer are on the GPUs together: add --mem-fraction-static and its value"
+STAY: dict[str, Any] = {"gpus": {"count": 1}, "rollout": {"offload": []}}
+
+
+def spec(*args: str, **fields: Any) -> dict[str, Any]:
+    rollout = ROLLOUT | fields.pop("rollout", {}) | {"engine": {"args": list(args)}}
+    return {**fields, "rollout": rollout}
+
+
+@pytest.mark.parametrize(
+    ("fields", "field", "words"),
+    [
+        (spec("--tp-size", "1", "--port"), "args[2]", f"--port {OWNED}"),
+        (spec("--model-path=/tmp/x"), "args[0]", f"--model-path=/tmp/x {OWNED}"),
+        (spec("--tp-size", "1", "--enable-mem"), "args[2]", f"--enable-mem {OWNED}"),
+        (spec("--"), "args[0]", f"-- {OWNED}"),
+        (spec("--quantization=fp8"), "args[0]", f"--quantization=fp8 {OWNED}"),
+        (spec("--tp-size 8"), "args[0]", "--tp-size 8 is more than one word: write --flag=value, or two items"),
+        (spec(**STAY), "args", ROOM),
+        (spec("--dtype=bfloat16", **STAY), "args", ROOM),
+    ],
+)
+def test_flags_that_an_engine_can_t_be_given_are_refused_by_the_command_line_and_by_the_operator_alike(
+    fields: dict[str, Any], field: str, words: str
+) -> None:
+    manifest = make_manifest(**fields)
+    [fault] = judge(written(manifest)).faults
+    assert fault.message.startswith(words)
+    assert f"spec.rollout.engine.{field}" == fault.field
+    shown = f"spec.rollout.engine.{field.replace('[', '.').replace(']', '')}: {fault.message}"
+    stored = {**manifest, "metadata": manifest["metadata"] | {"namespace": "default", "uid": "u", "generation": 1}}
+    with pytest.raises(JobInvalid) as refused:
+        read_job(stored | {"metadata": stored["metadata"] | {"creationTimestamp": "2026-01-01T00:00:00Z"}})
+    assert shown == str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        spec("--tp-size", "1", "--mem-fraction-static=0.8", "-x", "--dtype=bfloat16"),
+        spec("--json-model-override-args={\"a\": 1}"),
+        spec("--mem-fraction-static=0.4", **STAY),
+        spec("--max-total-tokens", "4096", **STAY),
+        spec(**STAY, mode="RolloutOnly"),
+        spec(gpus={"count": 0}, rollout={"offload": []}),
+        spec(gpus={"count": 1}, rollout={"offload": [], "placement": "OwnDevices", "replicas": 1}),
+    ],
+)  # fmt: skip
+def test_other_flags_are_the_engine_s_own_affair(fields: dict[str, Any]) -> None:
+    assert [] == [*refusals(make_job(**fields).spec)]
+
+
+def test_every_flag_at_fault_is_named_with_its_place() -> None:
+    found = [*refusals(make_job(**spec("--port", "1", "--host=a", "--a b")).spec)]
+    assert [("rollout", "engine", "args", place) for place in (0, 2, 3)] == [each.field for each in found]
+
+
+def test_every_type_of_engine_has_its_flags() -> None:
+    assert set(EngineType) == set(SERVERS)
