@@ -83,7 +83,7 @@ class Demo:
         )
 
     def _apply_and_watch(self, cluster: LocalCluster) -> Records:
-        claim = self.job["spec"]["model"]["claimName"]
+        claim = self.job["spec"]["model"]["claim"]["name"]
         began = time.monotonic()
         objects = [*model_volume(claim, self.model, namespace=NAMESPACE), self.job]
         cluster.kubectl("apply", "-f", "-", stdin=yaml.safe_dump_all(objects))
