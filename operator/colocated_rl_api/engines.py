@@ -7,7 +7,7 @@ InvalidSpec). The agent's driver refuses an engine of another version.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -29,13 +29,18 @@ class Server:
 
     versions: those that this release drives, the newest last. owned: flags that the agent sets, that no switch
     survives, or whose feature is not supported yet. room: flags of which a job gives one if engine and trainer stay on
-    the devices together.
+    the devices together. speculation: the flag that chooses how tokens are guessed, and guesses: its values without a
+    second model, whose weights neither a release nor an update takes care of. variables: of its environment, with the
+    reason why a job may not set them.
     """
 
     name: str
     versions: tuple[str, ...]
     owned: tuple[str, ...]
     room: tuple[str, ...]
+    speculation: str
+    guesses: tuple[str, ...]
+    variables: Mapping[str, str]
 
     def owns(self, arg: str) -> bool:
         """Return whether an argument is such a flag, or abbreviates one as argparse lets it."""
@@ -54,6 +59,9 @@ SGLANG = Server(
         "--nnodes", "--allow-auto-truncate",
     ),
     room=("--mem-fraction-static", "--max-total-tokens"),
+    speculation="--speculative-algorithm",
+    guesses=("NGRAM",),
+    variables={"NCCL_GRAPH_REGISTER": "with released memory NCCL waits for ever on what it has registered"},
 )  # fmt: skip
 SERVERS = {EngineType.SGLANG: SGLANG}
 
@@ -70,12 +78,41 @@ def refusals(spec: ColocatedRLJobSpec) -> Iterator[RefusedFlag]:
             )
         elif arg.startswith("--") and " " in arg.split("=")[0]:
             yield RefusedFlag((*ARGS, place), f"{arg} is more than one word: write --flag=value, or two items")
+        elif _abbreviates(arg, server.speculation) and (value := _value(args, place)) not in server.guesses:
+            yield RefusedFlag(
+                (*ARGS, place),
+                f"{server.speculation} {value} guesses tokens by a second model, whose memory a release may leave "
+                f"unmapped and whose weights an update takes from the first: use {' or '.join(server.guesses)}, or "
+                "remove it",
+            )
     if _stay_together(spec) and not any(arg.startswith(server.room) for arg in args):
         yield RefusedFlag(
             ARGS,
             f"with offload [] engine and trainer are on the GPUs together: add {server.room[0]} and its value, so that "
             "the engine leaves the trainer its memory",
         )
+
+    yield from _refused_variables(spec, server.variables)
+
+
+def _refused_variables(spec: ColocatedRLJobSpec, refused: Mapping[str, str]) -> Iterator[RefusedFlag]:
+    for i, container in enumerate(spec.pod_templates.gpu.spec.containers):
+        for j, variable in enumerate(container.env):
+            if (why := refused.get(variable.name)) is not None:
+                field = ("podTemplates", "gpu", "spec", "containers", i, "env", j, "name")
+                yield RefusedFlag(field, f"{variable.name} is set by the engine, and {why}: remove it")
+
+
+def _abbreviates(arg: str, flag: str) -> bool:
+    """Return whether an argument is the flag, or shortens it to what only flags like it begin with."""
+    word = arg.partition("=")[0]
+    return len(word) > len("--speculative-a") and flag.startswith(word)
+
+
+def _value(args: Sequence[str], place: int) -> str:
+    """Return the value of the flag at a place: behind its equals sign, or the next item."""
+    _, sign, value = args[place].partition("=")
+    return value if sign else "".join(args[place + 1 : place + 2])
 
 
 def _stay_together(spec: ColocatedRLJobSpec) -> bool:

@@ -32,7 +32,9 @@ async def answers(it: Pod) -> tuple[int, str]:
 
 
 async def test_an_engine_alone_serves_the_model_as_it_is_and_no_trainer_starts(net: Network) -> None:
-    async with pod(net, make_job(model={"claim": {"name": "model", "path": "small"}}, **ALONE[Placement.ROLLOUT_ONLY])) as it:
+    async with pod(
+        net, make_job(model={"claim": {"name": "model", "path": "small"}}, **ALONE[Placement.ROLLOUT_ONLY])
+    ) as it:
         write_export(it.directories.model / "small", version="0-0", weight=5)
         group = Group([it])
         await group.climb(V0)

@@ -67,6 +67,45 @@ def test_other_flags_are_the_engine_s_own_affair(fields: dict[str, Any]) -> None
     assert [] == [*refusals(make_job(**fields).spec)]
 
 
+@pytest.mark.parametrize(
+    ("args", "place"),
+    [
+        (["--speculative-algorithm=EAGLE"], 0),
+        (["--speculative-algorithm", "EAGLE3"], 0),
+        (["--tp-size", "1", "--speculative-al=STANDALONE"], 2),
+        (["--speculative-algorithm"], 0),
+    ],
+)
+def test_h62_tokens_are_not_guessed_by_a_second_model(args: list[str], place: int) -> None:
+    [refused] = refusals(make_job(**spec(*args)).spec)
+    assert ("rollout", "engine", "args", place) == refused.field
+    assert "guesses tokens by a second model" in refused.message
+    assert refused.message.endswith("use NGRAM, or remove it")
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        ["--speculative-algorithm=NGRAM"],
+        ["--speculative-algorithm", "NGRAM", "--speculative-attention-mode", "decode"],
+        ["--speculative-num-draft-tokens=4"],
+    ],
+)
+def test_tokens_may_be_guessed_from_what_there_is(args: list[str]) -> None:
+    assert [] == [*refusals(make_job(**spec(*args)).spec)]
+
+
+def test_h63_collectives_register_no_graphs() -> None:
+    container = {
+        "name": "gpu",
+        "env": [{"name": "NCCL_DEBUG", "value": "INFO"}, {"name": "NCCL_GRAPH_REGISTER", "value": "1"}],
+    }
+    templates = {"gpu": {"spec": {"containers": [container]}}}
+    [refused] = refusals(make_job(podTemplates=templates).spec)
+    assert ("podTemplates", "gpu", "spec", "containers", 0, "env", 1, "name") == refused.field
+    assert refused.message.startswith("NCCL_GRAPH_REGISTER is set by the engine, and with released memory NCCL waits")
+
+
 def test_every_flag_at_fault_is_named_with_its_place() -> None:
     found = [*refusals(make_job(**spec("--port", "1", "--host=a", "--a b")).spec)]
     assert [("rollout", "engine", "args", place) for place in (0, 2, 3)] == [each.field for each in found]
