@@ -240,7 +240,6 @@ e2e-layer:
 .PHONY: slow-layer
 slow-layer:
 	@pytest --numprocesses=2 --dist=loadfile -m slow tests/contract tests/integration
-	@$(MAKE) fuzz-layer FUZZ_S=60
 	@pytest -m slow tests/e2e
 
 .PHONY: fuzz-layer

@@ -11,7 +11,7 @@ from httptools import HttpResponseParser
 
 from colocated_rl_agent.gate.call import Call, Malformed
 from colocated_rl_agent.gate.data_port import MAX_WAITING, CallerConnection, DataPort
-from colocated_rl_agent.gate.dialects import DIALECTS, GateRefusal
+from colocated_rl_agent.gate.dialects import DIALECTS, GateRefusal, Native
 from colocated_rl_agent.gate.gate import Backend, Gate
 from colocated_rl_api.rungs import WeightVersion
 
@@ -136,7 +136,8 @@ def gate_body(data: bytes) -> None:
         said = json.loads(asked.body)
         assert said["rid"] == asked.rid
         assert said["stream"] is True
-        for ids in (said.get("input_ids"), said.get("prompt")):
+        for name in ("input_ids",) if dialect.path == Native.path else ("input_ids", "prompt"):
+            ids = said.get(name)
             assert not isinstance(ids, list) or all(type(one) is int and 0 <= one < 1000 for one in ids), ids
 
 

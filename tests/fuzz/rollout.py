@@ -165,7 +165,7 @@ def rows_table(data: bytes) -> None:
     """A table that Arrow can write is read in both its formats, and as the same rows."""
     try:
         table = pyarrow.Table.from_pylist(json.loads(data))
-    except (ValueError, TypeError, AttributeError, RecursionError, OverflowError, pyarrow.ArrowException):
+    except (ValueError, TypeError, LookupError, AttributeError, RecursionError, OverflowError, pyarrow.ArrowException):
         return
     if not table.num_columns:
         return
