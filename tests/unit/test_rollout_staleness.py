@@ -50,7 +50,8 @@ def test_admission_keeps_to_concurrency_and_to_the_batches_that_may_be_ahead(
 
 
 @pytest.mark.parametrize(
-    ("live", "completed", "steps_left", "expected"), [(0, 0, 1, 8), (3, 2, 1, 3), (0, 8, 1, 0), (4, 4, 0, 0)]
+    ("live", "completed", "steps_left", "expected"),
+    [(0, 0, 1, 8), (3, 2, 1, 3), (0, 8, 1, 0), (4, 4, 0, 0), (0, 0, 0, 0)],
 )
 def test_nothing_is_admitted_for_a_step_that_will_not_come(
     live: int, completed: int, steps_left: int, expected: int
