@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import subprocess
 from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
+from contract.peer import run_peer
 from unit.test_rollout_store import JOB, completed_group, seal
 
 from colocated_rl_rollout.pages import parquet
@@ -19,11 +19,6 @@ from colocated_rl_rollout.tasks.rows import (
     RowsUnusable,
     data_files,
 )
-from setup.environments import PEERS
-from setup.layout import CHECKOUT
-from setup.toolchain import clean_environment
-
-PEER_S = 300.0
 
 
 @pytest.fixture(scope="module")
@@ -43,16 +38,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def told(folder: Path) -> dict[str, Any]:
     """By the libraries."""
-    answer = subprocess.run(
-        [CHECKOUT.python(PEERS), CHECKOUT.root / "tests/peers/tables.py", folder],
-        env=clean_environment() | {"HF_HUB_OFFLINE": "1", "HOME": str(folder / "home")},
-        capture_output=True,
-        text=True,
-        timeout=PEER_S,
-        check=False,
-    )
-    assert answer.returncode == 0, answer.stderr
-    said: dict[str, Any] = json.loads(answer.stdout.splitlines()[-1])
+    answer = run_peer("tables.py", folder, HOME=str(folder / "home"))
+    said: dict[str, Any] = json.loads(answer.splitlines()[-1])
     return said
 
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from contract.peer import run_peer
 from contract.trainer_in_process import OneRank
 from contract.trainer_ranks_in_process import Watched, in_ranks
 from safetensors.torch import load_file, save_file
@@ -28,11 +28,8 @@ from colocated_rl_trainer.state.lora import A, B
 from colocated_rl_trainer.state.residency import GRADIENTS, PARAMETERS, Residency
 from colocated_rl_trainer.state.weights import ADAPTERS, count_parameters, load_model
 from fakes.tiny_model import write_tiny_model
-from setup.environments import PEERS
 from setup.layout import CHECKOUT
-from setup.toolchain import clean_environment
 
-PEER_S = 300.0
 CAP = 1.5
 PREFIX = "base_model.model."
 LORA: dict[str, object] = {"rank": 4, "alpha": 6}
@@ -74,15 +71,7 @@ def ask_peft(folder: Path, model: Path, adapter: Path, batch: Sequence[Example],
     ]
     case = {"model": str(model), "adapter": str(adapter), "samples": described, "cap": CAP}
     (folder / "case.json").write_text(json.dumps(case | {"temperature": 1.0, "prompts": []} | more))
-    answer = subprocess.run(
-        [CHECKOUT.python(PEERS), CHECKOUT.root / "tests/peers/peft_step.py", folder],
-        env=clean_environment() | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "HOME": str(folder)},
-        capture_output=True,
-        text=True,
-        timeout=PEER_S,
-        check=False,
-    )
-    assert answer.returncode == 0, answer.stderr
+    run_peer("peft_step.py", folder)
     return load_file(folder / "peft.safetensors")
 
 

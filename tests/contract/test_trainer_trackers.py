@@ -3,44 +3,32 @@
 from __future__ import annotations
 
 import json
-import subprocess
 from pathlib import Path
 
 import pytest
+from contract.peer import run_peer
 from contract.trainer_in_process import OneRank, only_rank
 
 from colocated_rl_trainer.protocol.settings import ConfigError
 from fakes.tiny_model import write_tiny_model
-from setup.environments import PEERS
 from setup.layout import CHECKOUT
-from setup.toolchain import clean_environment
 
-PEER_S = 300.0
 PARTS = ("operator", "workloads/trainer")
 
 
 def test_figures_of_a_step_that_is_done_again_are_told_once(tmp_path: Path) -> None:
     settings = only_rank(tmp_path, tmp_path, {"trackers": ["TensorBoard", "WandB"], "wandbProject": "sums"})
 
-    answer = subprocess.run(
-        [CHECKOUT.python(PEERS), CHECKOUT.root / "tests/peers/tracked_steps.py", tmp_path],
-        cwd=tmp_path,
-        env=clean_environment()
-        | {
-            "PYTHONPATH": ":".join(str(CHECKOUT.root / part) for part in PARTS),
-            "HOME": str(tmp_path),
-            "WANDB_MODE": "offline",
-            "WANDB_SILENT": "true",
-            "WANDB_DIR": str(tmp_path),
-        },
-        capture_output=True,
-        text=True,
-        timeout=PEER_S,
-        check=False,
+    answer = run_peer(
+        "tracked_steps.py",
+        tmp_path,
+        PYTHONPATH=":".join(str(CHECKOUT.root / part) for part in PARTS),
+        WANDB_MODE="offline",
+        WANDB_SILENT="true",
+        WANDB_DIR=str(tmp_path),
     )
 
-    assert answer.returncode == 0, answer.stderr
-    assert {"trainer/loss": [[1, 1.0], [2, 2.0], [3, 6.0], [4, 8.0]]} == json.loads(answer.stdout.splitlines()[-1])
+    assert {"trainer/loss": [[1, 1.0], [2, 2.0], [3, 6.0], [4, 8.0]]} == json.loads(answer.splitlines()[-1])
     runs = list(tmp_path.glob(f"wandb/offline-run-*/run-{settings.read_job().uid}.wandb"))
     assert runs
     assert all(run.stat().st_size for run in runs)

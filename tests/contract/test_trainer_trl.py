@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import json
 import random
-import subprocess
 from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 import torch
+from contract.peer import run_peer
 from contract.trainer_in_process import OneRank
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -24,14 +24,10 @@ from colocated_rl_trainer.conformance.shards import Example, write_shards
 from colocated_rl_trainer.grpo.batch import Shard, Use
 from colocated_rl_trainer.grpo.loss import importance_ratio
 from fakes.tiny_model import VOCABULARY, write_tiny_model
-from setup.environments import PEERS
-from setup.layout import CHECKOUT
-from setup.toolchain import clean_environment
 
 GROUPS, GROUP_SIZE = 6, 4
 LIMIT = 1024  # maxResponseTokens of the job, its default
 CAP = 1.5
-PEER_S = 300.0
 
 NO_DUAL: dict[str, object] = {"dualClip": None}
 GRPO = NO_DUAL | {"advantage": "Spread", "average": "Sequences", "clipLow": 0.2, "clipHigh": 0.2}
@@ -159,15 +155,7 @@ def both(folder: Path) -> Mapping[str, tuple[Ours, Mapping[str, Tensor]]]:
         ],
     }
     (folder / "case.json").write_text(json.dumps(case))
-    answer = subprocess.run(
-        [CHECKOUT.python(PEERS), CHECKOUT.root / "tests/peers/trl_step.py", folder],
-        env=clean_environment() | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "HOME": str(folder)},
-        capture_output=True,
-        text=True,
-        timeout=PEER_S,
-        check=False,
-    )
-    assert answer.returncode == 0, answer.stderr
+    run_peer("trl_step.py", folder)
     return {name: (step, load_file(folder / f"{name}.trl.safetensors")) for name, step in ours.items()}
 
 

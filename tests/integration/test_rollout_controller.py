@@ -110,6 +110,14 @@ class Scene:
             lambda facts: all(facts.samples.get(state, 0) == count for state, count in states.items())
         )
 
+    async def interrupt_all(self, *, epoch: int = 1) -> None:
+        """All samples of two batches have begun with V0, and a switch cuts them short."""
+        await self.target(epoch)
+        await self.open(V0, pace=4)
+        await self.generating(2 * BATCH)
+        await self.close()
+        await self.samples(interrupted=2 * BATCH)
+
     async def page(self, path: str) -> Any:
         """What a page says, which is as the document has it."""
         async with self.session.get(f"http://127.0.0.1:{self.controller.member.ports.pages}{path}") as response:
@@ -207,11 +215,7 @@ async def test_generations_span_a_switch_and_come_back_as_one_completion(
     job: JobOnDisk, processes: TaskProcesses
 ) -> None:
     async with running(job, processes) as scene:
-        await scene.target()
-        await scene.open(V0, pace=4)
-        await scene.generating(2 * BATCH)
-        await scene.close()
-        await scene.samples(interrupted=2 * BATCH)
+        await scene.interrupt_all()
         await scene.open(V1)
         await scene.sealed(1)
         batch = await scene.batch(1)
@@ -232,11 +236,7 @@ async def test_generations_span_a_switch_and_come_back_as_one_completion(
 async def test_a_batch_says_which_experts_read_each_token_last(tmp_path: Path, processes: TaskProcesses) -> None:
     """After a switch an engine reads again what is there, and later tokens look at that."""
     async with running(with_rollout(tmp_path, routerReplay=True), processes) as scene:
-        await scene.target()
-        await scene.open(V0, pace=4)
-        await scene.generating(2 * BATCH)
-        await scene.close()
-        await scene.samples(interrupted=2 * BATCH)
+        await scene.interrupt_all()
         await scene.open(V1)
         await scene.sealed(1)
         batch = await scene.batch(1)
@@ -687,11 +687,7 @@ async def test_an_evaluation_that_a_switch_breaks_is_asked_again(job: JobOnDisk,
 
 async def test_a_restart_loses_nothing_that_was_accepted(job: JobOnDisk, processes: TaskProcesses) -> None:
     async with running(job, processes) as scene:
-        await scene.target(7)
-        await scene.open(V0, pace=4)
-        await scene.generating(2 * BATCH)
-        await scene.close()
-        await scene.samples(interrupted=2 * BATCH)
+        await scene.interrupt_all(epoch=7)
     async with running(job, processes) as scene:
         facts = await scene.samples(interrupted=2 * BATCH)
         assert scene.operator.hello is not None
@@ -795,11 +791,7 @@ async def test_goal_stop_ends_the_controller(job: JobOnDisk, processes: TaskProc
 async def test_retry_starts_over_with_the_whole_budget(tmp_path: Path, processes: TaskProcesses) -> None:
     job = with_rollout(tmp_path, interruption="Retry")
     async with running(job, processes) as scene:
-        await scene.target()
-        await scene.open(V0, pace=4)
-        await scene.generating(2 * BATCH)
-        await scene.close()
-        await scene.samples(interrupted=2 * BATCH)
+        await scene.interrupt_all()
         await scene.open(V1)
         await scene.sealed(1)
         assert {1} == {step for _, _, step in token_rows(await scene.batch(1))}
@@ -813,11 +805,7 @@ async def test_a_resumed_attempt_has_what_is_left_of_the_budget(
     tmp_path: Path, processes: TaskProcesses, interruption: str
 ) -> None:
     async with running(with_rollout(tmp_path, interruption=interruption), processes, tail=100) as scene:
-        await scene.target()
-        await scene.open(V0, pace=4)
-        await scene.generating(2 * BATCH)
-        await scene.close()
-        await scene.samples(interrupted=2 * BATCH)
+        await scene.interrupt_all()
         await scene.open(V0)
         await scene.sealed(1)
         batch = await scene.batch(1)
