@@ -15,6 +15,8 @@ endif
 export PYTHON MACHINE_PATH
 SETUP = cd tests && PATH='$(MACHINE_PATH)' exec $(PYTHON) -m setup
 DEV := $(CURDIR)/.build/env/dev/bin
+# a tool with libraries that tests have no other use for, beside theirs
+BESIDE_DEV = cd tests && VIRTUAL_ENV='$(CURDIR)/.build/env/dev' $(CURDIR)/.build/tools/bin/uv run --quiet --no-project --active --with-requirements
 LOCALCLUSTER = $(CURDIR)/.build/bin/localcluster
 CLUSTER_DIR := $(CURDIR)/.build/localcluster
 
@@ -91,8 +93,7 @@ test-images: ## operator, agent and rollout built by podman, and started; needs 
 
 .PHONY: mutants
 mutants: setup-dev ## small changes of the pure core that no fast test notices; ONLY=plan.py, SINCE=COMMIT for what changed; no part of test
-	@cd tests && VIRTUAL_ENV='$(CURDIR)/.build/env/dev' $(CURDIR)/.build/tools/bin/uv run --quiet --no-project --active \
-	  --with-requirements mutants/requirements.txt python -m mutants $(if $(ONLY),--only $(ONLY)) $(if $(SINCE),--since $(SINCE))
+	@$(BESIDE_DEV) mutants/requirements.txt python -m mutants $(if $(ONLY),--only $(ONLY)) $(if $(SINCE),--since $(SINCE))
 
 .PHONY: explore
 explore: setup-dev ## every state of a job within BOUNDS="--pods 3 --deaths 1 --of agent", and its number; no part of test
@@ -100,7 +101,7 @@ explore: setup-dev ## every state of a job within BOUNDS="--pods 3 --deaths 1 --
 
 .PHONY: fuzz
 fuzz: setup-dev ## strangers' bytes against every parser: an hour, divided over all; FUZZ_S=60, TARGETS="journal target"
-	@$(MAKE) fuzz-layer FUZZ_S=$(or $(FUZZ_S),3600)
+	@$(BESIDE_DEV) fuzz/requirements.txt python -m fuzz --seconds $(or $(FUZZ_S),3600) $(TARGETS)
 
 .PHONY: lint
 lint: ## form, likely bugs, who imports whom, shell scripts, Go
@@ -241,11 +242,6 @@ e2e-layer:
 slow-layer:
 	@pytest --numprocesses=2 --dist=loadfile -m slow tests/contract tests/integration
 	@pytest -m slow tests/e2e
-
-.PHONY: fuzz-layer
-fuzz-layer:
-	@cd tests && VIRTUAL_ENV='$(CURDIR)/.build/env/dev' $(CURDIR)/.build/tools/bin/uv run --quiet --no-project --active \
-	  --with-requirements fuzz/requirements.txt python -m fuzz --seconds $(FUZZ_S) $(TARGETS)
 
 .PHONY: trained-model-layer
 trained-model-layer:

@@ -23,6 +23,11 @@ class RefusedFlag(NamedTuple):
     message: str
 
 
+def abbreviates(arg: str, flag: str) -> bool:
+    """Return whether an argument is the flag, or shortens it as argparse lets it, ambiguous or not."""
+    return arg.startswith("--") and flag.startswith(arg.partition("=")[0])
+
+
 @dataclass(frozen=True)
 class Server:
     """A Server holds what is known of one.
@@ -44,7 +49,7 @@ class Server:
 
     def owns(self, arg: str) -> bool:
         """Return whether an argument is such a flag, or abbreviates one as argparse lets it."""
-        return arg.startswith("--") and any(flag.startswith(arg.split("=")[0]) for flag in self.owned)
+        return any(abbreviates(arg, flag) for flag in self.owned)
 
 
 SGLANG = Server(
@@ -78,7 +83,7 @@ def refusals(spec: ColocatedRLJobSpec) -> Iterator[RefusedFlag]:
             )
         elif arg.startswith("--") and " " in arg.split("=")[0]:
             yield RefusedFlag((*ARGS, place), f"{arg} is more than one word: write --flag=value, or two items")
-        elif _abbreviates(arg, server.speculation) and (value := _value(args, place)) not in server.guesses:
+        elif abbreviates(arg, server.speculation) and (value := _value(args, place)) not in server.guesses:
             yield RefusedFlag(
                 (*ARGS, place),
                 f"{server.speculation} {value} guesses tokens by a second model, whose memory a release may leave "
@@ -91,7 +96,6 @@ def refusals(spec: ColocatedRLJobSpec) -> Iterator[RefusedFlag]:
             f"with offload [] engine and trainer are on the GPUs together: add {server.room[0]} and its value, so that "
             "the engine leaves the trainer its memory",
         )
-
     yield from _refused_variables(spec, server.variables)
 
 
@@ -101,12 +105,6 @@ def _refused_variables(spec: ColocatedRLJobSpec, refused: Mapping[str, str]) -> 
             if (why := refused.get(variable.name)) is not None:
                 field = ("podTemplates", "gpu", "spec", "containers", i, "env", j, "name")
                 yield RefusedFlag(field, f"{variable.name} is set by the engine, and {why}: remove it")
-
-
-def _abbreviates(arg: str, flag: str) -> bool:
-    """Return whether an argument is the flag, or shortens it to what only flags like it begin with."""
-    word = arg.partition("=")[0]
-    return len(word) > len("--speculative-a") and flag.startswith(word)
 
 
 def _value(args: Sequence[str], place: int) -> str:

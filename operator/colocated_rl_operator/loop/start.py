@@ -17,19 +17,20 @@ from colocated_rl_operator.clients.kube import Body
 from colocated_rl_operator.manifests.resources import Object, PodImages
 
 _DIGEST = re.compile(r"(?:[a-z-]+://)?(?P<name>[^@]+)@(?P<digest>sha256:[0-9a-f]{64})")
+_IMAGES = ("agent", "rollout", "gpu")  # fields of PodImages
 _CONTAINERS = ("initContainers", "containers")
 _STATUSES = ("initContainerStatuses", "containerStatuses")
 
 
 def start_with(images: PodImages, *, version: str) -> StartStatus:
     """Return the record of a start. version: of this operator."""
-    return StartStatus(operator=version, images={"agent": images.agent, "rollout": images.rollout, "gpu": images.gpu})
+    return StartStatus(operator=version, images={name: getattr(images, name) for name in _IMAGES})
 
 
 def recorded_images(start: StartStatus | None, present: PodImages) -> PodImages:
     """Return the images of pods of this start; those of the chart without a record."""
     known = {} if start is None else start.images
-    return replace(present, **{role: image for role, image in known.items() if role in ("agent", "rollout", "gpu")})
+    return replace(present, **{name: image for name, image in known.items() if name in _IMAGES})
 
 
 def with_digests(status: ColocatedRLJobStatus, pods: Iterable[Body]) -> ColocatedRLJobStatus:

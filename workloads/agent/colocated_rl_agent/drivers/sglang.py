@@ -20,7 +20,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from colocated_rl_agent.drivers.base import CallRefused, OutcomeUnknown, Unsuitable, read_answer, read_body, within
 from colocated_rl_agent.planner.views import CUDA_GRAPH, KV_CACHE, WEIGHTS
-from colocated_rl_api.engines import SGLANG
+from colocated_rl_api.engines import SGLANG, abbreviates
 from colocated_rl_api.rungs import WeightVersion
 
 FLUSH_MARGIN = 0.8  # the engine's flush timeout as a share of our deadline: its answer must come first
@@ -106,7 +106,7 @@ def engine_command(
 
 def _sets(words: Sequence[str], flag: str) -> bool:
     """Return whether a command line sets the flag, perhaps abbreviated."""
-    return any(word.startswith("--") and flag.startswith(word.partition("=")[0]) for word in words)
+    return any(abbreviates(word, flag) for word in words)
 
 
 def engine_config(admin_key: str) -> str:
