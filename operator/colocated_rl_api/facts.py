@@ -125,6 +125,7 @@ class TrainerFacts(Wire):
     replay_from: int | None = None  # oldest step that a restart may go back to; None: `saved`
     can_finish: bool = False  # it can leave an export as the job's model
     finished: Version | None = None  # that it has left: durable
+    stalled: int | None = None  # progress in a step that has stood still for far longer than usual; None: it goes on
 
     @property
     def is_alive(self) -> bool:
@@ -155,6 +156,9 @@ class Problem(Wire):
     )
 
 
+EPOCHS_OF_WAITS = 8  # the newest epochs whose waits PodFacts.waited_s adds up
+
+
 class PodFacts(Wire):
     """Everything a plan may depend on in a GPU pod. Without engines or trainers: they are in other pods."""
 
@@ -167,6 +171,7 @@ class PodFacts(Wire):
     devices: tuple[DeviceFacts, ...] = ()
     problem: Problem | None = None
     took_s: dict[Rung, float] = Field(default_factory=dict)  # seconds from the previous rung, in this epoch
+    waited_s: float = 0.0  # seconds that it stood where its target sent it, below the top; a wait counts when it ends
     stopped: bool = False  # goal STOP reached: children gone
     ending: bool = False  # its container was signalled to end: what ends in it from here on has not failed
 

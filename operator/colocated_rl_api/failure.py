@@ -9,9 +9,9 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import Annotated, Self
 
-from pydantic import ConfigDict, Field, model_validator
+from pydantic import Field
 
-from colocated_rl_api.parts import Part, Rule, rules
+from colocated_rl_api.parts import Distinct, Part, Rule
 from colocated_rl_api.rungs import Rung
 
 
@@ -44,7 +44,7 @@ class FailureAction(StrEnum):
     REPLACE_POD_ELSEWHERE = (
         "ReplacePodElsewhere",
         "As RestartPod, and no GPU pod of the job is put on the node where it stood any more: of such nodes the newest "
-        "8 are avoided.",
+        "8 are avoided. Where no rule has this action, as a usual answer, a node is avoided while others have room.",
     )
     REQUEUE = (
         "Requeue",
@@ -89,7 +89,8 @@ class FailureCause(StrEnum):
     TRAINER_DIED = (
         "TrainerDied",
         "A trainer rank ended by itself, or its agent ended it past a deadline. Not one whose container was signalled "
-        "to end, as in a drain, nor those that end because of it.",
+        "to end, as in a drain, nor those that end because of it. The usual answer to the second death at a step that "
+        "began in the same one of several pods is ReplacePodElsewhere.",
         _OF_A_STEP,
         True,
     )
@@ -103,7 +104,8 @@ class FailureCause(StrEnum):
     RUNG_DEADLINE = (
         "RungDeadlineExceeded",
         "The group stood on one rung for longer than spec.switch allows. At fault are the pods that stand lowest; "
-        "when all stand there, those that report a problem.",
+        "when all stand there, those that report a problem. Or no trainer got on with a step for a minute and ten "
+        "times as long as ever in a finished one: at fault are the pods that are furthest behind.",
         _OF_A_STEP,
         True,
     )
@@ -122,8 +124,8 @@ class FailureCause(StrEnum):
     )
     MEMBER_SILENT = (
         "MemberSilent",
-        "A running GPU pod's agent does not answer the operator for 30 s while others do, or for 300 s while kubelet "
-        "starts it again: so looks a lost node.",
+        "A running GPU pod's agent does not answer the operator for 30 s while others do, or for 300 s while its "
+        "containers start, or kubelet starts them again: so looks a lost node.",
         _OF_A_POD,
         False,
     )
@@ -135,6 +137,13 @@ class FailureCause(StrEnum):
         _OF_A_POD,
         False,
     )
+    BAD_DEVICE = (
+        "BadDevice",
+        "A device of the GPU pod is Unhealthy, as its node reports in allocatedResourcesStatus (Kubernetes 1.36; with "
+        "the feature gate ResourceHealthStatus before).",
+        (FailureAction.REPLACE_POD_ELSEWHERE, FailureAction.RESTART_POD, FailureAction.FAIL_JOB),
+        False,
+    )
     POD_FAILED = (
         "PodFailed",
         "The GPU pod ended as Failed without being deleted: its node did not admit it, for instance for a device that "
@@ -144,45 +153,37 @@ class FailureCause(StrEnum):
     )
 
 
-def _does_not_answer(cause: FailureCause) -> str:
-    """Return why an action is refused. Each cause has a rule: the server could not bound the cost of one over all."""
-    return f"{cause} is answered by {', '.join(cause.answers)}: write one of them, or a rule of its own for that cause"
-
-
-_CAN_ANSWER = tuple(
+_CAN_ANSWER = tuple(  # a rule for each cause: the server could not bound the cost of one over all
     Rule(
         field="action",
         rule=f"!('{cause}' in self.onCauses) || self.action in {[str(each) for each in cause.answers]}",
-        message=_does_not_answer(cause),
+        message=f"{cause} is answered by {', '.join(cause.answers)}: write one of them, or a rule of its own for that "
+        "cause",
     )
     for cause in FailureCause
-)
-_RUNGS_WORDS = (
-    "atRungs names where the group stood when its deadline passed: it goes with onCauses: [RungDeadlineExceeded] alone"
 )
 _RUNGS = Rule(
     field="atRungs",
     rule=f"!has(self.atRungs) || self.onCauses == ['{FailureCause.RUNG_DEADLINE}']",
-    message=_RUNGS_WORDS,
+    message="atRungs names where the group stood when its deadline passed: it goes with onCauses: "
+    "[RungDeadlineExceeded] alone",
 )
 
 
 class FailureRule(Part):
     """An answer to some causes. `onCauses` and not `on`, which is the boolean true in kubectl's YAML."""
 
-    model_config = ConfigDict(json_schema_extra=rules(*_CAN_ANSWER, _RUNGS))
+    RULES = (*_CAN_ANSWER, _RUNGS)
 
-    on_causes: list[Annotated[FailureCause, Field(strict=False)]] = Field(
+    on_causes: Distinct[Annotated[FailureCause, Field(strict=False)]] = Field(
         min_length=1,
         max_length=len(FailureCause),
-        json_schema_extra={"x-kubernetes-list-type": "set"},
         description="Causes that the rule answers.",
     )
-    at_rungs: list[Annotated[Rung, Field(strict=False)]] | None = Field(
+    at_rungs: Distinct[Annotated[Rung, Field(strict=False)]] | None = Field(
         default=None,
         min_length=1,
         max_length=len(Rung),
-        json_schema_extra={"x-kubernetes-list-type": "set"},
         description="Rungs at which the group stood still, of RungDeadlineExceeded; any when absent.",
     )
     max_tries: int | None = Field(
@@ -198,36 +199,20 @@ class FailureRule(Part):
         description="Whether such a failure counts against backoffLimit; by its cause when absent.",
     )
 
-    @model_validator(mode="after")
-    def _makes_sense(self) -> Self:
-        if len(set(self.on_causes)) != len(self.on_causes):
-            raise ValueError(f"onCauses is a set: {', '.join(self.on_causes)} has one of them twice")
-        if self.at_rungs is not None and len(set(self.at_rungs)) != len(self.at_rungs):
-            raise ValueError(f"atRungs is a set: {', '.join(self.at_rungs)} has one of them twice")
-        for cause in self.on_causes:
-            if self.action not in cause.answers:
-                raise ValueError(_does_not_answer(cause))
-        if self.at_rungs is not None and self.on_causes != [FailureCause.RUNG_DEADLINE]:
-            raise ValueError(_RUNGS_WORDS)
-        return self
 
-
-_BACKOFF_FOUND = "maxBackoffSeconds is %d and backoffSeconds is %d: write a maximum that is no smaller"
 _BACKOFF = Rule(
     field="maxBackoffSeconds",
     rule="!has(self.backoffSeconds) || !has(self.maxBackoffSeconds) || self.backoffSeconds <= self.maxBackoffSeconds",
     message="maxBackoffSeconds must be at least backoffSeconds",
-    expression=f"'{_BACKOFF_FOUND}'.format([self.maxBackoffSeconds, self.backoffSeconds])",
+    expression="'maxBackoffSeconds is %d and backoffSeconds is %d: write a maximum that is no smaller'"
+    ".format([self.maxBackoffSeconds, self.backoffSeconds])",
 )
-
-
-_POLICY_CONFIG = ConfigDict(json_schema_extra=rules(_BACKOFF))
 
 
 class FailurePolicy(Part):
     """The policy answers failures by cause; a cause without a rule that matches has its usual answer."""
 
-    model_config = _POLICY_CONFIG
+    RULES = (_BACKOFF,)
 
     rules: list[FailureRule] = Field(
         default_factory=list, max_length=16, description="In order: the first that matches is followed."
@@ -240,12 +225,6 @@ class FailurePolicy(Part):
         "0 is no delay.",
     )
     max_backoff_seconds: int = Field(default=300, ge=0, le=86_400, description="No back-off is longer.")
-
-    @model_validator(mode="after")
-    def _backs_off_up_to_a_maximum(self) -> Self:
-        if self.backoff_seconds > self.max_backoff_seconds:
-            raise ValueError(_BACKOFF_FOUND % (self.max_backoff_seconds, self.backoff_seconds))
-        return self
 
     def backoff_s(self, tries: int) -> float:
         """Return the delay before the answer to a failure that so many others preceded in a row."""

@@ -1,26 +1,27 @@
 """The `ColocatedRLJob` resource, v1alpha1: the single source of the CRD, the reference page and every parser.
 
-A field stands here together with its behaviour, never before. Bounds and defaults go into the schema, rules over
-several fields are stated in CEL and in Python (`parts`). A corpus of manifests gets the same verdict from the API
-server and from here (tests/contract/test_manifest_corpus.py).
+A field stands here together with its behaviour, never before. Bounds, defaults and rules over several fields go into
+the schema; the rules are evaluated here too, from the same text (`cel`). A corpus of manifests gets the same verdict
+from the API server and from here (tests/contract/test_manifest_corpus.py).
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from enum import StrEnum
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 from pydantic.alias_generators import to_camel
 
 from colocated_rl_api.failure import FailurePolicy
 from colocated_rl_api.job_status import ColocatedRLJobStatus
 from colocated_rl_api.ladder import Ladder, ladder_for
+from colocated_rl_api.model import Model
 from colocated_rl_api.names import OPERATOR
 from colocated_rl_api.parts import (
     Claimed,
+    Distinct,
     Options,
     Part,
     Quantity,
@@ -29,7 +30,8 @@ from colocated_rl_api.parts import (
     Volume,
     fixed,
     fixed_while_running,
-    rules,
+    inside_rule,
+    is_inside,
     should_match,
 )
 from colocated_rl_api.pod_template import PodTemplates
@@ -39,44 +41,11 @@ from colocated_rl_api.rungs import Placement, RolePlacement
 MANY_STEPS = 1_000_000
 JOB_NAME_MAX = 40  # longest derived name: NAME-trainer-REPLICA-ATTEMPT, at most 63 characters
 
-_is_inside, _inside_rule = should_match(
-    r"\.|[A-Za-z0-9_][A-Za-z0-9._-]*(/[A-Za-z0-9_][A-Za-z0-9._-]*)*",
-    "should be a path inside the claim, without / at its ends or .. in it: models/small, or . for the claim's root",
-)
-
-
-class ModelClaim(Part):
-    """A claim that holds a model."""
-
-    name: str = Field(min_length=1, max_length=253, description="Claim in the job's namespace; mounted read-only.")
-    path: Annotated[str, _is_inside] = Field(
-        default=".",
-        max_length=512,
-        json_schema_extra=_inside_rule,
-        description="Directory inside the claim, in Hugging Face format, with tokenizer and chat template.",
-    )
-
-
-class Model(Part):
-    """The source of the starting weights, which engine and trainer both load: a union with one member so far."""
-
-    claim: ModelClaim = Field(description="A volume that holds them.")
-
-    @property
-    def path(self) -> str:
-        """Directory of the model below the place where it is mounted."""
-        return self.claim.path
-
-
-_CLAIM_WORDS = "resourceClaimTemplateName needs a count above 0: as many devices as the template asks for"
 _CLAIM = Rule(
     field="resourceClaimTemplateName",
     rule="!has(self.resourceClaimTemplateName) || self.count > 0",
-    message=_CLAIM_WORDS,
+    message="resourceClaimTemplateName needs a count above 0: as many devices as the template asks for",
 )
-
-
-_COUNTED_WORDS = "%s is governed by count: remove it from resources, and say in count how many devices a pod has"
 
 
 def _has_counted(part: str) -> str:
@@ -88,7 +57,8 @@ _COUNTED = Rule(
     field="resources",
     rule=f"!({_has_counted('limits')} || {_has_counted('requests')})",
     message="resources may not have resourceName, which is governed by count",
-    expression=f"'{_COUNTED_WORDS}'.format([self.resourceName])",
+    expression="'%s is governed by count: remove it from resources, and say in count how many devices a pod has'"
+    ".format([self.resourceName])",
 )
 
 
@@ -98,7 +68,7 @@ DEVICES = ("count", "resourceName", "resourceClaimTemplateName")  # of `Gpus`: w
 class Gpus(Part):
     """The devices of a pod."""
 
-    model_config = ConfigDict(json_schema_extra=rules(_CLAIM, _COUNTED))
+    RULES = (_CLAIM, _COUNTED)
 
     count: int = Field(default=1, ge=0, le=16, description="Devices per replica; 0 runs everything on the CPU.")
     resource_name: str = Field(
@@ -120,18 +90,6 @@ class Gpus(Part):
     resources: Resources = Field(
         default_factory=Resources, description="Further resources of the GPU container (devices come from count)."
     )
-
-    @model_validator(mode="after")
-    def _claims_devices(self) -> Self:
-        if self.resource_claim_template_name is not None and self.count == 0:
-            raise ValueError(_CLAIM_WORDS)
-        return self
-
-    @model_validator(mode="after")
-    def _says_devices_once(self) -> Self:
-        if self.resource_name in self.resources.limits or self.resource_name in self.resources.requests:
-            raise ValueError(_COUNTED_WORDS % self.resource_name)
-        return self
 
 
 _Stops = Annotated[list[Annotated[str, Field(min_length=1, max_length=256)]], Field(max_length=16)]
@@ -170,26 +128,22 @@ _CONCURRENCY = Rule(
 )
 
 
-_OWN_WORDS = (
-    "replicas is the number of %s pods with devices of their own: give it with placement OwnDevices, and only there"
-)
-_OWN_GPUS_WORDS = "gpus are the devices of %s pods of their own: give them with placement OwnDevices, and only there"
-
-
 def _own(what: str) -> tuple[Rule, Rule]:
     """Return the rules of a role that may have pods and devices of its own: both fields belong to those."""
     is_apart = f"has(self.placement) && self.placement == '{RolePlacement.OWN_DEVICES}'"
     return (
-        Rule("replicas", f"has(self.replicas) == ({is_apart})", _OWN_WORDS % what),
-        Rule("gpus", f"!has(self.gpus) || {is_apart}", _OWN_GPUS_WORDS % what),
+        Rule(
+            "replicas",
+            f"has(self.replicas) == ({is_apart})",
+            f"replicas is the number of {what} pods with devices of their own: give it with placement OwnDevices, and "
+            "only there",
+        ),
+        Rule(
+            "gpus",
+            f"!has(self.gpus) || {is_apart}",
+            f"gpus are the devices of {what} pods of their own: give them with placement OwnDevices, and only there",
+        ),
     )
-
-
-def _check_own(what: str, *, is_apart: bool, replicas: int | None, gpus: Gpus | None) -> None:
-    if (replicas is not None) != is_apart:
-        raise ValueError(_OWN_WORDS % what)
-    if gpus is not None and not is_apart:
-        raise ValueError(_OWN_GPUS_WORDS % what)
 
 
 class Interruption(StrEnum):
@@ -220,14 +174,11 @@ class EngineMemory(StrEnum):
     CUDA_GRAPH = "CUDAGraph"
 
 
-_OFFLOADED_WORDS = (
-    "offload needs KVCache, because the KV cache is never on the devices together with gradients and optimizer state "
-    "of a trainer that takes turns; [] lets engines and trainer both stay"
-)
 _OFFLOAD = Rule(
     field="offload",
     rule=f"!has(self.offload) || size(self.offload) == 0 || '{EngineMemory.KV_CACHE}' in self.offload",
-    message=_OFFLOADED_WORDS,
+    message="offload needs KVCache, because the KV cache is never on the devices together with gradients and optimizer "
+    "state of a trainer that takes turns; [] lets engines and trainer both stay",
 )
 
 
@@ -242,13 +193,10 @@ class Filter(StrEnum):
     TRUNCATED = "Truncated"  # a sample that ended by the token limit
 
 
-_SPARE_WORDS = (
-    "spareGroups need atMaxStaleness Drop: groups that are too old are discarded, and not waited for or masked"
-)
 _SPARE = Rule(
     field="spareGroups",
     rule=f"self.spareGroups == 0 || self.atMaxStaleness == '{AtMaxStaleness.DROP}'",
-    message=_SPARE_WORDS,
+    message="spareGroups need atMaxStaleness Drop: groups that are too old are discarded, and not waited for or masked",
 )
 
 
@@ -277,21 +225,19 @@ _OVERLONG = Rule(
 class Rollout(Part):
     """Generating samples, all the time, across training steps."""
 
-    model_config = ConfigDict(
-        json_schema_extra=rules(
-            _CONCURRENCY,
-            _OVERLONG,
-            _SPARE,
-            _OFFLOAD,
-            *_own("engine"),
-            *fixed(
-                *("placement", "engine.type", "replicas", "offload", "prompts"),
-                *("maxPromptTokens", "maxResponseTokens"),
-                *("batchSize", "groupSize", "maxStaleness", "atMaxStaleness", "interruption", "filters"),
-                *("maxFilteredPerBatch", "minRolloutSeconds", "overlongPenalty", "sampling.stop"),
-                *("spareGroups", "routerReplay"),
-            ),
-        )
+    RULES = (
+        _CONCURRENCY,
+        _OVERLONG,
+        _SPARE,
+        _OFFLOAD,
+        *_own("engine"),
+        *fixed(
+            *("placement", "engine.type", "replicas", "offload", "prompts"),
+            *("maxPromptTokens", "maxResponseTokens"),
+            *("batchSize", "groupSize", "maxStaleness", "atMaxStaleness", "interruption", "filters"),
+            *("maxFilteredPerBatch", "minRolloutSeconds", "overlongPenalty", "sampling.stop"),
+            *("spareGroups", "routerReplay"),
+        ),
     )
 
     placement: RolePlacement = Field(
@@ -307,10 +253,9 @@ class Rollout(Part):
         default=None,
         description="Devices of each of them; spec.gpus when absent.",
     )
-    offload: list[Annotated[EngineMemory, Field(strict=False)]] = Field(
+    offload: Distinct[Annotated[EngineMemory, Field(strict=False)]] = Field(
         default=list(EngineMemory),
         max_length=len(EngineMemory),
-        json_schema_extra={"x-kubernetes-list-type": "set"},
         description="Memory that the engines release while the trainer works: with KVCache the two take turns, "
         "without Weights or CUDAGraph the switch is shorter, and with none ([]) rollout goes on beside "
         "training.",
@@ -412,29 +357,6 @@ class Rollout(Part):
         """Return how many groups filters may keep from one batch."""
         return 4 * self.batch_size if self.max_filtered_per_batch is None else self.max_filtered_per_batch
 
-    @model_validator(mode="after")
-    def _cross_field_rules(self) -> Self:
-        if len(set(self.offload)) != len(self.offload):
-            raise ValueError(f"offload is a set: {', '.join(self.offload)} has one of them twice")
-        if self.offload and EngineMemory.KV_CACHE not in self.offload:
-            raise ValueError(_OFFLOADED_WORDS)
-        _check_own("engine", is_apart=self.is_apart, replicas=self.replicas, gpus=self.gpus)
-        if self.spare_groups and self.at_max_staleness is not AtMaxStaleness.DROP:
-            raise ValueError(_SPARE_WORDS)
-        admitted = (self.max_staleness + 1) * self.batch_size + self.spare_groups
-        if self.concurrency > admitted:
-            raise ValueError(
-                f"maxConcurrency is {self.concurrency}, and no more than (maxStaleness + 1) * batchSize + spareGroups "
-                f"= {admitted} groups are ever admitted: write at most that"
-            )
-        penalty = self.overlong_penalty
-        if penalty is not None and penalty.buffer_tokens > self.max_response_tokens:
-            raise ValueError(
-                f"overlongPenalty.bufferTokens is {penalty.buffer_tokens}, and must be at most maxResponseTokens, "
-                f"{self.max_response_tokens}, of which it is the end"
-            )
-        return self
-
 
 class EvaluationSampling(Part):
     """Sampling of an evaluation's tokens: nothing is trained on them."""
@@ -495,7 +417,7 @@ class Evaluation(Part):
 class Reference(Part):
     """The frozen policy that KL is measured against: on the trainers' devices before each step, or on its own."""
 
-    model_config = ConfigDict(json_schema_extra=rules(*_own("reference")))
+    RULES = _own("reference")
 
     placement: RolePlacement = Field(
         default=RolePlacement.WITH_TRAINER,
@@ -516,11 +438,6 @@ class Reference(Part):
         """Return whether the reference has pods and devices of its own."""
         return self.placement is RolePlacement.OWN_DEVICES
 
-    @model_validator(mode="after")
-    def _has_what_is_its_own(self) -> Self:
-        _check_own("reference", is_apart=self.is_apart, replicas=self.replicas, gpus=self.gpus)
-        return self
-
 
 class TrainerMemory(StrEnum):
     PARAMETERS = "Parameters"
@@ -528,22 +445,19 @@ class TrainerMemory(StrEnum):
     OPTIMIZER = "Optimizer"
 
 
-_STATE_WORDS = (
-    "offload needs Gradients and Optimizer, because they are never on the devices together with the KV cache of an "
-    "engine that takes turns; Parameters may stay"
-)
 _STATE = Rule(
     field="offload",
     rule="!has(self.offload) || "
     f"'{TrainerMemory.GRADIENTS}' in self.offload && '{TrainerMemory.OPTIMIZER}' in self.offload",
-    message=_STATE_WORDS,
+    message="offload needs Gradients and Optimizer, because they are never on the devices together with the KV cache "
+    "of an engine that takes turns; Parameters may stay",
 )
 
 
 class Trainer(Part):
     """The training side: any program that speaks the trainer protocol."""
 
-    model_config = ConfigDict(json_schema_extra=rules(_STATE))
+    RULES = (_STATE,)
 
     command: list[Annotated[str, Field(max_length=1024)]] = Field(
         default=["python3", "-m", "colocated_rl_trainer"],
@@ -552,22 +466,13 @@ class Trainer(Part):
         description="Command of each trainer rank, in the GPU container.",
     )
     config: Options = Field(default_factory=dict, description="Handed to the trainer as a file, as it stands.")
-    offload: list[Annotated[TrainerMemory, Field(strict=False)]] = Field(
+    offload: Distinct[Annotated[TrainerMemory, Field(strict=False)]] = Field(
         default=list(TrainerMemory),
         min_length=1,
         max_length=len(TrainerMemory),
-        json_schema_extra={"x-kubernetes-list-type": "set"},
         description="Trainer state that moves to host memory while the engines have the devices; Parameters may stay "
         "where there is room.",
     )
-
-    @model_validator(mode="after")
-    def _offload_is_enough(self) -> Self:
-        if len(set(self.offload)) != len(self.offload):
-            raise ValueError(f"offload is a set: {', '.join(self.offload)} has one of them twice")
-        if not {TrainerMemory.GRADIENTS, TrainerMemory.OPTIMIZER} <= set(self.offload):
-            raise ValueError(_STATE_WORDS)
-        return self
 
 
 class Mode(StrEnum):
@@ -585,25 +490,23 @@ class Recording(Part):
         description="Claim in the job's namespace that holds them, such as the store of the job that made them; "
         "mounted read-only.",
     )
-    path: Annotated[str, _is_inside] = Field(
+    path: Annotated[str, is_inside] = Field(
         default="batches",
         max_length=512,
-        json_schema_extra=_inside_rule,
+        json_schema_extra=inside_rule,
         description="Directory inside the claim; where a store has them when absent.",
     )
 
 
-_RECORDED_WORDS = "recorded names the batches that a TrainOnly job trains: give it there, and nowhere else"
 _RECORDED = Rule(
     field="recorded",
     rule=f"has(self.recorded) == (has(self.mode) && self.mode == '{Mode.TRAIN_ONLY}')",
-    message=_RECORDED_WORDS,
+    message="recorded names the batches that a TrainOnly job trains: give it there, and nowhere else",
 )
-_EVALUATED_WORDS = "evaluation needs engines, and a TrainOnly job has none: leave it out"
 _EVALUATED = Rule(
     field="evaluation",
     rule=f"!has(self.evaluation) || !has(self.mode) || self.mode != '{Mode.TRAIN_ONLY}'",
-    message=_EVALUATED_WORDS,
+    message="evaluation needs engines, and a TrainOnly job has none: leave it out",
 )
 
 
@@ -655,20 +558,17 @@ class Switch(Part):
     )
 
 
-_MILESTONE_WORDS = (
-    "milestoneEverySteps must be a multiple of everySteps, which is 10 when absent: no other step is saved"
-)
 _MILESTONE = Rule(
     field="milestoneEverySteps",
     rule="!has(self.milestoneEverySteps) || self.milestoneEverySteps % self.everySteps == 0",
-    message=_MILESTONE_WORDS,
+    message="milestoneEverySteps must be a multiple of everySteps, which is 10 when absent: no other step is saved",
 )
 
 
 class Checkpoint(Part):
     """Checkpoints of the trainer, on a volume of the job."""
 
-    model_config = ConfigDict(json_schema_extra=rules(_MILESTONE))
+    RULES = (_MILESTONE,)
 
     every_steps: int = Field(
         default=10,
@@ -696,12 +596,6 @@ class Checkpoint(Part):
         "the milestones, of 12 bytes a parameter by the default trainer.",
     )
 
-    @model_validator(mode="after")
-    def _milestones_are_written(self) -> Self:
-        if self.milestone_every_steps is not None and self.milestone_every_steps % self.every_steps:
-            raise ValueError(_MILESTONE_WORDS)
-        return self
-
 
 class FormerSamples(Part):
     """The store of a former job's samples."""
@@ -709,10 +603,10 @@ class FormerSamples(Part):
     claim_name: str = Field(
         min_length=1, max_length=253, description="Claim in the job's namespace; mounted read-only, and copied."
     )
-    path: Annotated[str, _is_inside] = Field(
+    path: Annotated[str, is_inside] = Field(
         default=".",
         max_length=512,
-        json_schema_extra=_inside_rule,
+        json_schema_extra=inside_rule,
         description="Directory inside the claim that has store.sqlite3 and batches.",
     )
 
@@ -726,10 +620,10 @@ class RestoreFrom(Part):
         description="Claim in the job's namespace, such as a former job's or one restored from a backup; mounted "
         "read-only by trainers and rollout controller, as long as the job exists.",
     )
-    path: Annotated[str, _is_inside] = Field(
+    path: Annotated[str, is_inside] = Field(
         default=".",
         max_length=512,
-        json_schema_extra=_inside_rule,
+        json_schema_extra=inside_rule,
         description="Directory inside the claim that has directories step-00000010 and so on.",
     )
     step: int | None = Field(
@@ -742,11 +636,10 @@ class RestoreFrom(Part):
     )
 
 
-_RESTORED_WORDS = "restoreFrom is what trainers begin from, and a RolloutOnly job has none: leave it out"
 _RESTORED = Rule(
     field="restoreFrom",
     rule=f"!has(self.restoreFrom) || !has(self.mode) || self.mode != '{Mode.ROLLOUT_ONLY}'",
-    message=_RESTORED_WORDS,
+    message="restoreFrom is what trainers begin from, and a RolloutOnly job has none: leave it out",
 )
 
 
@@ -771,23 +664,21 @@ _TEN_YEARS_S = 315_360_000
 class ColocatedRLJobSpec(Part):
     """Desired state of the job: model, devices, duration."""
 
-    model_config = ConfigDict(
-        json_schema_extra=rules(
-            _RECORDED,
-            _EVALUATED,
-            _RESTORED,
-            *fixed(
-                *("mode", "recorded", "model", "restoreFrom", "reference", "trainer", "storage", "managedBy"),
-                *(f"{gpus}.{field}" for gpus in ("gpus", "rollout.gpus?") for field in DEVICES),
-                *("weightSync.volume", "checkpoint.volume"),
-            ),
-            *fixed_while_running(
-                *(f"{gpus}.{field}" for gpus in ("gpus", "rollout.gpus?") for field in ("image", "resources")),
-                *("rollout.engine.args", "rollout.resources", "weightSync.sizeLimit", "weightSync.verify"),
-                *("checkpoint.everySteps", "checkpoint.keep", "checkpoint.milestoneEverySteps"),
-                *("switch", "podTemplates"),
-            ),
-        )
+    RULES = (
+        _RECORDED,
+        _EVALUATED,
+        _RESTORED,
+        *fixed(
+            *("mode", "recorded", "model", "restoreFrom", "reference", "trainer", "storage", "managedBy"),
+            *(f"{gpus}.{field}" for gpus in ("gpus", "rollout.gpus?") for field in DEVICES),
+            *("weightSync.volume", "checkpoint.volume"),
+        ),
+        *fixed_while_running(
+            *(f"{gpus}.{field}" for gpus in ("gpus", "rollout.gpus?") for field in ("image", "resources")),
+            *("rollout.engine.args", "rollout.resources", "weightSync.sizeLimit", "weightSync.verify"),
+            *("checkpoint.everySteps", "checkpoint.keep", "checkpoint.milestoneEverySteps"),
+            *("switch", "podTemplates"),
+        ),
     )
 
     steps: int = Field(
@@ -938,25 +829,14 @@ class ColocatedRLJobSpec(Part):
     def ladder(self) -> Ladder:
         return ladder_for(self.placement, scores=self.reference is not None and not self.reference.is_apart)
 
-    @model_validator(mode="after")
-    def _one_side_alone(self) -> Self:
-        if (self.recorded is not None) != (self.mode is Mode.TRAIN_ONLY):
-            raise ValueError(_RECORDED_WORDS)
-        if self.evaluation is not None and self.mode is Mode.TRAIN_ONLY:
-            raise ValueError(_EVALUATED_WORDS)
-        if self.restore_from is not None and self.mode is Mode.ROLLOUT_ONLY:
-            raise ValueError(_RESTORED_WORDS)
-        return self
 
-
-_JOB_NAME_PATTERN = "^[a-z]([-a-z0-9]*[a-z0-9])?$"
 _JOB_NAME_WORDS = (
     f"must be at most {JOB_NAME_MAX} of a-z, 0-9 and '-', begin with a letter and not end with '-': "
     "names of pods are derived from it"
 )
 _JOB_NAME = Rule(
     field="metadata.name",
-    rule=f"size(self.metadata.name) <= {JOB_NAME_MAX} && self.metadata.name.matches('{_JOB_NAME_PATTERN}')",
+    rule=f"size(self.metadata.name) <= {JOB_NAME_MAX} && self.metadata.name.matches('^[a-z]([-a-z0-9]*[a-z0-9])?$')",
     message=f"metadata.name {_JOB_NAME_WORDS}",
     expression=f'"metadata.name %s {_JOB_NAME_WORDS}".format([self.metadata.name])',
 )
@@ -988,20 +868,19 @@ class Metadata(BaseModel):
     @field_validator("name")
     @classmethod
     def _leaves_room_for_derived_names(cls, name: str) -> str:
-        if len(name) > JOB_NAME_MAX or not re.fullmatch(_JOB_NAME_PATTERN, name):
-            raise ValueError(f"metadata.name {name} {_JOB_NAME_WORDS}")
+        if words := _JOB_NAME.complaint({"metadata": {"name": name}}):
+            raise ValueError(words)
         return name
 
 
 class ColocatedRLJob(BaseModel):
     """A reinforcement-learning post-training job whose rollout engines and trainer share GPUs."""
 
-    model_config = ConfigDict(
-        alias_generator=to_camel,
-        validate_by_name=True,
-        extra="forbid",
-        json_schema_extra=rules(_JOB_NAME, _REPLICAS),
-    )
+    RULES: ClassVar[tuple[Rule, ...]] = (
+        _JOB_NAME,
+        _REPLICAS,
+    )  # the first is checked by `Metadata`, the second on changes
+    model_config = ConfigDict(alias_generator=to_camel, validate_by_name=True, extra="forbid")
 
     api_version: Literal["rl.colocate.dev/v1alpha1"]
     kind: Literal["ColocatedRLJob"]

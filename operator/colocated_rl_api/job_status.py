@@ -55,7 +55,7 @@ ENDS = ("Complete", "Failed")
 
 
 class Condition(StatusPart):
-    """As metav1.Condition."""
+    """A condition has the fields of metav1.Condition."""
 
     type: str = Field(max_length=316, description="CamelCase name, once in the list.")
     status: ConditionStatus = Field(description="Whether it holds.")
@@ -125,7 +125,7 @@ class CheckpointStatus(StatusPart):
 
 
 class StartStatus(StatusPart):
-    """The images of pods since the newest start of the group, also those that are made again."""
+    """Pods are made of these since the newest start of the group, also those that are made again."""
 
     operator: str = Field(default="", max_length=64, description="Version of the operator that made the start.")
     images: dict[str, Annotated[str, Field(max_length=512)]] = Field(
@@ -135,6 +135,11 @@ class StartStatus(StatusPart):
         default_factory=dict,
         max_length=16,
         description="Of images that pods run, by name and tag, where nodes tell them.",
+    )
+    revision: str = Field(
+        default="",
+        max_length=253,
+        description="ControllerRevision with the pod templates; empty if that operator kept none.",
     )
 
 
@@ -168,6 +173,11 @@ class FailuresStatus(StatusPart):
     step_retries: int = Field(default=0, description="Restarts in the pods that there were, likewise.")
     step: int | None = Field(default=None, description="Step that failed last.")
     tries: int = Field(default=0, description="Failures of that step in a row.")
+    pod: str = Field(
+        default="",
+        max_length=253,
+        description="The one pod in which the newest death of trainers began, if it was one.",
+    )
     avoided_nodes: list[Annotated[str, Field(max_length=253)]] = Field(
         default_factory=list, max_length=8, description="Nodes that get no GPU pod of the job, the newest last."
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 
 EVERYWHERE = ""
-BACKLOG = 128
+BACKLOG = 4096  # beyond it the kernel lets whoever comes try again a second later
 
 
 def listen(host: str, port: int, *, backlog: int = BACKLOG) -> socket.socket:

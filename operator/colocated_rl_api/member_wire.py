@@ -26,6 +26,7 @@ from pydantic import Field, TypeAdapter
 
 from colocated_rl_api.facts import PodFacts, RolloutFacts
 from colocated_rl_api.job import ColocatedRLJobSpec, Evaluation
+from colocated_rl_api.names import JobUid, PodUid
 from colocated_rl_api.rungs import Rung, WeightVersion
 from colocated_rl_api.wire import Version, Wire
 
@@ -100,8 +101,8 @@ class Hello(Wire):
     type: Literal["hello"] = "hello"
     wire: int = WIRE_VERSION
     pod: str
-    pod_uid: str
-    job_uid: str
+    pod_uid: PodUid
+    job_uid: JobUid
     role: str  # names.ROLE_ROLLOUT or one of names.GPU_ROLES
     replica: int | None = None
     incarnation: str  # of the member process itself
@@ -136,7 +137,7 @@ class JobFile(Wire):
 
     name: str
     namespace: str
-    uid: str
+    uid: JobUid
     created: datetime
     spec: ColocatedRLJobSpec
 

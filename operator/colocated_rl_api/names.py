@@ -3,6 +3,11 @@
 The comment of a constant names its writer and its readers.
 """
 
+from typing import NewType
+
+JobUid = NewType("JobUid", str)
+PodUid = NewType("PodUid", str)
+
 GROUP = "rl.colocate.dev"
 VERSION = "v1alpha1"
 API_VERSION = f"{GROUP}/{VERSION}"
@@ -35,6 +40,7 @@ GPU_CONTAINER = "gpu"
 
 # --- containers of the rollout pod
 ROLLOUT_CONTAINER = "rollout"
+MODEL_CONTAINER = "model"  # fetches a model of the hub before the others start
 REWARDS_CONTAINER = "rewards"  # other people's code: makes prompts and computes rewards
 
 # --- ports of a member. Written by the operator into pods, read by operator, members and people
@@ -67,6 +73,8 @@ FORMER_DIR = "/former"  # spec.restoreFrom's claim, read-only; trainers and roll
 FORMER_SAMPLES_DIR = "/former-samples"  # the claim of its samples, read-only; rollout controller only
 PROMPTS_DIR = "/prompts"  # claims of spec.rollout.prompts, each by its name, read-only; task server only
 REWARD_TOKENS_DIR = "/etc/colocate/reward-tokens"  # Secrets of reward.http, each by its name; rollout controller only
+HUB_TOKEN_FILE = "hub-token"  # entry of the Secret of a private model
+DEFAULT_HUB = "https://huggingface.co"
 REWARD_TOKEN_FILE = "reward-token"  # not "token", which Kubernetes' own tokens have: its owner means it to be sent
 TASKS_DIR = "/run/colocate/tasks"  # tasks.sock; shared by rollout controller and task server
 TASKS_SOCKET = "/run/colocate/tasks/tasks.sock"  # the task server listens, the rollout controller connects
@@ -80,15 +88,19 @@ ENV_POD_IP = "POD_IP"
 ENV_POD_NAMESPACE = "POD_NAMESPACE"
 ENV_ROLE = "COLOCATE_ROLE"  # one of GPU_ROLES
 ENV_REPLICA = "COLOCATE_REPLICA"
+ENV_HUB_TOKEN = "HF_TOKEN"  # as huggingface_hub reads it
 ENV_GRACE = "COLOCATE_GRACE_S"  # of the pod; read by the runner
+ENV_FAULTS = "COLOCATE_FAULTS"  # FAULTS_TAKEN: the agent takes injected faults; else absent
+FAULTS_TAKEN = "taken"
+ENV_WIPED = "COLOCATE_WIPED"  # directory that the runner empties when it starts
 
 
-def claim_name(job: str, job_uid: str, volume: str) -> str:
+def claim_name(job: str, job_uid: JobUid, volume: str) -> str:
     """Return the name of the claim that is made for a volume of a job: `store`, `checkpoints` or `weights`."""
     return f"{job}-{volume}-{job_uid[:8]}"
 
 
-def member_server_name(job_uid: str) -> str:
+def member_server_name(job_uid: JobUid) -> str:
     """Return the TLS name of a job's members: pod addresses change, so certificates name the job instead."""
     return f"{job_uid}.members.colocate.internal"
 

@@ -1,17 +1,29 @@
 """The resource is made of parts that read values as the API server does, of rules with messages, and of quantities.
 
-No type is converted, 2.0 is the integer 2, and null means absent. What a schema can't express is stated twice, as a CEL
-rule for the API server and as a validator for everybody else, with one message.
+No type is converted, 2.0 is the integer 2, and null means absent. What a schema can't express is a rule in CEL: the API
+server evaluates it from the CRD, and everybody else from the same text.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, ClassVar, NamedTuple, Self, TypeVar
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    GetJsonSchemaHandler,
+    model_validator,
+)
 from pydantic.alias_generators import to_camel
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema, PydanticCustomError
+
+from colocated_rl_api.cel import compiled
 
 
 def _read_integer(value: object) -> object:
@@ -22,8 +34,42 @@ def drop_nulls(value: object) -> object:
     return {key: item for key, item in value.items() if item is not None} if isinstance(value, Mapping) else value
 
 
+VALIDATIONS = "x-kubernetes-validations"
+
+
+class Rule(NamedTuple):
+    """A constraint on one field that a schema can't express. Its message names the field, its value and the remedy.
+
+    message: for the reference. expression: CEL that puts values into the same; `format`, because the server assumes
+    that the text of a number may have any length, and refuses to add it to another.
+    """
+
+    field: str
+    rule: str
+    message: str
+    expression: str | None = None
+
+    @property
+    def in_schema(self) -> dict[str, str]:
+        """Return the rule as an item of `x-kubernetes-validations`."""
+        expression = {} if self.expression is None else {"messageExpression": self.expression}
+        return {"rule": self.rule, "message": self.message, "fieldPath": f".{self.field}", **expression}
+
+    def complaint(self, value: Any) -> str | None:
+        """Return the message if the rule does not hold for `value`, a model or plain data, else None.
+
+        A rule that compares with the former value is the server's alone, and holds.
+        """
+        scope = {"self": value}
+        if "oldSelf" in self.rule or compiled(self.rule)(scope):
+            return None
+        return self.message if self.expression is None else str(compiled(self.expression)(scope))
+
+
 class Part(BaseModel):
     """Base of every part of the resource: camelCase, immutable, unknown fields refused (a typo is an error)."""
+
+    RULES: ClassVar[tuple[Rule, ...]] = ()
 
     model_config = ConfigDict(
         alias_generator=to_camel,
@@ -42,33 +88,20 @@ class Part(BaseModel):
         known = {name for field, info in cls.model_fields.items() for name in (field, info.alias)}
         return {key: _read_integer(item) for key, item in value.items() if item is not None or key not in known}
 
+    @model_validator(mode="after")
+    def _keeps_its_rules(self) -> Self:
+        """Raise an error of type "rule" for the first that does not hold, with it and the field at fault as context."""
+        for rule in self.RULES:
+            if words := rule.complaint(self):
+                raise PydanticCustomError("rule", "{words}", {"words": words, "field": rule.field, "rule": rule.rule})
+        return self
 
-class Rule(NamedTuple):
-    """A constraint on one field that a schema can't express. Its message names the field, its value and the remedy.
-
-    message: for the reference. expression: CEL that puts values into the same; `format`, because the server assumes
-    that the text of a number may have any length, and refuses to add it to another.
-    """
-
-    field: str
-    rule: str
-    message: str
-    expression: str | None = None
-
-
-def rules(*given: Rule) -> dict[str, Any]:
-    """Return a `json_schema_extra` that carries CEL rules."""
-    return {
-        "x-kubernetes-validations": [
-            {
-                "rule": each.rule,
-                "message": each.message,
-                "fieldPath": f".{each.field}",
-                **({} if each.expression is None else {"messageExpression": each.expression}),
-            }
-            for each in given
-        ]
-    }
+    @classmethod
+    def __get_pydantic_json_schema__(cls, core: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        schema = handler(core)
+        if cls.RULES:
+            handler.resolve_ref_schema(schema)[VALIDATIONS] = [rule.in_schema for rule in cls.RULES]
+        return schema
 
 
 def fixed(*fields: str) -> tuple[Rule, ...]:
@@ -108,6 +141,13 @@ def _is_there(path: str) -> str:
     return f"has(self.{path}) == has(oldSelf.{path})"
 
 
+def one_of(chooses: str, *choices: str) -> Rule:
+    """Return the rule that exactly one of several members is given. chooses: as in "prompts come from"."""
+    given = "[" + ", ".join(f"has(self.{choice})" for choice in choices) + "].filter(given, given).size()"
+    words = f"{chooses} exactly one of {', '.join(choices[:-1])} and {choices[-1]}"
+    return Rule(choices[0], f"{given} == 1", words, f"'{words}: %d are given'.format([{given}])")
+
+
 def should_match(pattern: str, words: str) -> tuple[AfterValidator, dict[str, Any]]:
     """Return a pattern with a message: a validator, and the same in CEL, where the value may be a number."""
 
@@ -117,7 +157,32 @@ def should_match(pattern: str, words: str) -> tuple[AfterValidator, dict[str, An
         return text
 
     rule = f"type(self) != string || self.matches(r'^({pattern})$')"
-    return AfterValidator(check), {"x-kubernetes-validations": [{"rule": rule, "message": words}]}
+    return AfterValidator(check), {VALIDATIONS: [{"rule": rule, "message": words}]}
+
+
+is_inside, inside_rule = should_match(
+    r"\.|[A-Za-z0-9_][A-Za-z0-9._-]*(/[A-Za-z0-9_][A-Za-z0-9._-]*)*",
+    "should be a path inside the volume, without / at its ends or .. in it: models/small, or . for the volume's root",
+)
+is_url, url_rule = should_match(
+    r"https?://[A-Za-z0-9._~\[\]:-]+(/[A-Za-z0-9._~%!$&()*+,;=:@/-]*)?",
+    "should be an address with http or https, without user, query or fragment: http://judge.default.svc:8000/score",
+)
+
+
+_Item = TypeVar("_Item")
+
+
+def _check_distinct(items: list[_Item]) -> list[_Item]:
+    if len(set(items)) != len(items):
+        raise ValueError(f"should be a set: {', '.join(map(str, items))} has one of them twice")
+    return items
+
+
+Distinct = Annotated[
+    list[_Item], AfterValidator(_check_distinct), Field(json_schema_extra={"x-kubernetes-list-type": "set"})
+]
+"""A list in which nothing stands twice."""
 
 
 _MAX_EXACT_INTEGER = 2**53 - 1  # above, JSON readers disagree

@@ -8,23 +8,23 @@ what would touch those has no field, or is refused with words.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Annotated, Any, Self
+from typing import Annotated, Any
 
-from pydantic import BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BeforeValidator, Field
 
 from colocated_rl_api import names
-from colocated_rl_api.parts import Options, Part, Rule, drop_nulls, rules, should_match
+from colocated_rl_api.parts import Options, Part, Rule, drop_nulls, should_match
 
 QUEUE_LABEL = "kueue.x-k8s.io/queue-name"
 QUEUE_LABELS = (QUEUE_LABEL, "kueue.x-k8s.io/priority-class")  # that a job may have in place of its pods' template
-"""Of GPU pods, by the job: Kueue admits them as one group."""
+"""Labels of a job that hold for its GPU pods: Kueue admits them as one group."""
 
 OWNED_PREFIXES = (f"{names.GROUP}/", "app.kubernetes.io/", "kueue.x-k8s.io/pod-group-")
-"""Of labels and annotations: selectors, the NetworkPolicy and queues go by them."""
+"""Prefixes of labels and annotations by which selectors, the NetworkPolicy and queues find pods."""
 
 OWNED_VARIABLES = (
     *(names.ENV_POD_NAME, names.ENV_POD_UID, names.ENV_POD_IP, names.ENV_POD_NAMESPACE),
-    *(names.ENV_ROLE, names.ENV_REPLICA, names.ENV_GRACE),
+    *(names.ENV_ROLE, names.ENV_REPLICA, names.ENV_GRACE, names.ENV_WIPED),
 )
 
 OWNED_VOLUMES = (
@@ -53,19 +53,16 @@ def _cel(words: Iterable[str]) -> str:
 
 
 # ------------------------------------------------------------------------------------------------------------ metadata
-def _owned_words(what: str) -> str:
-    return f"{what} may not begin with {', '.join(OWNED_PREFIXES)}: the operator finds and guards its pods by those"
-
-
 def _no_owned(what: str) -> Rule:
     owned = f"{_cel(OWNED_PREFIXES)}.exists(owned, key.startsWith(owned))"
-    return Rule(what, f"!has(self.{what}) || !self.{what}.exists(key, {owned})", _owned_words(what))
+    words = f"{what} may not begin with {', '.join(OWNED_PREFIXES)}: the operator finds and guards its pods by those"
+    return Rule(what, f"!has(self.{what}) || !self.{what}.exists(key, {owned})", words)
 
 
 class PodMetadata(Part):
     """Labels and annotations of a pod."""
 
-    model_config = ConfigDict(json_schema_extra=rules(_no_owned("labels"), _no_owned("annotations")))
+    RULES = (_no_owned("labels"), _no_owned("annotations"))
 
     labels: Labels = Field(
         default_factory=dict,
@@ -73,13 +70,6 @@ class PodMetadata(Part):
         "group.",
     )
     annotations: Words = Field(default_factory=dict, description="Further annotations of the pod.")
-
-    @model_validator(mode="after")
-    def _leave_ours_alone(self) -> Self:
-        for what, keys in (("labels", self.labels), ("annotations", self.annotations)):
-            if any(key.startswith(OWNED_PREFIXES) for key in keys):
-                raise ValueError(_owned_words(what))
-        return self
 
 
 # ---------------------------------------------------------------------------------------------------------- scheduling
@@ -139,22 +129,18 @@ class PullSecret(Part):
 
 
 # ----------------------------------------------------------------------------------------------- volumes and variables
-_VOLUME_WORDS = f"name is a volume of the operator's: any but {', '.join((*OWNED_VOLUMES, *OWNED_VOLUME_PREFIXES))}"
+_VOLUME = Rule(
+    field="name",
+    rule=f"!(self.name in {_cel(OWNED_VOLUMES)}) && "
+    f"!{_cel(OWNED_VOLUME_PREFIXES)}.exists(owned, self.name.startsWith(owned))",
+    message=f"name is a volume of the operator's: any but {', '.join((*OWNED_VOLUMES, *OWNED_VOLUME_PREFIXES))}",
+)
 
 
 class ExtraVolume(Part):
     """A volume of the person who made the job. Kinds that the restricted profile of pod security allows."""
 
-    model_config = ConfigDict(
-        json_schema_extra=rules(
-            Rule(
-                "name",
-                f"!(self.name in {_cel(OWNED_VOLUMES)}) && "
-                f"!{_cel(OWNED_VOLUME_PREFIXES)}.exists(owned, self.name.startsWith(owned))",
-                _VOLUME_WORDS,
-            )
-        )
-    )
+    RULES = (_VOLUME,)
 
     name: Annotated[str, Field(min_length=1, max_length=63)] = Field(description="By which containers mount it.")
     persistent_volume_claim: Options | None = Field(default=None, description="A claim, as in core/v1.")
@@ -163,34 +149,27 @@ class ExtraVolume(Part):
     empty_dir: Options | None = Field(default=None, description="Room that goes with the pod, as in core/v1.")
     ephemeral: Options | None = Field(default=None, description="A claim that goes with the pod, as in core/v1.")
     csi: Options | None = Field(default=None, description="An inline volume of a CSI driver, as in core/v1.")
-
-    @model_validator(mode="after")
-    def _has_a_name_of_its_own(self) -> Self:
-        if self.name in OWNED_VOLUMES or self.name.startswith(OWNED_VOLUME_PREFIXES):
-            raise ValueError(_VOLUME_WORDS)
-        return self
+    image: Options | None = Field(default=None, description="Files of an image, as in core/v1.")
+    nfs: Options | None = Field(
+        default=None, description="A share, as in core/v1; not in a namespace with the restricted profile."
+    )
 
 
 _is_path, _path_rule = should_match(
     r"(/\.?[A-Za-z0-9_-][A-Za-z0-9._-]*)+", "should be a path from the root, without .. in it: /data/cache"
 )
-_MOUNT_WORDS = (
-    f"mountPath may not be one of {', '.join(OWNED_PATHS)}, nor inside one: mount it elsewhere, and say where with env"
+_MOUNT = Rule(
+    field="mountPath",
+    rule=f"!{_cel(OWNED_PATHS)}.exists(owned, (self.mountPath + '/').startsWith(owned + '/'))",
+    message=f"mountPath may not be one of {', '.join(OWNED_PATHS)}, nor inside one: mount it elsewhere, and say where "
+    "with env",
 )
 
 
 class VolumeMount(Part):
     """Mount of a volume of the template in a container."""
 
-    model_config = ConfigDict(
-        json_schema_extra=rules(
-            Rule(
-                "mountPath",
-                f"!{_cel(OWNED_PATHS)}.exists(owned, (self.mountPath + '/').startsWith(owned + '/'))",
-                _MOUNT_WORDS,
-            )
-        )
-    )
+    RULES = (_MOUNT,)
 
     name: Annotated[str, Field(min_length=1, max_length=63)] = Field(description="Of a volume of the template.")
     mount_path: Annotated[str, _is_path] = Field(
@@ -199,32 +178,22 @@ class VolumeMount(Part):
     sub_path: str | None = Field(default=None, max_length=512, description="In the volume; its root when absent.")
     read_only: bool = Field(default=False, description="Whether the container may only read it.")
 
-    @model_validator(mode="after")
-    def _is_beside_ours(self) -> Self:
-        if any(f"{self.mount_path}/".startswith(f"{owned}/") for owned in OWNED_PATHS):
-            raise ValueError(_MOUNT_WORDS)
-        return self
 
-
-_VARIABLE_WORDS = f"name may not be one of {', '.join(OWNED_VARIABLES)}: the operator sets those"
+_VARIABLE = Rule(
+    field="name",
+    rule=f"!(self.name in {_cel(OWNED_VARIABLES)})",
+    message=f"name may not be one of {', '.join(OWNED_VARIABLES)}: the operator sets those",
+)
 
 
 class Variable(Part):
     """An environment variable."""
 
-    model_config = ConfigDict(
-        json_schema_extra=rules(Rule("name", f"!(self.name in {_cel(OWNED_VARIABLES)})", _VARIABLE_WORDS))
-    )
+    RULES = (_VARIABLE,)
 
     name: Name = Field(description="Of the variable; it takes the place of one of the operator's for caches or home.")
     value: str | None = Field(default=None, max_length=32_768, description="Its value; empty when absent.")
     value_from: Options | None = Field(default=None, description="Where its value stands, as in core/v1.")
-
-    @model_validator(mode="after")
-    def _is_not_ours(self) -> Self:
-        if self.name in OWNED_VARIABLES:
-            raise ValueError(_VARIABLE_WORDS)
-        return self
 
 
 class ContainerTemplate(Part):
@@ -232,37 +201,51 @@ class ContainerTemplate(Part):
 
     name: Annotated[str, Field(min_length=1, max_length=63)] = Field(description="Of the container.")
     env: list[Variable] = Field(default_factory=list, max_length=64, description="Further environment variables.")
+    env_from: Terms = Field(
+        default_factory=list,
+        description="ConfigMaps and Secrets of variables, as in core/v1; the operator's own count.",
+    )
     volume_mounts: list[VolumeMount] = Field(
         default_factory=list, max_length=16, description="Where it finds volumes of the template."
     )
 
 
-_MOUNTED_WORDS = "volumeMounts may name the volumes of the same template only: the operator mounts its own"
+_MOUNTED = Rule(
+    field="containers",
+    rule="!has(self.containers) || self.containers.all(each, !has(each.volumeMounts) || each.volumeMounts.all("
+    "mount, has(self.volumes) && self.volumes.exists(volume, volume.name == mount.name)))",
+    message="volumeMounts may name the volumes of the same template only: the operator mounts its own",
+)
+
+
+class PodSecurity(Part):
+    """The part of a pod's security context that is the job's to say."""
+
+    supplemental_groups: list[Annotated[int, Field(ge=1, le=2**31 - 1)]] = Field(
+        default_factory=list, max_length=16, description="Further groups of its users, for files of shared volumes."
+    )
 
 
 class PodSpec(Part):
     """The part of a pod's spec that is the job's to say."""
 
-    model_config = ConfigDict(
-        json_schema_extra=rules(
-            Rule(
-                "containers",
-                "!has(self.containers) || self.containers.all(each, !has(each.volumeMounts) || each.volumeMounts.all("
-                "mount, has(self.volumes) && self.volumes.exists(volume, volume.name == mount.name)))",
-                _MOUNTED_WORDS,
-            )
-        )
-    )
+    RULES = (_MOUNTED,)
 
     node_selector: Labels = Field(default_factory=dict, description="Labels of the nodes on which the pod may run.")
     tolerations: list[Toleration] = Field(default_factory=list, max_length=32, description="Taints it may stand on.")
     affinity: Affinity | None = Field(default=None, description="Near what it runs.")
+    topology_spread_constraints: Terms = Field(
+        default_factory=list, description="Over what such pods spread, as in core/v1."
+    )
     priority_class_name: Name | None = Field(default=None, description="How it ranks among waiting pods.")
     runtime_class_name: Name | None = Field(default=None, description="How its containers are run.")
     scheduler_name: Name | None = Field(default=None, description="Who finds its node; the cluster's own when absent.")
     service_account_name: Name | None = Field(
         default=None, description="Whose identity it has. No token of it is mounted: cloud identities bring their own."
     )
+    security_context: PodSecurity = Field(default_factory=PodSecurity, description="Groups of its users.")
+    dns_policy: str | None = Field(default=None, max_length=32, description="Which names it resolves, as in core/v1.")
+    dns_config: Options | None = Field(default=None, description="Name servers and search domains, as in core/v1.")
     image_pull_secrets: list[PullSecret] = Field(
         default_factory=list, max_length=16, description="Logins of registries for the pod's images."
     )
@@ -278,13 +261,6 @@ class PodSpec(Part):
         default_factory=list, max_length=4, description="Variables and mounts, by container."
     )
 
-    @model_validator(mode="after")
-    def _mounts_its_own(self) -> Self:
-        known = {volume.name for volume in self.volumes}
-        if any(mount.name not in known for each in self.containers for mount in each.volume_mounts):
-            raise ValueError(_MOUNTED_WORDS)
-        return self
-
 
 class PodTemplate(Part):
     """Additions to the pods of one role."""
@@ -298,41 +274,26 @@ class PodTemplate(Part):
         return self.metadata.labels.get(QUEUE_LABEL)
 
 
-def _container_words(role: str, allowed: Iterable[str]) -> str:
-    return f"containers of {role} pods that a template may name: {', '.join(allowed)}; others are the operator's"
-
-
 def _known_containers(role: str, allowed: Iterable[str]) -> Rule:
     path = f"self.{role}.spec.containers"
     return Rule(
         f"{role}.spec.containers",
         f"!has(self.{role}) || !has(self.{role}.spec) || !has({path}) || "
         f"{path}.all(each, each.name in {_cel(allowed)})",
-        _container_words(role, allowed),
+        f"containers of {role} pods that a template may name: {', '.join(allowed)}; others are the operator's",
     )
 
 
 class PodTemplates(Part):
     """Additions to the job's pods, by role."""
 
-    model_config = ConfigDict(
-        json_schema_extra=rules(
-            _known_containers(names.ROLE_GPU, GPU_CONTAINERS), _known_containers(names.ROLE_ROLLOUT, ROLLOUT_CONTAINERS)
-        )
+    RULES = (
+        _known_containers(names.ROLE_GPU, GPU_CONTAINERS),
+        _known_containers(names.ROLE_ROLLOUT, ROLLOUT_CONTAINERS),
     )
 
     gpu: PodTemplate = Field(default_factory=PodTemplate, description="Of the pods with engine and trainer.")
     rollout: PodTemplate = Field(default_factory=PodTemplate, description="Of the pod with the rollout controller.")
-
-    @model_validator(mode="after")
-    def _names_containers_that_there_are(self) -> Self:
-        for role, template, allowed in (
-            (names.ROLE_GPU, self.gpu, GPU_CONTAINERS),
-            (names.ROLE_ROLLOUT, self.rollout, ROLLOUT_CONTAINERS),
-        ):
-            if any(each.name not in allowed for each in template.spec.containers):
-                raise ValueError(_container_words(role, allowed))
-        return self
 
 
 def stated(part: Part) -> dict[str, Any]:

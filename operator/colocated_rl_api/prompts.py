@@ -6,49 +6,20 @@ rewarded; tasks and environments bring their own rewards with them.
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Self
+from typing import Annotated
 
-from pydantic import ConfigDict, Field, model_validator
-from pydantic.alias_generators import to_snake
+from pydantic import Field
 
-from colocated_rl_api.parts import Options, Part, Resources, Rule, rules, should_match
+from colocated_rl_api.names import DEFAULT_HUB
+from colocated_rl_api.parts import Options, Part, Resources, is_url, one_of, should_match, url_rule
 
-DEFAULT_HUB = "https://huggingface.co"
 FILE_ENDINGS = JSON_LINES, PARQUET, ARROW = ".jsonl", ".parquet", ".arrow"  # of files of rows
-
-
-class _Choice(Part):
-    """A part of which exactly one of several members is given."""
-
-    CHOOSES: ClassVar[str]  # as in "prompts come from"
-    CHOICES: ClassVar[tuple[str, ...]]
-
-    @model_validator(mode="after")
-    def _one_is_given(self) -> Self:
-        given = sum(getattr(self, to_snake(choice)) is not None for choice in self.CHOICES)
-        if given != 1:
-            raise ValueError(f"{_one_of(self.CHOOSES, self.CHOICES)}: {given} are given")
-        return self
-
-
-def _one_of(chooses: str, choices: tuple[str, ...]) -> str:
-    return f"{chooses} exactly one of {', '.join(choices[:-1])} and {choices[-1]}"
-
-
-def _choice(chooses: str, choices: tuple[str, ...]) -> Rule:
-    given = "[" + ", ".join(f"has(self.{choice})" for choice in choices) + "].filter(given, given).size()"
-    words = _one_of(chooses, choices)
-    return Rule(choices[0], f"{given} == 1", words, f"'{words}: %d are given'.format([{given}])")
 
 
 # ------------------------------------------------------------------------------------------------------------- rewards
 _is_function, _function_rule = should_match(
     r"[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)*:[A-Za-z_][A-Za-z0-9_]*",
     "should be MODULE:FUNCTION, in Python: my_rewards:score",
-)
-_is_url, _url_rule = should_match(
-    r"https?://[A-Za-z0-9._~\[\]:-]+(/[A-Za-z0-9._~%!$&()*+,;=:@/-]*)?",
-    "should be an address with http or https, without user, query or fragment: http://judge.default.svc:8000/score",
 )
 
 
@@ -73,9 +44,9 @@ class MathReward(Part):
 class HttpReward(Part):
     """An endpoint that is asked with a POST of JSON and answers {"reward": NUMBER}."""
 
-    url: Annotated[str, _is_url] = Field(
+    url: Annotated[str, is_url] = Field(
         max_length=2048,
-        json_schema_extra=_url_rule,
+        json_schema_extra=url_rule,
         description="Where to ask. The request has prompt, response, fields (the row) and job (name, namespace, uid).",
     )
     secret_name: str | None = Field(
@@ -95,15 +66,10 @@ class HttpReward(Part):
     max_concurrency: int = Field(default=64, ge=1, le=4096, description="Requests at the same time.")
 
 
-_REWARDS = ("function", "math", "http")
-
-
-class Reward(_Choice):
+class Reward(Part):
     """Reward of a response that ended by itself. One that the token limit cut gets 0, and nobody is asked."""
 
-    CHOOSES = "a reward comes from"
-    CHOICES = _REWARDS
-    model_config = ConfigDict(json_schema_extra=rules(_choice(CHOOSES, _REWARDS)))
+    RULES = (one_of("a reward comes from", "function", "math", "http"),)
 
     function: Annotated[str, _is_function] | None = Field(
         default=None,
@@ -218,8 +184,8 @@ class HuggingFace(RowSource):
         max_length=200,
         description="Commit, tag or branch. Only a commit stays what it is, and over other rows a job isn't continued.",
     )
-    endpoint: Annotated[str, _is_url] = Field(
-        default=DEFAULT_HUB, max_length=512, json_schema_extra=_url_rule, description="The hub, or a mirror of it."
+    endpoint: Annotated[str, is_url] = Field(
+        default=DEFAULT_HUB, max_length=512, json_schema_extra=url_rule, description="The hub, or a mirror of it."
     )
 
     @property
@@ -288,7 +254,7 @@ _SOURCES = ("reasoningGym", "file", "huggingFace", "function", "environment")
 Source = ReasoningGym | PromptFile | HuggingFace | PromptFunction | Environment
 
 
-class _OneSource(_Choice):
+class _OneSource(Part):
     reasoning_gym: ReasoningGym | None = Field(default=None, description="Tasks and verifier of reasoning-gym.")
     file: PromptFile | None = Field(default=None, description="Files of one's own.")
     hugging_face: HuggingFace | None = Field(default=None, description="A dataset of the hub.")
@@ -303,9 +269,7 @@ class _OneSource(_Choice):
 class WeightedSource(_OneSource):
     """A source of a mix."""
 
-    CHOOSES = "a source of a mix is"
-    CHOICES = _SOURCES
-    model_config = ConfigDict(json_schema_extra=rules(_choice(CHOOSES, _SOURCES)))
+    RULES = (one_of("a source of a mix is", *_SOURCES),)
 
     weight: int = Field(
         default=1,
@@ -325,9 +289,7 @@ class Mix(Part):
 class Prompts(_OneSource):
     """Source of prompts and their rewards, or a mix of sources."""
 
-    CHOOSES = "prompts come from"
-    CHOICES = (*_SOURCES, "mix")
-    model_config = ConfigDict(json_schema_extra=rules(_choice(CHOOSES, CHOICES)))
+    RULES = (one_of("prompts come from", *_SOURCES, "mix"),)
 
     mix: Mix | None = Field(default=None, description="Several sources, in fixed shares.")
     image: str | None = Field(

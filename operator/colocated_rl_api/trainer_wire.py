@@ -54,6 +54,15 @@ class TrainerEnvironment(StrEnum):
     DEVICE = "COLOCATE_DEVICE"  # "cpu" or "cuda:N"
 
 
+class Standstill(Wire):
+    """A request under way has made no progress for a while. No value of a variable is in here."""
+
+    seconds: float  # since its last progress
+    usual_s: float | None = None  # longest such time in this process's finished requests of the kind; None: none yet
+    moved: int = 0  # how often `progress` has risen in this request
+    where: str = ""  # what the main thread is in, innermost first: FUNCTION (FILE:LINE) < ...
+
+
 class TrainerStatus(Wire):
     protocol: int = PROTOCOL
     state: TrainerState
@@ -70,6 +79,7 @@ class TrainerStatus(Wire):
     can_finish: bool = False  # answers `/v1/finish`; reported once the checkpoint is loaded
     finished: Version | None = None  # newest export that this process has left as the job's model
     progress: int = 0  # rises while a request goes on; its deadline counts from the last rise
+    standstill: Standstill | None = None  # reported once it has lasted for a while, by a trainer that measures it
     metrics: dict[str, float] = Field(default_factory=dict)  # of the last finished step
 
 
