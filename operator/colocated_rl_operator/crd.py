@@ -29,6 +29,7 @@ from colocated_rl_api import names
 from colocated_rl_api.failure import FailureAction, FailureCause
 from colocated_rl_api.job import ColocatedRLJob, ColocatedRLJobSpec
 from colocated_rl_api.job_status import ColocatedRLJobStatus
+from colocated_rl_api.parts import VALIDATIONS
 from colocated_rl_operator.planner.reasons import Cause, ConditionType, Reason
 
 Schema = dict[str, Any]
@@ -59,7 +60,7 @@ _COLUMNS = (
 _KEPT = (  # in the order in which they are written
     "type", "format", "x-kubernetes-int-or-string", "description", "default", "enum", "minLength", "maxLength",
     "minimum", "maximum", "minItems", "maxItems", "minProperties", "maxProperties",
-    "x-kubernetes-list-type", "x-kubernetes-list-map-keys", "x-kubernetes-validations", "required",
+    "x-kubernetes-list-type", "x-kubernetes-list-map-keys", VALIDATIONS, "required",
 )  # fmt: skip
 _TRANSLATED = frozenset({"title", "const", "properties", "additionalProperties", "items", "propertyNames"})
 _BOUND = {"string": "maxLength", "array": "maxItems", "integer": "maximum", "number": "maximum"}
@@ -112,7 +113,6 @@ def resource_schema() -> Schema:
     status = structural_schema(ColocatedRLJobStatus, path=".status")
     _drop_defaults(status)
     status["default"] = {"observedGeneration": -1}  # else kstatus takes a job that no operator has seen for one at rest
-    extra = ColocatedRLJob.model_config.get("json_schema_extra")
     return {
         "type": "object",
         "description": inspect.getdoc(ColocatedRLJob),
@@ -124,7 +124,7 @@ def resource_schema() -> Schema:
             "spec": structural_schema(ColocatedRLJobSpec, path=".spec"),
             "status": status,
         },
-        **(extra if isinstance(extra, dict) else {}),
+        VALIDATIONS: [rule.in_schema for rule in ColocatedRLJob.RULES],
     }
 
 
@@ -188,7 +188,7 @@ def _enforce_fractional_bounds(schema: Schema) -> None:
 
 
 def _add_rule(schema: Schema, rule: str, message: str) -> None:
-    schema.setdefault("x-kubernetes-validations", []).append({"rule": rule, "message": message})
+    schema.setdefault(VALIDATIONS, []).append({"rule": rule, "message": message})
 
 
 def _require_bounds(schema: Schema, *, path: str) -> None:
@@ -314,7 +314,7 @@ def custom_resource_definition() -> Schema:
 
 
 def _rules_of(schema: Schema, *, path: str) -> Iterator[tuple[str, str]]:
-    for rule in schema.get("x-kubernetes-validations", ()):
+    for rule in schema.get(VALIDATIONS, ()):
         yield path, rule["message"]
     for name, field in schema.get("properties", {}).items():
         yield from _rules_of(field, path=f"{path}.{name}")

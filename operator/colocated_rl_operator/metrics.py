@@ -6,6 +6,7 @@
 | colocated_rl_operator_jobs{phase} | jobs by phase, as reported last |
 | colocated_rl_operator_longest_in_phase_seconds{phase} | of the job that has stood there longest since it was seen |
 | colocated_rl_operator_jobs_stalled{reason} | jobs that wait for a person: InvalidSpec, ObjectRefused, VolumeLost |
+| colocated_rl_operator_jobs_near_backoff_limit | jobs whose failures have used more than half of backoffLimit |
 | colocated_rl_operator_members_connected | connections to members that have reported |
 | colocated_rl_operator_member_connections_lost_total | connections that ended without the operator's wish |
 | colocated_rl_operator_pass_seconds | one pass of a job's loop, API calls included |
@@ -61,7 +62,10 @@ class OperatorMetrics:
         self._jobs_stalled = Gauge(
             PREFIX + "jobs_stalled", "Jobs that go on only when a person acts, by why", ["reason"], registry=registry
         )
-        self._states: dict[str, tuple[Phase | None, Reason | None]] = {}
+        self._near_limit = Gauge(
+            PREFIX + "jobs_near_backoff_limit", "Jobs that have used more than half of backoffLimit", registry=registry
+        )
+        self._states: dict[str, tuple[Phase | None, Reason | None, bool]] = {}
         self._since: dict[str, tuple[Phase | None, float]] = {}
         self.longest = Gauge(
             PREFIX + "longest_in_phase_seconds", "Of the job that has stood there longest", ["phase"], registry=registry
@@ -73,12 +77,15 @@ class OperatorMetrics:
     def count_request(self, verb: str, resource: str, code: int) -> None:
         self.requests.labels(verb, resource, str(code)).inc()
 
-    def count_job(self, uid: str, phase: Phase | None, stalled: Reason | None = None) -> None:
+    def count_job(
+        self, uid: str, phase: Phase | None, stalled: Reason | None = None, *, is_near_limit: bool = False
+    ) -> None:
         """Count a job. stalled: why a person must act, of `STALLS`; None when nobody has to."""
+        state = phase, stalled, is_near_limit
         if self._since.get(uid, ("", 0.0))[0] != phase:
             self._since[uid] = phase, self._clock()
-        if self._states.get(uid) != (phase, stalled):
-            self._states[uid] = phase, stalled
+        if self._states.get(uid) != state:
+            self._states[uid] = state
             self._update_gauges()
 
     def forget_job(self, uid: str) -> None:
@@ -91,9 +98,10 @@ class OperatorMetrics:
         return max((now - since for stands, since in [*self._since.values()] if stands is phase), default=0.0)
 
     def _update_gauges(self) -> None:
-        phases = Tally(phase for phase, _ in self._states.values())
+        phases = Tally(phase for phase, _, _ in self._states.values())
         for phase in Phase:
             self._jobs.labels(phase.value).set(phases[phase])
-        stalls = Tally(stalled for _, stalled in self._states.values())
+        stalls = Tally(stalled for _, stalled, _ in self._states.values())
         for stalled in STALLS:
             self._jobs_stalled.labels(stalled.value).set(stalls[stalled])
+        self._near_limit.set(sum(is_near for _, _, is_near in self._states.values()))

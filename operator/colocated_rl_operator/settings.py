@@ -7,6 +7,7 @@
 | WATCH_NAMESPACES | namespaces of jobs, separated by commas; all when empty | empty |
 | AGENT_IMAGE, ROLLOUT_IMAGE, GPU_IMAGE | images of jobs that name none | required |
 | IMAGE_PULL_POLICY | of the pods it makes | IfNotPresent |
+| FAULT_INJECTION | whether agents take faults that a person injects: true or false | false |
 | LEASE_NAME | the Lease that its replicas compete for | colocated-rl-operator |
 | LEASE_DURATION_S, LEASE_RENEW_DEADLINE_S, LEASE_RETRY_S | seconds | 15, 10, 2 |
 | METRICS_PORT | /metrics, /healthz, /readyz; plain HTTP | 9090 |
@@ -74,6 +75,7 @@ class OperatorSettings:
                 rollout=read.text("ROLLOUT_IMAGE"),
                 gpu=read.text("GPU_IMAGE"),
                 pull_policy=read.choice("IMAGE_PULL_POLICY", "IfNotPresent", PULL_POLICIES),
+                takes_faults=read.choice("FAULT_INJECTION", "false", ("true", "false")) == "true",
             ),
             watch_namespaces=tuple(
                 name.strip() for name in environment.get("WATCH_NAMESPACES", "").split(",") if name.strip()

@@ -13,6 +13,7 @@ from pathlib import Path
 from pydantic import TypeAdapter, ValidationError
 
 from colocated_rl_api.job import ColocatedRLJobSpec
+from colocated_rl_api.names import JobUid
 from colocated_rl_operator.planner.observation import Job, Observation
 from colocated_rl_operator.planner.plan import Plan, plan
 
@@ -49,7 +50,9 @@ def example() -> Observation:
             "rollout": {"prompts": {"reasoningGym": {"name": "chain_sum"}}, "batchSize": 8, "groupSize": 4},
         }
     )
-    job = Job("default", "example", "6f1f0c5e-0000-4000-8000-000000000000", 1, datetime(2026, 1, 1, tzinfo=UTC), spec)
+    job = Job(
+        "default", "example", JobUid("6f1f0c5e-0000-4000-8000-000000000000"), 1, datetime(2026, 1, 1, tzinfo=UTC), spec
+    )
     return Observation(now=0.0, job=job, members=())
 
 

@@ -24,6 +24,7 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from colocated_rl_api import names
 from colocated_rl_api.logs import log
+from colocated_rl_api.names import JobUid
 from colocated_rl_operator.clients.errors import ApiUnreachable, Conflict, NotFound
 
 LOG = logging.getLogger(__name__)
@@ -32,7 +33,7 @@ SECRET_NAME = "colocated-rl-authority"
 CA_KEY_FILE = "ca.key"
 AUTHORITY_LIFE = timedelta(days=3650)
 JOB_LIFE = timedelta(days=1825)
-CLOCK_TOLERANCE = timedelta(hours=1)  # nodes' clocks differ
+CLOCK_TOLERANCE = timedelta(days=1)  # of nodes whose clocks differ, and of one that was ahead when it signed
 
 
 class SecretApi(Protocol):
@@ -70,7 +71,7 @@ class Authority:
     def files(self) -> dict[str, bytes]:
         return {names.CA_FILE: _certificate_pem(self.certificate), CA_KEY_FILE: _key_pem(self.key)}
 
-    def job_files(self, job_uid: str) -> dict[str, str]:
+    def job_files(self, job_uid: JobUid) -> dict[str, str]:
         """Return the files of `names.TLS_DIR`, which all members of the job share: one certificate, one data token."""
         key = ec.generate_private_key(ec.SECP256R1())
         certificate = self._issue(
@@ -83,7 +84,7 @@ class Authority:
             names.DATA_TOKEN_FILE: self._data_token(job_uid),
         }
 
-    def _data_token(self, job_uid: str) -> str:
+    def _data_token(self, job_uid: JobUid) -> str:
         secret = self.key.private_numbers().private_value.to_bytes((self.key.key_size + 7) // 8)
         return (
             HKDF(hashes.SHA256(), length=32, salt=None, info=f"data token of {job_uid}".encode()).derive(secret).hex()

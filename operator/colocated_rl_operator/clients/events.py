@@ -17,6 +17,7 @@ from typing import Any, Literal, Protocol
 
 from colocated_rl_api import names
 from colocated_rl_api.logs import log
+from colocated_rl_api.names import JobUid
 from colocated_rl_operator.clients.errors import ApiError, NotFound
 
 LOG = logging.getLogger(__name__)
@@ -39,7 +40,7 @@ class About:
 
     namespace: str
     name: str
-    uid: str
+    uid: JobUid
 
 
 @dataclass

@@ -11,6 +11,7 @@
 | create_pod, delete_pod | pods | create, delete | of the job |
 | create_claim | persistentvolumeclaims | create | of the job |
 | apply | configmaps; networking.k8s.io networkpolicies | create, patch | of the job |
+| read_revision, create_revision, delete_revision | apps controllerrevisions | get, create, delete | of the job |
 | create_secret | secrets | create | of the job, and its own |
 | read_secret | secrets | get | its own only |
 | create_event, repeat_event | events.k8s.io events | create, patch | of the job |
@@ -22,7 +23,8 @@ server asks for both when the object is new.
 
 Answers are translated into `errors`; no caller sees HTTP. Every call has a deadline and a bounded answer. A call that
 hangs does so in a webhook as a rule, for one kind of object in some namespaces. So few calls of one kind and namespace
-are under way at once, and they hold up none of another kind or namespace.
+are under way at once, and they hold up none of another kind or namespace. All calls but those of the lease share one
+`CallLimiter`, and wait as long as the server asks with `Retry-After`: without its lease an operator ends.
 """
 
 from __future__ import annotations
@@ -39,6 +41,7 @@ import aiohttp
 
 from colocated_rl_api import names
 from colocated_rl_api.logs import in_words
+from colocated_rl_api.names import JobUid, PodUid
 from colocated_rl_operator.clients.cluster import ClusterAccess
 from colocated_rl_operator.clients.errors import (
     ApiError,
@@ -47,6 +50,7 @@ from colocated_rl_operator.clients.errors import (
     NotAdmitted,
     NotFound,
 )
+from colocated_rl_operator.clients.limiter import CallLimiter
 
 REQUEST_DEADLINE_S = 20.0  # waiting for its turn included
 MAKING_DEADLINE_S = 65.0  # of calls that reach webhooks, each for up to 30: the server itself gives up after 60
@@ -72,6 +76,7 @@ class Kube:
     def __init__(self, access: ClusterAccess, *, count: Callable[[str, str, int], None] | None = None) -> None:
         self._access = access
         self._count = count or (lambda verb, resource, code: None)
+        self._limiter = CallLimiter()
         self._session: aiohttp.ClientSession | None = None
         self._turns = WeakValueDictionary[tuple[str, str], asyncio.Semaphore]()  # those that a call holds or awaits
 
@@ -109,13 +114,13 @@ class Kube:
         path, query = _job_path(namespace, name) + "/status", {"fieldManager": names.FIELD_MANAGER}
         return await self._call("patch", names.PLURAL, path, patch, "application/json-patch+json", query)
 
-    async def delete_job(self, namespace: str, name: str, *, uid: str) -> None:
+    async def delete_job(self, namespace: str, name: str, *, uid: JobUid) -> None:
         """Delete the job with that UID, if it still exists."""
         options = {"preconditions": {"uid": uid}, "propagationPolicy": "Background"}
         with contextlib.suppress(NotFound, Conflict):
             await self._call("delete", names.PLURAL, _job_path(namespace, name), options)
 
-    async def drop_finalizer(self, namespace: str, name: str, *, uid: str) -> None:
+    async def drop_finalizer(self, namespace: str, name: str, *, uid: JobUid) -> None:
         """Remove our finalizer from the job with that UID, if it is being deleted and still has it."""
         with contextlib.suppress(NotFound):
             job = await self.read_job(namespace, name)
@@ -134,7 +139,7 @@ class Kube:
             await self._call("patch", names.PLURAL, path, patch, "application/json-patch+json")
 
     # --------------------------------------------------------------------------------------------------------- pods
-    async def list_pods(self, namespace: str, job_uid: str) -> list[Body]:
+    async def list_pods(self, namespace: str, job_uid: JobUid) -> list[Body]:
         answer = await self._call(
             "get", "pods", _core_path(namespace, "pods"), query={"labelSelector": f"{names.JOB_UID_LABEL}={job_uid}"}
         )
@@ -146,7 +151,7 @@ class Kube:
         query = {"fieldManager": names.FIELD_MANAGER, **({"dryRun": "All"} if dry_run else {})}
         return await self._call("post", "pods", _core_path(namespace, "pods"), pod, query=query)
 
-    async def delete_pod(self, namespace: str, name: str, *, uid: str, grace_s: int | None = None) -> None:
+    async def delete_pod(self, namespace: str, name: str, *, uid: PodUid, grace_s: int | None = None) -> None:
         """Delete the pod with that UID, no other of its name. Grace 0 forgets a pod whose node does not answer."""
         options: Body = {"preconditions": {"uid": uid}}
         if grace_s is not None:
@@ -173,6 +178,17 @@ class Kube:
         """Create a claim. Raises Conflict if it exists. dry_run: make nothing, to check without a right to read."""
         plural, query = "persistentvolumeclaims", {"dryRun": "All"} if dry_run else None
         return await self._call("post", plural, _core_path(namespace, plural), claim, query=query)
+
+    async def read_revision(self, namespace: str, name: str) -> Body:
+        return await self._call("get", "controllerrevisions", f"{_revisions_path(namespace)}/{name}")
+
+    async def create_revision(self, namespace: str, revision: Body) -> Body:
+        return await self._call("post", "controllerrevisions", _revisions_path(namespace), revision)
+
+    async def delete_revision(self, namespace: str, name: str) -> None:
+        """Delete the revision, if it still exists."""
+        with contextlib.suppress(NotFound):
+            await self._call("delete", "controllerrevisions", f"{_revisions_path(namespace)}/{name}")
 
     async def create_secret(self, namespace: str, secret: Body) -> Body:
         return await self._call("post", "secrets", _core_path(namespace, "secrets"), secret)
@@ -220,18 +236,18 @@ class Kube:
         code, content = 0, bytearray()
         try:
             headers = {**self._access.headers(), "Accept": "application/json", "Content-Type": content_type}
-            async with (
-                asyncio.timeout(deadline_s),
-                self._turn(path, resource),
-                self._session.request(
+            async with asyncio.timeout(deadline_s), self._turn(path, resource):
+                if resource != "leases":
+                    await self._limiter.wait()
+                async with self._session.request(
                     verb, self._access.server + path, params=query, data=data, headers=headers, allow_redirects=False
-                ) as answer,
-            ):
-                code = answer.status
-                async for piece in answer.content.iter_any():
-                    content += piece
-                    if len(content) > MAX_ANSWER_BYTES:
-                        raise ApiError(f"{what}: the answer is longer than {MAX_ANSWER_BYTES} bytes", code)
+                ) as answer:
+                    code = answer.status
+                    self._limiter.hold(_retry_after_s(answer))
+                    async for piece in answer.content.iter_any():
+                        content += piece
+                        if len(content) > MAX_ANSWER_BYTES:
+                            raise ApiError(f"{what}: the answer is longer than {MAX_ANSWER_BYTES} bytes", code)
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             raise ApiUnreachable(f"{what}: no answer from the API server: {in_words(error)}") from error
         finally:
@@ -247,6 +263,17 @@ class Kube:
     def _turn(self, path: str, resource: str) -> asyncio.Semaphore:
         namespace = path.partition("/namespaces/")[2].partition("/")[0]  # "": all namespaces
         return self._turns.setdefault((namespace, resource), asyncio.Semaphore(AT_ONCE))
+
+
+def version_of(item: Body) -> int:
+    """Return an object's resourceVersion: Kubernetes defines it as a number, and the newer state has the higher."""
+    return int(item["metadata"]["resourceVersion"])
+
+
+def _retry_after_s(answer: aiohttp.ClientResponse) -> float:
+    """Return the seconds for which the server wants no call: with 429 and 503, where it is too busy. 0: none."""
+    pause = answer.headers.get("Retry-After", "")
+    return float(pause) if answer.status in (429, 503) and pause.isascii() and pause.isdigit() else 0.0
 
 
 def _translate(verb: str, path: str, code: int, content: bytearray) -> ApiError:
@@ -279,6 +306,10 @@ def _jobs_path(namespace: str | None) -> str:
 
 def _core_path(namespace: str, plural: str) -> str:
     return f"/api/v1/namespaces/{namespace}/{plural}"
+
+
+def _revisions_path(namespace: str) -> str:
+    return f"/apis/apps/v1/namespaces/{namespace}/controllerrevisions"
 
 
 def _lease_path(namespace: str) -> str:

@@ -7,6 +7,11 @@ ends. The deadline holds several attempts, so that one hanging request does not 
 whose answer was lost: after a conflict, the record shows the holder. An orderly end empties the holder, so that a
 standby need not wait.
 
+A leader also ends when the record is older than the one it wrote: etcd was restored from a backup. Watches of versions
+from before the restore stay open and report nothing until the server reaches those versions again, and caches keep
+what is no longer there. A process that starts reads everything anew. A backup that is younger than the newest renewal,
+so a few seconds old, can't be told by that.
+
 A Lease does not fence: a process can be paused and wake late. The epoch does (see `plan`), and the loop awaits
 `confirm` before it raises an epoch over another process's.
 """
@@ -25,6 +30,7 @@ from typing import Any, NoReturn, Protocol
 
 from colocated_rl_api.logs import in_words, log
 from colocated_rl_operator.clients.errors import ApiError, Conflict, NotFound
+from colocated_rl_operator.clients.kube import version_of
 
 LOG = logging.getLogger(__name__)
 
@@ -195,6 +201,8 @@ class Lease:
             found = await api.read_lease(self._terms.namespace, self._terms.name)
         if found["spec"].get("holderIdentity") != self._terms.identity:
             self._die("another process holds the lease: this one ends, and comes back as a candidate")
+        if version_of(found) < version_of(lease):
+            self._die("the API server's store was restored from a backup: this process ends, and reads all of it anew")
         return await api.replace_lease(self._terms.namespace, self._signed(found, taken=False))
 
     async def _give_up(self, api: LeaseApi, lease: dict[str, Any]) -> None:

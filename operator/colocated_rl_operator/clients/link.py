@@ -81,7 +81,7 @@ Hear = Callable[["Link", bytes], None]
 
 
 _INBOX = memoryview(bytearray(64 * 1024))
-"""What came last, of whichever connection: it is taken out before the event loop turns to another one."""
+"""The newest bytes, of whichever connection: they are taken out before the event loop turns to another one."""
 
 
 class Link(asyncio.BufferedProtocol):

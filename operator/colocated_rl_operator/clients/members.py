@@ -40,6 +40,7 @@ from colocated_rl_api.member_wire import (
     RolloutTarget,
     from_member,
 )
+from colocated_rl_api.names import JobUid, PodUid
 from colocated_rl_operator.clients.errors import ContractBroken
 from colocated_rl_operator.clients.link import (
     TEXT,
@@ -64,7 +65,7 @@ Facts = PodFacts | RolloutFacts
 class Changed(Protocol):
     """Report that a member of the job has something new. hurry: the group may go on, or a member is lost."""
 
-    def __call__(self, job_uid: str, *, hurry: bool = True) -> None: ...
+    def __call__(self, job_uid: JobUid, *, hurry: bool = True) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -72,7 +73,7 @@ class Address:
     """An address names one member of a job: its pod and port."""
 
     pod: str
-    pod_uid: str
+    pod_uid: PodUid
     role: str
     host: str
     port: int = names.CONTROL_PORT
@@ -112,7 +113,7 @@ class _Member:
 
 @dataclass(eq=False)
 class _Job:
-    uid: str
+    uid: JobUid
     members: dict[str, _Member] = field(default_factory=dict)  # by pod name
     kept: Collection[Address] = ()  # as `keep` was called with
     heard_at: float | None = None
@@ -152,7 +153,7 @@ class Members:
         self._changed = changed
         self._lost = lost
         self._clock = clock
-        self._jobs: dict[str, _Job] = {}
+        self._jobs: dict[JobUid, _Job] = {}
         self._tasks = asyncio.TaskGroup()
         self._handshakes = asyncio.Semaphore(HANDSHAKES_AT_ONCE)
 
@@ -168,7 +169,7 @@ class Members:
         await self._tasks.__aexit__(kind, error, trace)
 
     # ------------------------------------------------------------------------------------------- used by the job's loop
-    def keep(self, job_uid: str, addresses: Collection[Address]) -> None:
+    def keep(self, job_uid: JobUid, addresses: Collection[Address]) -> None:
         """Keep connections to exactly these members of the job: open those that are missing, close all others."""
         job = self._jobs.get(job_uid) or _Job(job_uid)
         if addresses == job.kept:
@@ -189,12 +190,12 @@ class Members:
         if not job.members:
             del self._jobs[job_uid]
 
-    def answers(self, job_uid: str) -> dict[str, MemberReport]:
+    def answers(self, job_uid: JobUid) -> dict[str, MemberReport]:
         """Return the report of each member of the job, by pod name."""
         job = self._jobs.get(job_uid)
         return {} if job is None else {pod: member.answer for pod, member in job.members.items()}
 
-    def send(self, job_uid: str, targets: Mapping[str, Target], awaited: Iterable[str] = ()) -> int:
+    def send(self, job_uid: JobUid, targets: Mapping[str, Target], awaited: Iterable[str] = ()) -> int:
         """Send connected members their targets, by pod name; return to how many of them the target is new.
 
         awaited: pods without which the group can't go on. `changed` hurries once each of them has sent a message.
@@ -217,7 +218,7 @@ class Members:
                 sent += 1
         return sent
 
-    def heard_at(self, job_uid: str) -> float | None:
+    def heard_at(self, job_uid: JobUid) -> float | None:
         """Return when the newest message of any of the job's members came."""
         job = self._jobs.get(job_uid)
         return None if job is None else job.heard_at
@@ -236,7 +237,7 @@ class Members:
                     await self._converse(member)
                 except ContractBroken as error:
                     reason, is_broken = str(error), True
-                    log(LOG, "member broke the contract", logging.ERROR, reason=reason)
+                    log(LOG, "contract broken by a member", logging.ERROR, reason=reason)
                 except (TimeoutError, OSError) as error:
                     reason = in_words(error)
                 if self._forget(member, reason):

@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable
 from functools import partial
 
 from colocated_rl_api.logs import log
+from colocated_rl_api.names import PodUid
 from colocated_rl_api.seats import ROLLOUT_SEAT
 from colocated_rl_operator.clients.errors import ApiError, ApiUnreachable, NotAdmitted
 from colocated_rl_operator.clients.events import About
@@ -120,7 +121,7 @@ async def _forget_pods(about: About, doors: Doors) -> None:
             log(LOG, "pod forgotten", logging.WARNING, pod=name, reason="its job is deleted and it did not end")
 
 
-async def _pods_of(about: About, doors: Doors) -> list[tuple[str, str]]:
+async def _pods_of(about: About, doors: Doors) -> list[tuple[str, PodUid]]:
     """Return names and UIDs of the job's pods, without those that merely carry its labels, such as a person's copy."""
     found = [pod for pod in await doors.kube.list_pods(about.namespace, about.uid) if job_of(pod) == about.uid]
     return [(pod["metadata"]["name"], pod["metadata"]["uid"]) for pod in found]

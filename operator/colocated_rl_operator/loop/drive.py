@@ -13,14 +13,15 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from colocated_rl_api.logs import bind, log
+from colocated_rl_api.names import JobUid
 from colocated_rl_operator.clients.cluster import ClusterAccess
 from colocated_rl_operator.clients.errors import JobGone, OperatorError, first
 from colocated_rl_operator.clients.events import About
-from colocated_rl_operator.clients.kube import Body
+from colocated_rl_operator.clients.kube import Body, version_of
 from colocated_rl_operator.loop.deletion import delete_pods, force_delete_pods
 from colocated_rl_operator.loop.doors import Doors
 from colocated_rl_operator.loop.job_state import JobState
-from colocated_rl_operator.loop.pods import job_of, version_of
+from colocated_rl_operator.loop.pods import job_of
 from colocated_rl_operator.loop.reconcile import end, one_pass
 from colocated_rl_operator.loop.record import Record
 from colocated_rl_operator.loop.wakeups import Wakeups
@@ -37,7 +38,7 @@ class OperatorContext:
     access: ClusterAccess
     doors: Doors
     wakeups: Wakeups
-    jobs: dict[str, Body] = field(default_factory=dict)  # the newest state of each, by UID: a watch may go back
+    jobs: dict[JobUid, Body] = field(default_factory=dict)  # the newest state of each: a watch may go back
     driven: set[str] = field(default_factory=set)  # jobs that have had their daemon in this process
     reapers: set[asyncio.Task[None]] = field(default_factory=set)  # of jobs that are gone
     has_logged_in: bool = False
@@ -60,7 +61,7 @@ def note_pod(event: Any, context: OperatorContext) -> None:
     if (job_uid := job_of(pod)) is None:
         return
     if event["type"] == "DELETED":
-        pods.remove(job_uid, pod["metadata"]["uid"])
+        pods.lose(job_uid, pod)
     else:
         pods.put(pod)
     context.wakeups.wake(job_uid, hurry=False)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from datetime import datetime
 
+from colocated_rl_api.names import JobUid
 from colocated_rl_operator.planner.observation import Job
 
 
@@ -11,7 +12,7 @@ class Queue:
     """The queue knows the age of each queued job of this process."""
 
     def __init__(self) -> None:
-        self._ages: dict[str, tuple[datetime, str]] = {}  # by job UID, which decides within one second
+        self._ages: dict[JobUid, tuple[datetime, JobUid]] = {}  # by job UID, which decides within one second
 
     def note(self, job: Job, *, is_queued: bool) -> None:
         if is_queued:
@@ -19,7 +20,7 @@ class Queue:
         else:
             self.forget(job.uid)
 
-    def forget(self, job_uid: str) -> None:
+    def forget(self, job_uid: JobUid) -> None:
         self._ages.pop(job_uid, None)
 
     def has_elder(self, job: Job) -> bool:

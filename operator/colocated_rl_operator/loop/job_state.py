@@ -8,10 +8,12 @@ others may be in the middle of a switch.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
 
 from colocated_rl_api.job_status import ColocatedRLJobStatus
+from colocated_rl_api.names import PodUid
 from colocated_rl_operator.clients.errors import JobGone, NotFound
 from colocated_rl_operator.clients.events import About
 from colocated_rl_operator.clients.kube import Body, Kube
@@ -43,17 +45,18 @@ class JobState:
 
     record: Record
     job: Job | None = None  # of the newest generation whose spec could be read
-    pod_records: dict[str, PodRecord] = field(default_factory=dict)  # by pod UID
+    pod_records: dict[PodUid, PodRecord] = field(default_factory=dict)
     reported_at: float = 0.0  # when its status was noted last
     memory: Memory = field(default_factory=Memory)
     is_waiting: bool = False  # for a member to come or to go
     thought_s: float = 0.0  # how long the last observation and plan took
     listed_at: float = 0.0  # when its pods were listed, or did not need it
-    first_seen: dict[str, float] = field(default_factory=dict)  # of each pod UID
-    ending_since: dict[str, float] = field(default_factory=dict)
+    first_seen: dict[PodUid, float] = field(default_factory=dict)
+    ending_since: dict[PodUid, float] = field(default_factory=dict)
     moments: dict[datetime, float] = field(default_factory=dict)  # by the monotonic clock, of times in its status
-    restarts: dict[str, int] = field(default_factory=dict)  # of its containers, when its member answered last
+    restarts: dict[PodUid, int] = field(default_factory=dict)  # of its containers, when its member answered last
     tried_of: int | None = None  # generation whose pods passed the server's dry run
+    templates: tuple[str, Mapping[str, Body]] = ("", {})  # of its pods, by role, with the name of their record
     objects_of: int | None = None  # generation whose objects were applied
     applied_at: float = 0.0  # when they were
     failure: str = ""  # the API server's message that ended the last pass

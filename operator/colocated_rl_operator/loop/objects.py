@@ -6,14 +6,23 @@ The job stalls when the API server refuses an object or keeps failing at one, an
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Mapping
 from enum import Enum, auto
 
 from colocated_rl_api.logs import log
 from colocated_rl_api.pod_template import PodTemplate
 from colocated_rl_api.seats import ROLLOUT_SEAT, role_of
-from colocated_rl_operator.clients.errors import ApiError, ApiUnreachable, Conflict, NotAdmitted, VolumeLost, first
+from colocated_rl_operator.clients.errors import (
+    ApiError,
+    ApiUnreachable,
+    Conflict,
+    NotAdmitted,
+    NotFound,
+    VolumeLost,
+    first,
+)
 from colocated_rl_operator.clients.kube import Body
 from colocated_rl_operator.loop.doors import Doors
 from colocated_rl_operator.loop.job_state import JobState, list_again
@@ -53,9 +62,12 @@ async def apply_plan(state: JobState, seen: Observation, decided: Plan, doors: D
         if is_stale or is_late or makes_pods:
             await _apply_objects(seen.job, doors)
             state.objects_of, state.applied_at = seen.job.generation, doors.clock()
+        templates = await _templates(state, seen.job, doors) if makes_pods else {}
         limit = asyncio.Semaphore(AT_ONCE)
         async with asyncio.TaskGroup() as group:
-            changes = [group.create_task(_change_pod(state, seen.job, each, limit, doors)) for each in decided.pods]
+            changes = [
+                group.create_task(_change_pod(state, seen.job, each, templates, limit, doors)) for each in decided.pods
+            ]
         if any(isinstance(action, DeletePod) for action in decided.pods):
             await list_again(state, doors.kube, doors.pods)
     except* VolumeLost as errors:
@@ -93,12 +105,46 @@ def refusal_of(error: ApiError) -> Stall:
 
 
 async def _record_start(state: JobState, seen: Observation, doors: Doors) -> None:
-    """Record what pods are made of if there are none yet. Raises StaleEpoch, ApiError."""
+    """Record what pods are made of if there are none yet. Raises StaleEpoch, ApiError.
+
+    The record is looked up before it is made: a quota that is used up refuses an object before the server sees that it
+    exists.
+    """
     if seen.members:
         return
-    start, before = start_with(doors.images, version=doors.version), state.status.start
-    if before is None or (before.operator, before.images) != (start.operator, start.images) or before.digests:
+    job, before = seen.job, state.status.start
+    record = belongings.start_record(job, resources.pod_templates(job, doors.images))
+    name = record["metadata"]["name"]
+    start = start_with(doors.images, version=doors.version, revision=name)
+    if await _read_record(job, name, doors) is None:
+        with contextlib.suppress(Conflict):
+            await doors.kube.create_revision(job.namespace, record)
+    if before != start:
         await state.record.commit(state.status.model_copy(update={"start": start}))
+    if before is not None and before.revision not in ("", name):
+        await doors.kube.delete_revision(job.namespace, before.revision)
+
+
+async def _templates(state: JobState, job: Job, doors: Doors) -> Mapping[str, Body]:
+    """Return the pod templates of this start, by role: as recorded, or as this operator renders them."""
+    start = state.status.start
+    name, known = start.revision if start else "", state.templates
+    if name and name != known[0]:
+        record = await _read_record(job, name, doors)
+        known = (name, belongings.recorded_templates(job, record) if record else {})
+        if not known[1]:
+            reason = "pods are made as this operator renders them"
+            log(LOG, "record of pod templates lost", logging.WARNING, reason=reason)
+        state.templates = known
+    rendered = resources.pod_templates(job, recorded_images(start, doors.images))
+    return {**rendered, **(known[1] if name else {})}
+
+
+async def _read_record(job: Job, name: str, doors: Doors) -> Body | None:
+    try:
+        return await doors.kube.read_revision(job.namespace, name)
+    except NotFound:
+        return None
 
 
 async def _try_pods(job: Job, doors: Doors) -> None:
@@ -175,21 +221,31 @@ class PodChange(Enum):
 
 
 async def _change_pod(
-    state: JobState, job: Job, action: PodAction, limit: asyncio.Semaphore, doors: Doors
+    state: JobState,
+    job: Job,
+    action: PodAction,
+    templates: Mapping[str, Body],
+    limit: asyncio.Semaphore,
+    doors: Doors,
 ) -> PodChange:
     async with limit:
         match action:
             case CreatePod():
-                return await _create_pod(state, job, action, doors)
+                return await _create_pod(state, job, action, templates, doors)
             case DeletePod():
                 await _delete_pod(state, job, action, doors)
                 return PodChange.DONE
 
 
-async def _create_pod(state: JobState, job: Job, action: CreatePod, doors: Doors) -> PodChange:
-    start = state.status.start
-    images = recorded_images(start, doors.images)
-    body = pinned(resources.pod(job, action.seat, action.attempt, images, avoids=action.avoids), start)
+async def _create_pod(
+    state: JobState, job: Job, action: CreatePod, templates: Mapping[str, Body], doors: Doors
+) -> PodChange:
+    for uid, stray in doors.pods.strays(job.uid).items():  # else it would keep its devices, and nobody see it
+        await doors.kube.delete_pod(job.namespace, stray, uid=uid)
+        doors.pods.deleted(job.uid, uid)
+    template = templates[role_of(action.seat)]
+    body = resources.seated(template, job, action.seat, action.attempt, avoids=action.avoids)
+    body = pinned(body, state.status.start)
     name = body["metadata"]["name"]
     try:
         doors.pods.put(await doors.kube.create_pod(job.namespace, body))

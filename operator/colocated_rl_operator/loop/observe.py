@@ -159,6 +159,7 @@ def _tally(failures: FailuresStatus, *, restarts: int, step: int) -> FailureTall
     return FailureTally(
         *(failures.pod_restarts, failures.step_retries, failures.step or 0, failures.tries),
         *(failures.cause, failures.action, failures.rule),
+        pod=failures.pod,
         avoids=tuple(failures.avoided_nodes),
         counted=tuple(failures.counted_steps) or (step,) * restarts,
     )
@@ -215,8 +216,10 @@ def _read_pod(state: JobState, record: PodRecord, now: float, *, is_heard: bool)
         is_gated=bool(record.pod["spec"].get("schedulingGates")),
         node=record.pod["spec"].get("nodeName"),
         fate=_fate(status, is_deleted=ends_at is not None),
+        bad_device=_bad_device(status),
         memory_kills=_memory_kills(status),
         trouble=_trouble(status, is_restarting=restarts > state.restarts.get(uid, 0)),
+        is_starting=_is_starting(status),
     )
 
 
@@ -226,7 +229,23 @@ def _fate(status: Body, *, is_deleted: bool) -> FailureCause | None:
         item["type"] in _TAKEN_AWAY and item["status"] == "True" for item in status.get("conditions", ())
     ):
         return FailureCause.POD_EVICTED
-    return FailureCause.POD_FAILED if status.get("phase") == PodPhase.FAILED and not is_deleted else None
+    if status.get("phase") != PodPhase.FAILED or is_deleted:
+        return None
+    return FailureCause.BAD_DEVICE if _bad_device(status) else FailureCause.POD_FAILED
+
+
+def _bad_device(status: Body) -> str | None:
+    """Return resource, id and, where there is one, message of the first device that the node reports as Unhealthy.
+
+    Unknown, as while a device plugin restarts, says nothing of the device.
+    """
+    for container in status.get("containerStatuses", ()):
+        for resource in container.get("allocatedResourcesStatus", ()):
+            for device in resource.get("resources", ()):
+                if device.get("health") == "Unhealthy":
+                    words = f"{resource['name']} {device['resourceID']} is Unhealthy: {device.get('message', '')}"
+                    return words.rstrip(": ")[:MAX_WORDS]
+    return None
 
 
 def _memory_kills(status: Body) -> int:
@@ -241,6 +260,11 @@ def _memory_kills(status: Body) -> int:
 
 def _is_ready(status: Body) -> bool:
     return any(item["type"] == "Ready" and item["status"] == "True" for item in status.get("conditions", ()))
+
+
+def _is_starting(status: Body) -> bool:
+    """Return whether a container runs and has not passed its startup probe."""
+    return any("running" in each.get("state", {}) and each.get("started") is False for each in _containers(status))
 
 
 def _address(pod: Body, seat: str) -> Address | None:
@@ -278,6 +302,8 @@ def _container_trouble(container: Body, *, is_restarting: bool) -> str | None:
     if ended.get("exitCode") and (is_restarting or "running" not in state):
         why = f"{reason}, " if is_loud else ""
         return f"{name}: {why}{container.get('restartCount', 0)} restarts, last {_end_of(ended)}"
+    if name == names.MODEL_CONTAINER and "running" in state:
+        return f"{name}: is fetching the model since {state['running'].get('startedAt', 'a moment ago')}"
     return f"{name}: {reason}: {state['waiting'].get('message', '')}".rstrip(": ") if is_loud else None
 
 

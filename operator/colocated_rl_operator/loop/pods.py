@@ -9,35 +9,38 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from colocated_rl_api import names
-from colocated_rl_operator.clients.kube import Body
+from colocated_rl_api.names import JobUid, PodUid
+from colocated_rl_operator.clients.kube import Body, version_of
 
 
 class Pods:
     """The cache holds the newest known state of each pod of the known jobs, by job and pod UID."""
 
     def __init__(self) -> None:
-        self._pods: dict[str, dict[str, Body | None]] = {}  # None: gone, and a late answer does not bring it back
+        self._pods: dict[JobUid, dict[PodUid, Body | None]] = {}  # None: gone, and a late answer does not bring it back
+        self._strays: dict[JobUid, dict[PodUid, str]] = {}  # names: lost by the watch, perhaps not by the server
 
-    def know(self, job_uid: str) -> None:
+    def know(self, job_uid: JobUid) -> None:
         self._pods.setdefault(job_uid, {})
 
-    def forget(self, job_uid: str) -> None:
+    def forget(self, job_uid: JobUid) -> None:
         self._pods.pop(job_uid, None)
+        self._strays.pop(job_uid, None)
 
     def put(self, pod: Body) -> None:
         """Cache a pod, unless the known state is newer: the watch may lag behind our own calls."""
-        pods, uid = self._pods.get(job_of(pod) or ""), pod["metadata"]["uid"]
+        pods, uid = self._pods.get(job) if (job := job_of(pod)) else None, pod["metadata"]["uid"]
         if pods is None:
             return
         known = pods.get(uid, pod)
         if known is not None and version_of(known) <= version_of(pod):
             pods[uid] = pod
 
-    def known(self, job_uid: str) -> dict[str, Body | None]:
+    def known(self, job_uid: JobUid) -> dict[PodUid, Body | None]:
         """Return the known state of each pod, for `replace`."""
         return dict(self._pods.get(job_uid, {}))
 
-    def replace(self, job_uid: str, listed: Sequence[Body], *, known: Mapping[str, Body | None]) -> None:
+    def replace(self, job_uid: JobUid, listed: Sequence[Body], *, known: Mapping[PodUid, Body | None]) -> None:
         """Take a complete list of pods. What has become known after `known`, which is from before it, may be newer."""
         pods = self._pods.get(job_uid)
         if pods is None:
@@ -49,22 +52,32 @@ class Pods:
             elif uid in ours:
                 self.put(ours[uid])
 
-    def remove(self, job_uid: str, uid: str) -> None:
+    def remove(self, job_uid: JobUid, uid: PodUid) -> None:
         if job_uid in self._pods:
             self._pods[job_uid][uid] = None
 
-    def of(self, job_uid: str) -> list[Body]:
+    def lose(self, job_uid: JobUid, pod: Body) -> None:
+        """Remove a pod that the watch has lost: it is gone, or somebody took the label off by which it is watched."""
+        metadata = pod["metadata"]
+        self.remove(job_uid, metadata["uid"])
+        if job_uid in self._pods and not metadata.get("deletionTimestamp"):
+            self._strays.setdefault(job_uid, {})[metadata["uid"]] = metadata["name"]
+
+    def strays(self, job_uid: JobUid) -> dict[PodUid, str]:
+        """Return the names, by UID, of lost pods that nobody was seen to delete, until `deleted` is called for them."""
+        return dict(self._strays.get(job_uid, {}))
+
+    def deleted(self, job_uid: JobUid, uid: PodUid) -> None:
+        """Note that the server has no such pod any more, or ends it."""
+        self._strays.get(job_uid, {}).pop(uid, None)
+
+    def of(self, job_uid: JobUid) -> list[Body]:
         return [pod for pod in self._pods.get(job_uid, {}).values() if pod is not None]
 
 
-def job_of(pod: Body) -> str | None:
+def job_of(pod: Body) -> JobUid | None:
     """Return the UID of the job that controls the pod; None for a pod that merely looks like one of ours."""
     metadata = pod["metadata"]
-    job_uid: str | None = metadata.get("labels", {}).get(names.JOB_UID_LABEL)
+    job_uid: JobUid | None = metadata.get("labels", {}).get(names.JOB_UID_LABEL)
     owners = (owner["uid"] for owner in metadata.get("ownerReferences", ()) if owner.get("controller"))
     return job_uid if job_uid in owners else None
-
-
-def version_of(item: Body) -> int:
-    """Return the version of an object: of its states, the newer has the higher."""
-    return int(item["metadata"]["resourceVersion"])

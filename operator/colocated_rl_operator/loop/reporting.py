@@ -41,7 +41,7 @@ async def record_epoch(state: JobState, seen: Observation, decided: Plan, doors:
     if seen.memory.raised and seen.climb and seen.highest_epoch > seen.climb.epoch:
         await doors.confirm()  # somebody went beyond our epoch: make sure that we still lead
     status = report(seen, decided, before=state.status, at=doors.wall(), stall=state.stall)
-    if climb.cause is not Cause.NEXT_STEP:  # a group has come together: its nodes have told what they run
+    if climb.cause is not Cause.NEXT_STEP:  # a group has come together: its nodes have reported what they run
         status = with_digests(status, doors.pods.of(state.about.uid))
     await state.record.commit(status)
     now = state.reported_at = doors.clock()
@@ -67,18 +67,25 @@ def report_status(state: JobState, seen: Observation, decided: Plan, doors: Door
         return min([due_in_s, *wait_s])
     is_new, news = status.phase is not before.phase, list[News]()
     if is_new:
-        log(LOG, "phase", epoch=status.epoch, step=status.step, phase=status.phase)
+        log(LOG, "phase changed", epoch=status.epoch, step=status.step, phase=status.phase)
     if is_new and status.phase is Phase.COMPLETE:
         news.append(News("Normal", Reason.COMPLETED, all_done(seen.job, status.model), action="Complete"))
     if backs_off(status) and not backs_off(before) and decided.wait is not None:
         news.append(News("Warning", Reason.BACKING_OFF, decided.wait.message, action="BackOff"))
+    for recorded, former in ((status.start_time, before.start_time), (status.ended_at, before.ended_at)):
+        if recorded is not None and recorded != former:
+            state.moments[recorded] = seen.now  # before the wall clock can be set
     state.record.note(status, *news)
     state.reported_at = doors.clock()
     return min(wait_s, default=None)
 
 
 def count(state: JobState, doors: Doors) -> None:
-    doors.metrics.count_job(state.about.uid, state.status.phase, None if state.stall is None else state.stall.reason)
+    status, stalled = state.status, None if state.stall is None else state.stall.reason
+    is_near_limit = (
+        state.job is not None and status.ended_at is None and 2 * (status.restarts or 0) > state.job.spec.backoff_limit
+    )
+    doors.metrics.count_job(state.about.uid, status.phase, stalled, is_near_limit=is_near_limit)
 
 
 def refuse(state: JobState, body: Any, message: str, doors: Doors) -> None:

@@ -1,9 +1,10 @@
 """Decide what pods are made of: once at each start of the group, recorded, and the same for a pod that is made again.
 
 A start of the group is the making of pods while there are none: of a new job, after a suspension, after the queue. The
-images that the chart names then are recorded before the first pod is made, and the digests as nodes report them. So a
-pod that is replaced after `helm upgrade`, or after somebody moved a tag, runs what its peers run; the next start takes
-what the chart names by then. A job of an older operator has no record until its next start.
+pod templates, rendered with the images that the chart names then, are recorded before the first pod is made, and the
+digests as nodes report them. So a pod that is replaced after `helm upgrade`, or after somebody moved a tag, is what its
+peers are; the next start takes what chart and operator have by then. An older operator recorded the images alone, or
+nothing: the rest is rendered as now until the next start.
 """
 
 from __future__ import annotations
@@ -22,15 +23,16 @@ _CONTAINERS = ("initContainers", "containers")
 _STATUSES = ("initContainerStatuses", "containerStatuses")
 
 
-def start_with(images: PodImages, *, version: str) -> StartStatus:
-    """Return the record of a start. version: of this operator."""
-    return StartStatus(operator=version, images={name: getattr(images, name) for name in _IMAGES})
+def start_with(images: PodImages, *, version: str, revision: str = "") -> StartStatus:
+    """Return the record of a start. version: of this operator. revision: the object with its pod templates."""
+    return StartStatus(operator=version, images={name: getattr(images, name) for name in _IMAGES}, revision=revision)
 
 
 def recorded_images(start: StartStatus | None, present: PodImages) -> PodImages:
-    """Return the images of pods of this start; those of the chart without a record."""
+    """Return the images of pods of this start whose templates are not known; those of the chart without a record."""
     known = {} if start is None else start.images
-    return replace(present, **{name: image for name, image in known.items() if name in _IMAGES})
+    agent, rollout, gpu = (known.get(name, getattr(present, name)) for name in _IMAGES)
+    return replace(present, agent=agent, rollout=rollout, gpu=gpu)
 
 
 def with_digests(status: ColocatedRLJobStatus, pods: Iterable[Body]) -> ColocatedRLJobStatus:
@@ -62,10 +64,10 @@ def _digests(pod: Body) -> Iterable[tuple[str, str]]:
     images = {each["name"]: each["image"] for kind in _CONTAINERS for each in pod["spec"].get(kind, ())}
     for kind in _STATUSES:
         for container in pod.get("status", {}).get(kind, ()):
-            image, told = images.get(container["name"], ""), _DIGEST.fullmatch(container.get("imageID", ""))
+            image, found = images.get(container["name"], ""), _DIGEST.fullmatch(container.get("imageID", ""))
             name = _name(image)
-            if told is not None and _whole(told["name"]) == _whole(name):
-                yield image, f"{name}@{told['digest']}"
+            if "@" not in image and found is not None and _whole(found["name"]) == _whole(name):
+                yield image, f"{name}@{found['digest']}"
 
 
 def _name(image: str) -> str:

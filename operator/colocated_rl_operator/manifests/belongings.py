@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Mapping
 
@@ -36,6 +37,35 @@ def config(job: Job) -> Object:
             _name(names.TRAINER_CONFIG_FILE): json.dumps(job.spec.trainer.config, sort_keys=True),
         },
     }
+
+
+def start_record(job: Job, templates: Mapping[str, Object]) -> Object:
+    """Return the ControllerRevision that keeps the pod templates of one start, by role, for pods that are made again.
+
+    The API server lets nobody change its data, and Kubernetes' roles for people let them write none. Its name has a
+    digest of the data, so that equal templates have one record, and `recorded_templates` takes no others for them.
+    """
+    data = {"templates": dict(templates)}
+    return {
+        "apiVersion": "apps/v1",
+        "kind": "ControllerRevision",
+        "metadata": metadata_of(job, f"{job.name}-pods-{_digest(data)}-{job.uid}"),
+        "revision": job.generation,
+        "data": data,
+    }
+
+
+def recorded_templates(job: Job, record: Object) -> dict[str, Object]:
+    """Return the pod templates of a record, by role; empty if it is not what its name says."""
+    data = record.get("data")
+    if record["metadata"]["name"] != f"{job.name}-pods-{_digest(data)}-{job.uid}":
+        return {}
+    templates: dict[str, Object] = record["data"]["templates"]
+    return templates
+
+
+def _digest(data: object) -> str:
+    return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()[:32]
 
 
 def claims(job: Job) -> list[Object]:

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from colocated_rl_api.pod_template import PodSpec, PodTemplate, stated
+from colocated_rl_api.pod_template import PodTemplate, stated
 from colocated_rl_operator.planner.observation import Job
 
 Object = dict[str, Any]
@@ -26,6 +26,7 @@ USUAL_ANNOTATIONS = {
 
 GROUP_LABEL = "kueue.x-k8s.io/pod-group-name"  # ours, read by Kueue: admitted together or not at all
 GROUP_SIZE = "kueue.x-k8s.io/pod-group-total-count"
+GROUP_INDEX = "kueue.x-k8s.io/pod-group-pod-index"  # by which topology-aware scheduling puts neighbours side by side
 
 
 @dataclass(frozen=True)
@@ -54,8 +55,8 @@ def _labels(job: Job) -> Mapping[str, str]:
     return job.spec.pod_templates.gpu.metadata.labels
 
 
-def lay(template: PodTemplate, *, over: Object, avoids: Sequence[str] = ()) -> Object:
-    """Return the pod `over` with the template laid over it. avoids: nodes it may not run on in any case."""
+def lay(template: PodTemplate, *, over: Object) -> Object:
+    """Return `over`, with metadata and spec of a pod, with the template laid over it."""
     metadata, spec = dict(over["metadata"]), dict(over["spec"])
     metadata["labels"] = USUAL_LABELS | template.metadata.labels | metadata["labels"]
     metadata["annotations"] = USUAL_ANNOTATIONS | template.metadata.annotations | metadata.get("annotations", {})
@@ -64,10 +65,9 @@ def lay(template: PodTemplate, *, over: Object, avoids: Sequence[str] = ()) -> O
     for kind in ("initContainers", "containers"):
         spec[kind] = [_lay_container(beside.get(each["name"], {}), over=each) for each in spec[kind]]
     spec["volumes"] = [*spec["volumes"], *stated_spec.pop("volumes", ())]
+    spec["securityContext"] = {**stated_spec.pop("securityContext", {}), **spec["securityContext"]}
     if tolerations := [*spec.pop("tolerations", ()), *stated_spec.pop("tolerations", ())]:
         spec["tolerations"] = tolerations
-    if affinity := _affinity(template.spec, stated_spec.pop("affinity", {}), avoids):
-        spec["affinity"] = affinity
     return over | {"metadata": metadata, "spec": spec | stated_spec}
 
 
@@ -76,23 +76,31 @@ def _lay_container(container_part: Object, *, over: Object) -> Object:
     if env := container_part.get("env"):
         replaced = {each["name"] for each in env}
         container["env"] = [*(each for each in over.get("env", ()) if each["name"] not in replaced), *env]
+    if sources := container_part.get("envFrom"):
+        container["envFrom"] = sources
     if mounts := container_part.get("volumeMounts"):
         container["volumeMounts"] = [*over["volumeMounts"], *mounts]
     return container
 
 
 _REQUIRED = "requiredDuringSchedulingIgnoredDuringExecution"
+_PREFERRED = "preferredDuringSchedulingIgnoredDuringExecution"
 
 
-def _affinity(spec: PodSpec, affinity: Object, avoids: Sequence[str]) -> Object:
-    """Return the pod's affinity that also avoids nodes by name: a node may lack the host name label.
+def away_from(nodes: Sequence[str], spec: Object, *, strictly: bool) -> Object:
+    """Return the spec of a pod that runs on none of the nodes, which are excluded by name: one may lack the label.
 
     The API takes one name in each requirement. Terms are alternatives, so each of them must exclude the nodes.
+    strictly: rather nowhere than there; otherwise there if no other node has room.
     """
-    if not avoids:
-        return affinity
-    away = [{"key": "metadata.name", "operator": "NotIn", "values": [node]} for node in avoids]
-    nodes = affinity.get("nodeAffinity", {})
-    terms = nodes.get(_REQUIRED, {}).get("nodeSelectorTerms", [{}])
+    if not nodes:
+        return spec
+    away = [{"key": "metadata.name", "operator": "NotIn", "values": [node]} for node in nodes]
+    affinity = spec.get("affinity", {})
+    chosen = affinity.get("nodeAffinity", {})
+    if not strictly:
+        wanted = [*chosen.get(_PREFERRED, ()), {"weight": 100, "preference": {"matchFields": away}}]
+        return spec | {"affinity": affinity | {"nodeAffinity": chosen | {_PREFERRED: wanted}}}
+    terms = chosen.get(_REQUIRED, {}).get("nodeSelectorTerms", [{}])
     kept = [{**term, "matchFields": [*term.get("matchFields", ()), *away]} for term in terms]
-    return affinity | {"nodeAffinity": nodes | {_REQUIRED: {"nodeSelectorTerms": kept}}}
+    return spec | {"affinity": affinity | {"nodeAffinity": chosen | {_REQUIRED: {"nodeSelectorTerms": kept}}}}

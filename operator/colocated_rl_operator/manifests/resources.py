@@ -18,10 +18,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from colocated_rl_api import names
+from colocated_rl_api.failure import FailureAction
 from colocated_rl_api.job import Gpus
+from colocated_rl_api.model import ModelClaim, ModelImage
 from colocated_rl_api.parts import Resources
 from colocated_rl_api.rungs import Placement
-from colocated_rl_api.seats import ROLLOUT_SEAT
+from colocated_rl_api.seats import ROLLOUT_SEAT, role_of
 from colocated_rl_operator.manifests import overlay
 from colocated_rl_operator.planner.observation import Job
 
@@ -34,6 +36,7 @@ GROUP = 65532
 GPU_GRACE_S = 60
 ROLLOUT_GRACE_S = 30
 REFERENCE_GRACE_S = 5  # it has nothing to clean up
+SHM = "/dev/shm"
 DEVICES = "gpus"  # the device claim of a GPU pod, where devices are claimed and not counted
 
 LAST_WORDS = "FallbackToLogsOnError"  # the end of the log goes into the pod's status: it outlives the pod there
@@ -49,12 +52,13 @@ RESTRICTED = {
 
 @dataclass(frozen=True)
 class PodImages:
-    """Containers run these images if the job names none."""
+    """Containers run these images if the job names none. takes_faults: agents take faults that a person injects."""
 
     agent: str
     rollout: str
     gpu: str
     pull_policy: str
+    takes_faults: bool = False
 
 
 # --------------------------------------------------------------------------------------------------------------- names
@@ -102,22 +106,52 @@ def metadata_of(job: Job, name: str, labels: Mapping[str, str] | None = None, *,
 # ---------------------------------------------------------------------------------------------------------------- pods
 def pod(job: Job, seat: str, attempt: int, images: PodImages, *, avoids: Sequence[str] = ()) -> Object:
     """Return the pod that fills a seat. avoids: nodes on which it may not run."""
-    templates = job.spec.pod_templates
-    if seat == ROLLOUT_SEAT:
-        template, group = templates.rollout, overlay.NO_GROUP
-        labels, spec = {names.ROLE_LABEL: names.ROLE_ROLLOUT}, _rollout_spec(job, images)
+    return seated(pod_template(job, role_of(seat), images), job, seat, attempt, avoids=avoids)
+
+
+def pod_templates(job: Job, images: PodImages) -> dict[str, Object]:
+    """Return the template of the pods of each role that the job has, by role."""
+    return {role: pod_template(job, role, images) for role in map(role_of, job.seats.all)}
+
+
+def pod_template(job: Job, role: str, images: PodImages) -> Object:
+    """Return the labels, annotations and spec that all pods of a role share. `seated` adds what one pod has alone."""
+    templates, group = job.spec.pod_templates, overlay.NO_GROUP
+    if role == names.ROLE_ROLLOUT:
+        template, spec = templates.rollout, _rollout_spec(job, images)
     else:
-        role, _, replica = seat.rpartition("-")
         template = templates.gpu
         size = len(job.gpu_seats) + len(job.reference_seats)
         group = overlay.queue_group(job, name=f"{job.name}-gpu-{job.uid[:8]}", size=size)
-        labels = {names.ROLE_LABEL: role, names.REPLICA_LABEL: replica}
-        is_reference = role == names.ROLE_REFERENCE
-        spec = _reference_spec(job, images) if is_reference else _gpu_spec(job, role, replica, images)
-    labels |= group.labels | {names.ATTEMPT_LABEL: str(attempt)}
-    metadata = metadata_of(job, pod_name(job, seat, attempt), labels) | {"annotations": group.annotations}
-    body = {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": spec}
-    return overlay.lay(template, over=body, avoids=avoids)
+        spec = _reference_spec(job, images) if role == names.ROLE_REFERENCE else _gpu_spec(job, role, images)
+    metadata = {"labels": group.labels | {names.ROLE_LABEL: role}, "annotations": group.annotations}
+    return overlay.lay(template, over={"metadata": metadata, "spec": spec})
+
+
+def seated(template: Object, job: Job, seat: str, attempt: int, *, avoids: Sequence[str] = ()) -> Object:
+    """Return the pod that fills a seat, made of the template of its role. avoids: nodes on which it may not run.
+
+    The template may be of another version of the operator: what is added here is a part of its form. Nodes are avoided
+    at any price only where a rule asks for that: a usual answer must not leave a small cluster's job without a place.
+    """
+    shared, spec = template["metadata"], dict(template["spec"])
+    labels = {names.ATTEMPT_LABEL: str(attempt)}
+    if seat != ROLLOUT_SEAT:
+        labels[names.REPLICA_LABEL] = seat.rpartition("-")[2]
+        if overlay.GROUP_LABEL in shared["labels"]:
+            labels[overlay.GROUP_INDEX] = labels[names.REPLICA_LABEL]
+        replica = _env(**{names.ENV_REPLICA: labels[names.REPLICA_LABEL]})
+        spec["initContainers"] = [
+            each | {"env": [*each["env"], *replica]} if each["name"] == names.AGENT_CONTAINER else each
+            for each in spec["initContainers"]
+        ]
+    metadata = metadata_of(job, pod_name(job, seat, attempt), labels)
+    metadata |= {"labels": shared["labels"] | metadata["labels"], "annotations": shared["annotations"]}
+    rules = job.spec.failure_policy.rules
+    spec = overlay.away_from(
+        avoids, spec, strictly=any(rule.action is FailureAction.REPLACE_POD_ELSEWHERE for rule in rules)
+    )
+    return {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": spec}
 
 
 def _pod_spec(*, grace_s: int, claims: Sequence[Object] = ()) -> Object:
@@ -138,13 +172,14 @@ def _pod_spec(*, grace_s: int, claims: Sequence[Object] = ()) -> Object:
     }
 
 
-def _gpu_spec(job: Job, role: str, replica: str, images: PodImages) -> Object:
+def _gpu_spec(job: Job, role: str, images: PodImages) -> Object:
     """Return the spec of a pod with engine, trainers or both. Only one with trainers can write the shared weights."""
     spec, trains = job.spec, role != names.ROLE_ENGINE
     gpus = spec.gpus if trains else spec.engine_gpus
     grace_s = spec.pod_templates.gpu.spec.termination_grace_period_seconds or GPU_GRACE_S
     return _pod_spec(grace_s=grace_s, claims=_claims(gpus)) | {
         "initContainers": [
+            *_model_containers(job, images, tmp="gpu-tmp", beside=gpus.resources),
             {
                 "name": "runner",
                 "image": images.agent,
@@ -152,7 +187,7 @@ def _gpu_spec(job: Job, role: str, replica: str, images: PodImages) -> Object:
                 "terminationMessagePolicy": LAST_WORDS,
                 "args": ["install-runner", names.BIN_DIR],
                 "securityContext": RESTRICTED | {"runAsUser": AGENT_USER},
-                "resources": _fixed(cpu="100m", memory="128Mi"),
+                "resources": _fixed(cpu="100m", memory="128Mi", beside=gpus.resources),
                 "env": _env(HOME="/tmp"),
                 "volumeMounts": [_mount("bin", names.BIN_DIR), _mount("agent-tmp", "/tmp")],
             },
@@ -163,8 +198,14 @@ def _gpu_spec(job: Job, role: str, replica: str, images: PodImages) -> Object:
                 "terminationMessagePolicy": LAST_WORDS,
                 "restartPolicy": "Always",  # a sidecar: it starts before the GPU container and ends after it
                 "securityContext": RESTRICTED | {"runAsUser": AGENT_USER},
-                "resources": _fixed(cpu="200m", memory="2Gi"),  # of which its gate takes 1.4 at all of its bounds
-                "env": [*_env(HOME="/tmp"), *_identity(), *_env(**{names.ENV_ROLE: role, names.ENV_REPLICA: replica})],
+                # of the memory its gate takes 1.4 at all of its bounds
+                "resources": _fixed(cpu="200m", memory="2Gi", beside=gpus.resources),
+                "env": [
+                    *_env(HOME="/tmp"),
+                    *_identity(),
+                    *_env(**{names.ENV_ROLE: role}),
+                    *(_env(**{names.ENV_FAULTS: names.FAULTS_TAKEN}) if images.takes_faults else ()),
+                ],
                 "ports": _ports(),
                 "startupProbe": _probe(period_s=1, failures=120),
                 "readinessProbe": _probe(period_s=5, failures=3),
@@ -187,13 +228,13 @@ def _gpu_spec(job: Job, role: str, replica: str, images: PodImages) -> Object:
                 "command": [f"{names.BIN_DIR}/runner"],
                 "securityContext": RESTRICTED,
                 "resources": _gpu_resources(gpus),
-                "env": _env(**_cache_env(names.SCRATCH_DIR), **{names.ENV_GRACE: str(grace_s)}),
+                "env": _env(**_cache_env(names.SCRATCH_DIR), **{names.ENV_GRACE: str(grace_s), names.ENV_WIPED: SHM}),
                 "volumeMounts": [
                     _mount("bin", names.BIN_DIR, read_only=True),
                     _mount("sock", names.SOCKET_DIR),
                     _mount("batches", names.BATCH_DIR, read_only=not spec.ladder.scores),
                     _mount("weights", names.WEIGHTS_DIR, read_only=not trains),
-                    _mount("shm", "/dev/shm"),
+                    _mount("shm", SHM),
                     _mount("model", names.MODEL_DIR, read_only=True),
                     *([_mount("checkpoints", names.CHECKPOINT_DIR), *_former_mounts(job)] if trains else []),
                     _mount("job", _directory(names.JOB_FILE), read_only=True),
@@ -206,7 +247,7 @@ def _gpu_spec(job: Job, role: str, replica: str, images: PodImages) -> Object:
             *(_empty(name) for name in ("state", "bin", "sock", "batches", "scratch", "agent-tmp", "gpu-tmp")),
             _weights(job, trains=trains),
             _empty("shm", medium="Memory"),
-            _claimed("model", spec.model.claim.name, read_only=True),
+            _model_volume(job),
             *([_claimed("checkpoints", job.claim_name("checkpoints")), *_former_volumes(job)] if trains else []),
             *_job_volumes(job),
         ],
@@ -230,7 +271,7 @@ def _reference_spec(job: Job, images: PodImages) -> Object:
     ]
     return _pod_spec(grace_s=REFERENCE_GRACE_S, claims=_claims(gpus)) | {
         "tolerations": lost,
-        "initContainers": [],
+        "initContainers": _model_containers(job, images, tmp="gpu-tmp", beside=gpus.resources),
         "containers": [
             {
                 "name": names.GPU_CONTAINER,
@@ -255,7 +296,7 @@ def _reference_spec(job: Job, images: PodImages) -> Object:
         ],
         "volumes": [
             *(_empty(name) for name in ("scratch", "gpu-tmp")),
-            _claimed("model", job.spec.model.claim.name, read_only=True),
+            _model_volume(job),
             *_job_volumes(job),
         ],
     }
@@ -264,7 +305,7 @@ def _reference_spec(job: Job, images: PodImages) -> Object:
 def _rollout_spec(job: Job, images: PodImages) -> Object:
     sidecars, mounts, volumes = _rollout_sources(job, images)
     return _pod_spec(grace_s=ROLLOUT_GRACE_S) | {
-        "initContainers": sidecars,
+        "initContainers": [*_model_containers(job, images, tmp="tmp", beside=job.spec.rollout.resources), *sidecars],
         "containers": [
             {
                 "name": names.ROLLOUT_CONTAINER,
@@ -291,7 +332,7 @@ def _rollout_spec(job: Job, images: PodImages) -> Object:
         ],
         "volumes": [
             _claimed("store", job.claim_name("store")),
-            _claimed("model", job.spec.model.claim.name, read_only=True),
+            _model_volume(job),
             _empty("tmp"),
             *_former_volumes(job, with_samples=True),
             *volumes,
@@ -339,6 +380,35 @@ def _rewards_container(job: Job, images: PodImages) -> Object:
     }
 
 
+def _model_containers(job: Job, images: PodImages, *, tmp: str, beside: Resources) -> list[Object]:
+    """Return the container that fetches a model of the hub before the others start.
+
+    tmp: a volume of the pod. beside: resources of the pod's main container.
+    """
+    hub = job.spec.model.hugging_face
+    if hub is None:
+        return []
+    token = {"name": hub.secret_name, "key": names.HUB_TOKEN_FILE}
+    private = [{"name": names.ENV_HUB_TOKEN, "valueFrom": {"secretKeyRef": token}}] if hub.secret_name else []
+    return [
+        {
+            "name": names.MODEL_CONTAINER,
+            "image": images.rollout,
+            "imagePullPolicy": images.pull_policy,
+            "terminationMessagePolicy": LAST_WORDS,
+            "command": ["python3", "-P", "-m", "colocated_rl_rollout.fetch_model"],
+            "securityContext": RESTRICTED,
+            "resources": _fixed(cpu="200m", memory="1Gi", beside=beside),
+            "env": [*_env(**_cache_env("/tmp"), HF_HUB_OFFLINE="0"), *private],
+            "volumeMounts": [
+                _mount("model", names.MODEL_DIR),
+                _mount("job", _directory(names.JOB_FILE), read_only=True),
+                _mount(tmp, "/tmp"),
+            ],
+        }
+    ]
+
+
 # -------------------------------------------------------------------------------------------------- parts of containers
 def _env(**values: str) -> list[Object]:
     return [{"name": name, "value": value} for name, value in values.items()]
@@ -381,8 +451,17 @@ def _probe(*, period_s: int, failures: int, path: str = "/healthz") -> Object:
     return {"httpGet": get, "periodSeconds": period_s, "timeoutSeconds": 5, "failureThreshold": failures}
 
 
-def _fixed(*, cpu: str, memory: str) -> Object:
-    """Return the resources of a container of ours. CPU has no limit: devices would wait for a throttled data path."""
+WHOLE_CPU = "1"
+
+
+def _fixed(*, cpu: str, memory: str, beside: Resources) -> Object:
+    """Return the resources of a container of ours. CPU has no limit: devices would wait for a throttled data path.
+
+    beside: of the pod's main container. If its CPUs are limited the pod is meant to be Guaranteed, for which every
+    container needs a limit: then it is a whole CPU, which a node with static CPU management gives to it alone.
+    """
+    if "cpu" in beside.limits:
+        return _resources(Resources(limits={"cpu": WHOLE_CPU, "memory": memory}))
     return {"requests": {"cpu": cpu, "memory": memory}, "limits": {"memory": memory}}
 
 
@@ -420,6 +499,18 @@ def _claimed(name: str, claim: str, *, read_only: bool = False) -> Object:
     if read_only:
         source["readOnly"] = True
     return {"name": name, "persistentVolumeClaim": source}
+
+
+def _model_volume(job: Job) -> Object:
+    """Return the volume of the starting weights; every container but the one that fetches them mounts it read-only."""
+    match job.spec.model.source:
+        case ModelClaim() as claim:
+            return _claimed("model", claim.name, read_only=True)
+        case ModelImage() as image:
+            pulled = {"pullPolicy": image.pull_policy.value} if image.pull_policy else {}
+            return {"name": "model", "image": {"reference": image.reference, **pulled}}
+        case hub:
+            return _claimed("model", hub.cache_claim_name) if hub.cache_claim_name else _empty("model")
 
 
 def _weights(job: Job, *, trains: bool) -> Object:

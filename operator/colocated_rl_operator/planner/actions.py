@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from colocated_rl_api.names import PodUid
 from colocated_rl_operator.planner.reasons import Waiting
 
 
@@ -25,7 +26,7 @@ class DeletePod:
     """
 
     name: str
-    uid: str
+    uid: PodUid
     grace_s: int | None
     why: str
     is_fault: bool = True

@@ -89,6 +89,24 @@ def judge(seen: Observation, failure: Failure) -> Verdict:
     return Verdict(failure.cause.answers[0], counts=failure.cause.counts)
 
 
+def _judge_in_a_row(seen: Observation, climb: Climb, failure: Failure) -> Verdict:
+    """Return the verdict. Two deaths in a row that began in one pod of several look like its node's or device's fault.
+
+    Not those for memory: another node would have no more of it. Once the pod is made again, the next one has no past.
+    """
+    verdict, pod = judge(seen, failure), _only_pod(seen, failure)
+    if verdict.rule is None and failure.tries and pod and pod == climb.tally.pod:
+        return replace(verdict, action=FailureAction.REPLACE_POD_ELSEWHERE)
+    return verdict
+
+
+def _only_pod(seen: Observation, failure: Failure) -> str:
+    """Return the name of the pod of several in which a death of trainers began; "" if it was not one."""
+    is_of_step = failure.cause in (FailureCause.TRAINER_DIED, FailureCause.RUNG_DEADLINE)
+    is_one = is_of_step and len(failure.pods) == 1 < len(seen.job.lineage_seats)
+    return failure.pods[0].name if is_one else ""
+
+
 def still_counting(counted: tuple[int, ...], *, step: int, window: int) -> tuple[int, ...]:
     """Return the failures that count in a climb to `step`.
 
@@ -119,6 +137,18 @@ def after_standstill(seen: Observation, climb: Climb, since: float, message: str
     return _carry_out(seen, climb, Cause.RUNG_DEADLINE, failure)
 
 
+def after_stall(seen: Observation, climb: Climb, behind: tuple[Member, ...]) -> Decision | Hold | None:
+    """Answer a step in which no rank gets on any more, long before the deadline of its rung.
+
+    behind: the pods of the ranks that have done least, which are at fault unless all have done as much.
+    """
+    tries, since = climb.tally.tries_at(climb.step), seen.memory.progress_at
+    message = f"no trainer gets on with step {climb.step}; furthest behind: {_named(behind, 'no word from it')}"
+    pods = behind if len(behind) < len(seen.trainer_members) else ()
+    failure = Failure(FailureCause.RUNG_DEADLINE, message, pods, since, tries, seen.slowest)
+    return _carry_out(seen, climb, Cause.RUNG_DEADLINE, failure)
+
+
 def after_difference(seen: Observation, climb: Climb, message: str) -> Decision | Hold | None:
     """Answer a difference between the engines' weights, or weights not confirmed.
 
@@ -130,14 +160,16 @@ def after_difference(seen: Observation, climb: Climb, message: str) -> Decision 
 
 def after_loss(seen: Observation, climb: Climb) -> Decision | Hold | None:
     """Answer the loss of engines and pods, where a rule asks for more than agents and roster do anyway."""
-    if not seen.job.spec.failure_policy.rules:
+    has_rules = bool(seen.job.spec.failure_policy.rules)
+    if not has_rules and not any(member.bad_device for member in seen.members):
         return None
     failures = [*lost_pods(seen, tries=climb.tally.tries_at(climb.step))]
-    if seen.all_answer:
+    if has_rules and seen.all_answer:
         failures += lost_engines(seen)
     for failure in failures:
         verdict = judge(seen, failure)
-        if verdict.rule is None or verdict.action is FailureAction.RESTART_ENGINE:
+        is_usual = verdict.rule is None and failure.cause is not FailureCause.BAD_DEVICE
+        if is_usual or verdict.action is FailureAction.RESTART_ENGINE:
             continue
         if _avoids_more(climb, failure, verdict) or _is_due(seen, climb, failure, verdict):
             return _carry_out(seen, climb, Cause.POD_REPLACED, failure)
@@ -146,7 +178,7 @@ def after_loss(seen: Observation, climb: Climb) -> Decision | Hold | None:
 
 def _carry_out(seen: Observation, climb: Climb, cause: Cause, failure: Failure) -> Decision | Hold | None:
     """Start the trainers together again after a back-off, in these pods or in others, or end the job."""
-    verdict = judge(seen, failure)
+    verdict = _judge_in_a_row(seen, climb, failure)
     if verdict.action is FailureAction.FAIL_JOB:
         return _fail(seen, climb, failure, verdict)
     counts = verdict.counts and bool(climb.group)
@@ -343,6 +375,7 @@ def _tallied(seen: Observation, climb: Climb, failure: Failure, verdict: Verdict
         cause=failure.cause,
         action=verdict.action,
         rule=verdict.rule,
+        pod=_only_pod(seen, failure),
         avoids=avoids,
         counted=_counted(seen, climb, adds=verdict.counts and is_first),
     )
@@ -404,7 +437,10 @@ def lost_engines(seen: Observation) -> Iterator[Failure]:
 
 
 def lost_pods(seen: Observation, *, tries: int) -> Iterator[Failure]:
-    """Yield GPU pods lost for a known cause, or whose member is silent. One that a person deleted is no failure."""
+    """Yield GPU pods lost for a known cause, with a bad device, or whose member is silent.
+
+    One that a person deleted is no failure.
+    """
     newest = {member.seat: member for member in sorted(seen.members, key=lambda member: member.attempt)}
     for seat in seen.job.gpu_seats:
         current, pod = seen.current.get(seat), newest.get(seat)
@@ -412,6 +448,9 @@ def lost_pods(seen: Observation, *, tries: int) -> Iterator[Failure]:
             if pod is not None and pod.fate is not None:
                 message = f"pod {pod.name} is lost ({pod.trouble or pod.fate})"
                 yield Failure(pod.fate, message, (pod,), seen.now, tries)
+        elif current.bad_device:
+            message = f"a device of pod {current.name} is bad ({current.bad_device})"
+            yield Failure(FailureCause.BAD_DEVICE, message, (current,), seen.now, tries)
         elif is_silent(seen, current):
             message = f"no answer from pod {current.name} for {seen.now - (current.silent_since or seen.now):.0f} s"
             yield Failure(FailureCause.MEMBER_SILENT, message, (current,), seen.now, tries)

@@ -22,6 +22,7 @@ from colocated_rl_api.failure import FailureCause
 from colocated_rl_api.job import ColocatedRLJobSpec
 from colocated_rl_api.ladder import Ladder
 from colocated_rl_api.member_wire import Endpoint
+from colocated_rl_api.names import JobUid, PodUid
 from colocated_rl_api.pod_template import QUEUE_LABEL
 from colocated_rl_api.rungs import Rung, WeightVersion
 from colocated_rl_api.seats import ROLLOUT_SEAT, Seats, role_of, seats_for
@@ -35,7 +36,7 @@ class Job:
 
     namespace: str
     name: str
-    uid: str
+    uid: JobUid
     generation: int
     created: datetime
     spec: ColocatedRLJobSpec
@@ -110,6 +111,7 @@ class FailureTally:
     cause: str = ""
     action: str = ""
     rule: int | None = None  # of the failure policy; None: the usual answer
+    pod: str = ""  # in which the newest death of trainers began; "": in several, or it was another failure
     avoids: tuple[str, ...] = ()  # nodes for GPU pods, the newest last
     counted: tuple[int, ...] = ()  # steps of the failures that count against backoffLimit, see `still_counting`
 
@@ -146,7 +148,7 @@ def rests(job: Job, climb: Climb | None) -> bool:
 
 
 _how_far = attrgetter("state", "incarnation", "step", "scored", "exported", "saved", "finished")
-"""Of a rank: what changes when it gets on."""
+"""Progress of a rank changes one of these."""
 
 
 class PodPhase(StrEnum):
@@ -166,7 +168,7 @@ class Member:
     seat: str
     attempt: int
     name: str
-    uid: str
+    uid: PodUid
     phase: PodPhase
     created_at: float  # or first seen by this process
     address: str | None = None
@@ -175,8 +177,10 @@ class Member:
     is_gated: bool = False  # a queue holds it back from the scheduler
     node: str | None = None  # where it runs, or ran
     fate: FailureCause | None = None  # why it is lost, as the cluster reports; None: not lost, or unknown
+    bad_device: str | None = None  # which device its node reports as unhealthy; None: none, or nobody reports
     memory_kills: int = 0  # restarts of its GPU container, if it ended for its memory the last time
     trouble: str | None = None  # why its containers don't run: kubelet's message and their last one
+    is_starting: bool = False  # a container of it has not passed its startup probe yet
     silent_since: float | None = None  # running, and not connected since
     highest_epoch: int = 0  # that it ever accepted, as it reports
     facts: PodFacts | RolloutFacts | None = None
@@ -470,6 +474,22 @@ class Observation:
     def trainer_died(self) -> bool:
         """Return whether a rank of the climb's lineage has ended, other than by an agent for another lineage."""
         return self.climb is not None and any(_has_died(rank, self.climb) for rank in self.ranks)
+
+    @property
+    def stalled(self) -> tuple[Member, ...]:
+        """Return the pods with the ranks that are furthest behind in a step in which no rank gets on any more.
+
+        Empty while any rank does, or has nothing to compare its standstill with.
+        """
+        ranks = self.ranks
+        if not ranks or any(rank.stalled is None for rank in ranks):
+            return ()
+        least = min(rank.stalled or 0 for rank in ranks)
+        return tuple(
+            member
+            for member in self.trainer_members
+            if member.pod_facts and any(rank.stalled == least for rank in member.pod_facts.trainers)
+        )
 
     @property
     def dead(self) -> tuple[Member, ...]:

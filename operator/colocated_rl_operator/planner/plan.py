@@ -31,6 +31,7 @@ from colocated_rl_operator.planner.failure_policy import (
     after_failure,
     after_loss,
     after_replacement,
+    after_stall,
     after_standstill,
     how_to_retry,
     listed,
@@ -187,6 +188,8 @@ def _decide_when_all_answer(seen: Observation, climb: Climb) -> Decision | Hold 
         return decision
     if seen.slowest is not Rung.UNKNOWN and (decision := _decide_for_whole_group(seen, climb)):
         return decision
+    if not seen.is_up and (behind := seen.stalled):
+        return after_stall(seen, climb, behind)
     if not seen.is_up and seen.now >= _deadline(seen):
         where = f"{_laggards(seen)} stayed at {seen.slowest} for {seen.now - seen.memory.progress_at:.0f} s"
         return after_standstill(seen, climb, _deadline(seen), where)
@@ -496,7 +499,7 @@ def _stop(seen: Observation, climb: Climb, *, since: float) -> Plan:
         climb=climb,
         standings=seen.standings,
         targets=_stop_targets(seen, climb, members, rollout_goal=Goal.CLIMB if gpus else Goal.STOP),
-        pods=(*ends, *map(_let_go, references)),
+        pods=(*ends, *map(_delete_reference, references)),
         wait=WaitFor(Waiting.STOPPING, tuple(member.name for member in (*members, *references))),
         wake_at=None if late else until,
     )
@@ -513,7 +516,7 @@ def _outlives(member: Member) -> DeletePod:
     return DeletePod(member.name, member.uid, None, why)
 
 
-def _let_go(reference: Member) -> DeletePod:
+def _delete_reference(reference: Member) -> DeletePod:
     why = f"pod {reference.name} goes: nothing is scored any more"
     return DeletePod(reference.name, reference.uid, None, why, is_fault=False)
 

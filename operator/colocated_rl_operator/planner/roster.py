@@ -21,7 +21,7 @@ from colocated_rl_operator.planner.actions import CreatePod, DeletePod, PodActio
 from colocated_rl_operator.planner.observation import Member, Observation, PodPhase
 
 SILENCE_S = 30.0  # a running member may stay silent this long: the network heals
-RESTARTS_S = 300.0  # or this long, while kubelet restarts its containers again and again
+RESTARTS_S = 300.0  # or this long, while its containers start, or kubelet restarts them again and again
 FORCE_AFTER_S = 30.0  # past the grace of a deletion: the node does not answer
 MAX_DELAY_S = 60.0  # between two attempts at one seat
 MAX_DOUBLINGS = 6  # of that delay, from one second
@@ -81,7 +81,7 @@ def is_silent(seen: Observation, pod: Member, wake: list[float] | None = None) -
     """
     if pod.phase is not PodPhase.RUNNING or pod.silent_since is None or not seen.hears_anybody:
         return False
-    until = pod.silent_since + (RESTARTS_S if pod.trouble else SILENCE_S)
+    until = pod.silent_since + (RESTARTS_S if pod.trouble or pod.is_starting else SILENCE_S)
     if seen.now < until and wake is not None:
         wake.append(until)
     return seen.now >= until
@@ -94,14 +94,14 @@ def _why(pod: Member, now: float) -> str:
 
 def _is_held(seat: str, pods: list[Member], seen: Observation, wake: list[float]) -> bool:
     """Return whether an ending pod holds the seat, by the store's volume or by its place in a queue's group."""
-    ending = [pod for pod in pods if pod.ends_at is not None]
+    ending = [(pod, pod.ends_at) for pod in pods if pod.ends_at is not None]
     if seat == ROLLOUT_SEAT or not ending:
         return bool(ending)
     if not seen.job.queue:
         return False
-    until = max((pod.ends_at or 0.0) + FORCE_AFTER_S for pod in ending)
+    until = max(ends_at for _, ends_at in ending) + FORCE_AFTER_S
     wake.append(until)
-    return seen.now < until and any(pod.phase is not PodPhase.FAILED for pod in ending)
+    return seen.now < until and any(pod.phase is not PodPhase.FAILED for pod, _ in ending)
 
 
 def _fill(seat: str, pods: list[Member], seen: Observation, actions: list[PodAction], wake: list[float]) -> None:

@@ -119,7 +119,7 @@ def report(
         replicas=len(seen.job.gpu_seats),
         ready_replicas=before.ready_replicas if found.answering and not seen.all_answer else _ready(seen),
         pods_by_rung={rung.value: pods for rung, pods in Counter(plan.standings.values()).items()},
-        out_of_line=_out_of_line(seen, plan),
+        out_of_line=found.out_of_line,
         rollout=_rollout(seen) or before.rollout,
         reference=_reference(seen),
         evaluation=_evaluation(seen) or before.evaluation,
@@ -199,7 +199,18 @@ class _Pass:
         """Return what the job waits for; "" if nothing."""
         if self.phase is Phase.QUEUED:
             return self.plan.message
-        return self.plan.wait.message if self.plan.wait and (self.backs_off or not self.answering) else ""
+        if self.plan.wait and (self.backs_off or not self.answering):
+            return self.plan.wait.message
+        return self.trouble if self.phase in (Phase.STARTING, Phase.RECOVERING) else ""
+
+    @cached_property
+    def out_of_line(self) -> list[PodOutOfLine]:
+        return _out_of_line(self.seen, self.plan)
+
+    @property
+    def trouble(self) -> str:
+        """Return what the first pod with a problem reports, such as an engine that is too old; "" without one."""
+        return next((f"{pod.name}: {pod.message}" for pod in self.out_of_line if pod.message), "")
 
     @cached_property
     def failure(self) -> str:
@@ -487,6 +498,7 @@ def _failures(tally: FailureTally) -> FailuresStatus | None:
         step_retries=tally.step_retries,
         step=tally.step,
         tries=tally.tries,
+        pod=tally.pod,
         avoided_nodes=list(tally.avoids),
         counted_steps=list(tally.counted),
     )
