@@ -8,17 +8,18 @@ import signal
 import sys
 import time
 from argparse import Namespace
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Container, Mapping
 from contextlib import aclosing, nullcontext
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from colocated_rl_api import names
+from colocated_rl_api import faults, names
+from colocated_rl_api.faults import LASTING, FaultKind, InjectedFault
 from colocated_rl_api.job_status import Phase
 from colocated_rl_cli import completion
-from colocated_rl_cli.base.errors import CliError, Exit, UsageError
+from colocated_rl_cli.base.errors import CliError, Exit, NotAllowed, ObjectMissing, UsageError
 from colocated_rl_cli.base.output import (
     document,
     print_error,
@@ -29,8 +30,9 @@ from colocated_rl_cli.base.yaml_text import MAX_BYTES
 from colocated_rl_cli.cluster import samples
 from colocated_rl_cli.cluster.api import Api
 from colocated_rl_cli.cluster.following import JobWatch
+from colocated_rl_cli.cluster.gpu_seconds import gpu_hours
 from colocated_rl_cli.cluster.kubectl import Login
-from colocated_rl_cli.cluster.pages import states
+from colocated_rl_cli.cluster.pages import post, states
 from colocated_rl_cli.draw import timeline
 from colocated_rl_cli.draw.figures import best_of, read_figures, standings
 from colocated_rl_cli.draw.trace import trace
@@ -44,6 +46,8 @@ from colocated_rl_cli.manifest.manifest import ManifestVerdict, judge
 from colocated_rl_cli.support import bundle
 
 MANY_PODS = 64  # at most so many members' pages are read by `explain`
+ENGINE_ROLES = (names.ROLE_GPU, names.ROLE_ENGINE)
+TRAINER_ROLES = (names.ROLE_GPU, names.ROLE_TRAINER)
 MANY_EVENTS = 10  # and the events of so many pending pods
 
 
@@ -254,6 +258,28 @@ async def show_samples(args: Namespace) -> Exit:
     return Exit.FINE
 
 
+async def cost(args: Namespace) -> Exit:
+    async with Api.reach(login(args), args.namespace) as api:
+        await api.job(args.job)
+        hours = await gpu_hours(api, args.job)
+    for note in hours.notes:
+        print_error(note)
+    rows = [
+        {"holder": holder, "gpu_hours": held, "share": f"{held / hours.total:.0%}"}
+        for holder, held in hours.held.items()
+    ]
+    if args.output != "text":
+        print_out(document({"held": hours.held, "total": hours.total, "apart": hours.apart}, args.output))
+    elif not rows:
+        print_out("no pod of this job has a GPU, or none has had it yet")
+    else:
+        print_out(table(rows, ["holder", "gpu_hours", "share"]))
+        print_out(
+            f"\n{hours.total:.4g} GPU hours; on GPUs of their own rollout and training would hold {hours.apart:.4g}"
+        )
+    return Exit.FINE
+
+
 async def evaluations(args: Namespace) -> Exit:
     async with Api.reach(login(args), args.namespace) as api:
         job = await api.job(args.job)
@@ -293,6 +319,34 @@ async def retry(args: Namespace) -> Exit:
         await api.change_job(args.job, {"spec": {"retries": retries, "suspend": False}})
     print_out(f"{name}: retried: its pods are made again, and it goes on where it stood")
     return Exit.FINE
+
+
+async def fault(args: Namespace) -> Exit:
+    kind = FaultKind(args.kind)
+    roles = TRAINER_ROLES if kind is FaultKind.TRAINER_CRASH else ENGINE_ROLES
+    asked = InjectedFault(kind=kind, seconds=args.seconds)
+    async with Api.reach(login(args), args.namespace) as api:
+        await api.job(args.job)
+        pods = [pod["metadata"]["name"] for pod in await api.pods_of(args.job) if _may_take(pod, roles)]
+        pod = args.pod or next(iter(pods), "")
+        if pod not in pods:
+            raise ObjectMissing(
+                f"{args.pod or args.job}: no pod that runs can have this fault: {', '.join(pods) or 'none'}"
+            )
+        try:
+            await post(api, pod, faults.PATH, asked.model_dump_json(by_alias=True))
+        except ObjectMissing as error:
+            raise NotAllowed(
+                f"pod {pod} takes no faults: it was made by an operator whose chart has faultInjection.enabled: false"
+            ) from error
+    lasts = f" for {asked.seconds:g} s" if kind in LASTING else ""
+    print_out(f"{api.namespace}/{args.job}: pod {pod}: {kind}{lasts}")
+    return Exit.FINE
+
+
+def _may_take(pod: Mapping[str, Any], roles: Container[str]) -> bool:
+    labels = pod["metadata"].get("labels", {})
+    return pod.get("status", {}).get("phase") == "Running" and labels.get(names.ROLE_LABEL) in roles
 
 
 async def _steer(args: Namespace, *, suspend: bool, effect: str) -> Exit:
@@ -373,9 +427,11 @@ RUN: dict[str, Callable[[Namespace], Exit | Awaitable[Exit]]] = {  # by the comm
     "top": top,
     "samples": show_samples,
     "eval": evaluations,
+    "cost": cost,
     "suspend": suspend,
     "resume": resume,
     "retry": retry,
+    "fault": fault,
     "rollout-only": rollout_only,
     "train-only": train_only,
     "timeline": show_timeline,

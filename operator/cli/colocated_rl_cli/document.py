@@ -54,6 +54,7 @@ RIGHTS = (
         "`view`; with pages `edit`",
     ),
     ("`samples`", "the same, pods/portforward included", "`edit`"),
+    ("`fault`", "`get` of colocatedrljobs, `list` of pods, `create` of pods/portforward", "`edit`"),
     (
         "`rollout-only`, `train-only`",
         "`get` of colocatedrljobs; `create` to apply what they write",

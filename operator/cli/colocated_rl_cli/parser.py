@@ -7,7 +7,7 @@ from argparse import Namespace
 from collections.abc import Sequence
 
 import click
-from click import Argument, Choice, IntRange, Option
+from click import Argument, Choice, FloatRange, IntRange, Option
 
 from colocated_rl_api import __version__, names
 from colocated_rl_cli.base.errors import CliError, Exit
@@ -25,6 +25,13 @@ STATES = (
     "sealed", "trained", "filtered", "failed", "discarded",
 )  # fmt: skip
 
+FAULTS = {  # kinds of `colocated_rl_api.faults`, which is loaded only by the command itself
+    "engine-crash": "SIGKILL to the engine",
+    "trainer-crash": "SIGKILL to a trainer rank",
+    "slow-weights": "the next update of the engine's weights takes longer",
+    "gate-closed": "the gate closes, and stays so",
+}
+MAX_FAULT_S = 3600
 KINDS = ("", names.SHORT_NAME, names.PLURAL, names.KIND.lower())  # allowed before a job's name, as in crlj/sums
 
 
@@ -128,7 +135,11 @@ COMMANDS = (
         "init", "write the manifest of a new job",
         [
             Argument(["name"], metavar="NAME", required=False, help="name of the job"),
-            Option(["--model"], metavar="CLAIM[:PATH]", help="claim that holds the model, and where in it"),
+            Option(
+                ["--model"],
+                metavar="MODEL",
+                help="CLAIM or CLAIM:PATH that holds the model, or NAME@COMMIT, a model of the Hugging Face hub",
+            ),
             Option(["--task"], metavar="NAME", help="task of reasoning-gym, such as chain_sum"),
             Option(
                 ["--prompts"],
@@ -148,14 +159,14 @@ COMMANDS = (
         is_of_cluster=False,
     ),
     Command(
-        "validate", "say what the API server would say of manifests",
+        "validate", "judge manifests as the API server would",
         [Argument(["file"], metavar="FILE", nargs=-1, required=True, help="manifests; - is standard input"), OUTPUT],
         "Without a cluster, with the line of each fault: `FILE:LINE:COLUMN: FIELD: WORDS`. Lists are looked into, as "
         "`kubectl get crlj -o yaml` prints them.",
         is_of_cluster=False,
     ),
     Command(
-        "explain", "say why a job does not move, and what to do", [JOB, OUTPUT],
+        "explain", "explain why a job does not move, and what to do", [JOB, OUTPUT],
         "Names the rung, the pod, the cause and the remedy; where nothing is wrong, what the job waits for.",
     ),
     Command(
@@ -184,6 +195,13 @@ COMMANDS = (
     ),
     Command("eval", "list the evaluations", [JOB, OUTPUT]),
     Command(
+        "cost", "show the GPU hours of a job, by who had the GPUs", [JOB, OUTPUT],
+        "From the counters of the job's pods, since their agents started: a pod that was replaced is counted from then "
+        "on. Prometheus keeps them for good ([what a job costs](metrics.md#what-a-job-costs)). The last line compares "
+        "them with GPUs of their own for rollout and for training, as many for each, held while the longer of the two "
+        "works: the least that the same work would hold there.",
+    ),
+    Command(
         "suspend", "free the devices of a job, and keep its volumes", [JOB],
         "Sets spec.suspend; it returns at once, and the pods end within a minute. Fields that pods read when they are "
         "made may change then ([what may change](failures.md#what-may-change)); of a failed job too, before `retry`.",
@@ -193,6 +211,20 @@ COMMANDS = (
         "retry", "let a failed job go on where it stood", [JOB],
         "Adds one to spec.retries. Its pods are made again and its trainers start from the newest checkpoint, with no "
         "failures counted. Ends a suspension too.",
+    ),
+    Command(
+        "fault", "crash or slow a part of a job, for a drill",
+        [
+            JOB,
+            Argument(["kind"], type=Choice([*FAULTS]), help="; ".join(map(": ".join, FAULTS.items()))),
+            Option(["--pod"], metavar="NAME", help="in this pod; in the job's first that has such a part when absent"),
+            Option(
+                ["--seconds"], metavar="N", type=FloatRange(0, MAX_FAULT_S, min_open=True), default=30.0,
+                help="for as long, of the kinds that last (30)",
+            ),
+        ],
+        "Only where the chart's value `faultInjection.enabled` was true when the pods were made. The job has to go on "
+        "by itself; [when something fails](failures.md) says how. The agent's log has `fault injected`.",
     ),
     Command(
         "rollout-only", "write the manifest of a job that only generates",

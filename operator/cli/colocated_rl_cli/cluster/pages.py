@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Iterable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -27,6 +27,16 @@ MAX_PAGE_BYTES = 64 * 1024 * 1024
 MAX_HEAD_LINE_BYTES = 64 * 1024
 AT_ONCE = 16
 _DATA, _ERROR = 0, 1
+
+
+async def post(api: Api, pod: str, path: str, body: str) -> None:
+    """Send JSON to a page. Raises NotReached, NotAllowed, ObjectMissing (the member has no such page)."""
+    what = f"page {path} of pod {pod}"
+    try:
+        async with asyncio.timeout(DEADLINE_S), opened(api, pod, path, body=body):
+            pass
+    except TimeoutError as error:
+        raise NotReached(f"{what}: no answer through port-forward within {DEADLINE_S:.0f} s") from error
 
 
 async def page(api: Api, pod: str, path: str, query: Mapping[str, str] | None = None) -> Any:
@@ -56,29 +66,45 @@ async def text_page(
 
 async def states(api: Api, pods: Iterable[str]) -> dict[str, Any]:
     """Return page `/v1/state` (hello, target, facts) of each pod, or the CliError that prevented reading it."""
+    return await of_each(pods, lambda pod: page(api, pod, "/v1/state"))
+
+
+async def of_each(pods: Iterable[str], read: Callable[[str], Awaitable[Any]]) -> dict[str, Any]:
+    """Return what `read` returns for each pod, or the CliError that it raises; a few pods are read at a time."""
     limit = asyncio.Semaphore(AT_ONCE)
     found: dict[str, Any] = {}
 
-    async def read(pod: str) -> None:
+    async def note(pod: str) -> None:
         async with limit:
             try:
-                found[pod] = await page(api, pod, "/v1/state")
+                found[pod] = await read(pod)
             except CliError as error:
                 found[pod] = error  # not idle, not failed: nobody knows
 
     async with asyncio.TaskGroup() as group:
         for pod in pods:
-            group.create_task(read(pod), name=f"state/{pod}")
+            group.create_task(note(pod), name=f"page/{pod}")
     return found
 
 
 @asynccontextmanager
 async def opened(
-    api: Api, pod: str, path: str, *, query: Mapping[str, str] | None = None, port: int = names.PAGES_PORT
+    api: Api,
+    pod: str,
+    path: str,
+    *,
+    query: Mapping[str, str] | None = None,
+    port: int = names.PAGES_PORT,
+    body: str | None = None,
 ) -> AsyncIterator[PageBody]:
-    """Open a page to stream its body. Raises NotReached, NotAllowed, ObjectMissing, also while it is read."""
+    """Open a page to stream its body. Raises NotReached, NotAllowed, ObjectMissing, also while it is read.
+
+    body: JSON in ASCII to send to the page, which is read otherwise.
+    """
     asked = URL(path).with_query(query) if query else URL(path)
-    request = f"GET {asked.raw_path_qs} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n".encode()
+    sent = "" if body is None else f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n"
+    method, head = "GET" if body is None else "POST", f"Host: localhost\r\nConnection: close\r\n{sent}"
+    request = f"{method} {asked.raw_path_qs} HTTP/1.1\r\n{head}\r\n{body or ''}".encode()
     address, what = f"{api.pods}/{pod}/portforward?ports={port}", f"page {path} of pod {pod}"
     try:
         async with api.session.ws_connect(

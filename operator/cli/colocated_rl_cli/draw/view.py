@@ -89,7 +89,7 @@ def plain_line(line: Line) -> str | None:
             )
         case "engine started":
             return f"{line['pod']}: the engine is up after {line['took_s']:.0f} s"
-        case "problem":
+        case "problem reported":
             return f"{line['pod']}: {line['reason']}: {line.get('message', '')}"
         case event if line.get("level") in ("error", "critical"):
             return f"{line.get('pod', '')}: {event}: {line.get('reason', '')}"

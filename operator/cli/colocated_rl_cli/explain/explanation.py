@@ -7,14 +7,16 @@ who moves the slowest pod from its rung, and which deadline of the spec bounds t
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
+from statistics import median
 
 import pydantic
 
 from colocated_rl_api import names
-from colocated_rl_api.facts import PodFacts, Problem, RolloutFacts
+from colocated_rl_api.facts import EPOCHS_OF_WAITS, PodFacts, Problem, RolloutFacts
 from colocated_rl_api.job_status import ColocatedRLJobStatus, ConditionStatus, FailuresStatus, Phase
 from colocated_rl_api.rungs import RolePlacement, Rung
 from colocated_rl_api.seats import seats_for
@@ -31,7 +33,7 @@ from colocated_rl_cli.explain import remedies
 from colocated_rl_cli.explain.waiting import waits_for
 
 QUIET_S = 30.0  # over which rollout controllers count their tokens
-
+STRAGGLES_S = 10.0  # in the newest epochs, that the other pods of a role waited and one did not
 
 AT_REST = (Phase.SUSPENDING, Phase.SUSPENDED, Phase.QUEUED, Phase.FAILED)  # pods that end are no news
 
@@ -81,10 +83,11 @@ def explain(seen: Evidence) -> Explanation:
         causes += _of_pods(seen, status)
         causes += _of_members(status, facts, rungs, {cause.pod for cause in causes})
         causes += _of_rollout(seen, status, facts)
+    stragglers = () if _is_over(status) else tuple(_stragglers(seen, facts))
     return Explanation(
         job=f"{metadata['namespace']}/{metadata['name']}",
         headline=_headline(job, status, now=seen.now),
-        causes=tuple(sorted(causes, key=lambda cause: cause.remedy.heals)),
+        causes=(*sorted(causes, key=lambda cause: cause.remedy.heals), *stragglers),
         waits_for=None if causes or _is_over(status) else waits_for(seen, status, facts, rungs),
         rungs={pod: rung.value for pod, rung in sorted(rungs.items())},
         warnings=tuple(_warnings(seen)),
@@ -278,6 +281,22 @@ def _is_busy(reported: RolloutFacts, status: ColocatedRLJobStatus) -> bool:
 def _opened_recently(seen: Evidence) -> bool:
     """Return whether a gate opened so recently that its tokens may not be counted yet."""
     return seen.now.timestamp() < max(seen.since.values(), default=0.0) + QUIET_S
+
+
+def _stragglers(seen: Evidence, facts: Mapping[str, PodFacts | RolloutFacts]) -> Iterator[Finding]:
+    """Yield each pod that the others of its role waited for in the newest epochs, while it waited for nobody."""
+    by_role: dict[str, dict[str, float]] = defaultdict(dict)
+    epoch = max((each.epoch for each in facts.values() if isinstance(each, PodFacts)), default=0)
+    for pod in seats_of(seen.pods).values():
+        name, reported = pod["metadata"]["name"], facts.get(pod["metadata"]["name"])
+        if isinstance(reported, PodFacts) and reported.epoch == epoch:
+            by_role[pod["metadata"]["labels"][names.ROLE_LABEL]][name] = reported.waited_s
+    for waits in by_role.values():
+        for name, waited_s in waits.items():
+            others = [each for other, each in waits.items() if other != name]
+            if others and (usual_s := median(others)) >= STRAGGLES_S and waited_s < usual_s / 4:
+                message = f"in {EPOCHS_OF_WAITS} epochs the others waited {usual_s:.0f} s, it {waited_s:.0f} s"
+                yield Finding("Straggler", message, name)
 
 
 # --------------------------------------------------------------------------------------------------------------- words

@@ -152,6 +152,12 @@ REMEDIES: dict[str, Remedy] = {
         "operator and this namespace",
         heals=True,
     ),
+    "Straggler": Remedy(
+        "the other pods of its role waited for this one, and a job goes at the pace of its slowest pod",
+        "if it is the same pod in every step, see kubectl crlj timeline JOB for the rung that takes it longer, and "
+        "what is wrong with its node; kubectl delete pod POD moves it once the node is cordoned",
+        heals=True,
+    ),
     # --- an agent
     "RunnerUnreachable": Remedy(
         "the agent does not reach the runner in the GPU container",
@@ -164,6 +170,12 @@ REMEDIES: dict[str, Remedy] = {
     ),
     "EngineNotReaped": Remedy(
         "the engine's processes do not end, even when killed", "the device's driver hangs: delete the pod, see the node"
+    ),
+    "TrainerStalled": Remedy(
+        "a step has stood still for far longer than any before: most likely one rank hangs, and all others wait for it",
+        "the message says in which function; of several pods with it, the one that is furthest behind is named in the "
+        "event when the step is tried again, which happens by itself once no rank gets on",
+        heals=True,
     ),
     "TrainerFailed": Remedy(
         "a trainer refused or failed a call, and was stopped",

@@ -150,9 +150,8 @@ def _fault(document: Document, error: Any) -> Fault:
     path, message = tuple(error["loc"]), str(error["msg"]).removeprefix("Value error, ")
     if path and path[-1] == "[key]":  # a bad key is reported as a fault of its map
         return Fault(document.place(path[:-1]), spelled(path[:-2]), f"key {str(path[-2])[:80]!r}: {message}")
-    if error["type"] == "value_error" and isinstance(error["input"], Mapping):
-        subject = message.split()[0]  # the message of a rule over several fields begins with the field at fault
-        path = (*path, subject) if (*path, subject) in document.places else path
+    if error["type"] == "rule" and (field := (*path, *error["ctx"]["field"].split("."))) in document.places:
+        path = field
     if error["type"] == "extra_forbidden":
         message = f"unknown field{_suggestion(path)}"
     elif error["type"] == "missing":

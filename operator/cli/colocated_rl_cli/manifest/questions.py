@@ -14,7 +14,9 @@ def wishes_from(args: Namespace) -> Wishes:
     """Return a person's wishes from the command's arguments and from the answers. Raises UsageError."""
     ask = _Asker(sys.stdin, sys.stderr) if sys.stdin.isatty() and sys.stderr.isatty() else None
     name = args.name or _needed(ask, "NAME", "name of the job", None)
-    model = args.model or _needed(ask, "--model", "claim that holds the model, perhaps with :PATH", None)
+    model = args.model or _needed(
+        ask, "--model", "claim that holds the model, perhaps with :PATH, or NAME@COMMIT of the hub", None
+    )
     task, prompts, reward = args.task, args.prompts, args.reward
     if not (task or prompts or reward):
         task = _needed(ask, "--task, or --prompts with --reward", "task of reasoning-gym", "chain_sum")

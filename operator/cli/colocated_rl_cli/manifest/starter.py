@@ -75,7 +75,7 @@ def _document(wishes: Wishes) -> dict[str, Any]:
         "spec": {
             "steps": wishes.steps,
             "replicas": wishes.replicas,
-            "model": {"claim": _at_claim(wishes.model, "name")},
+            "model": _model(wishes.model),
             "gpus": gpus,
             "rollout": {
                 **({} if wishes.gpus else {"engine": {"args": list(ENGINE_ON_CPU)}}),
@@ -119,6 +119,12 @@ def _rows(prompts: str) -> tuple[str, dict[str, Any]]:
     if ending[1:].isalpha() and ending not in FILE_ENDINGS:  # a directory may be named after a version
         raise UsageError(f"{what}: a file of prompts ends with one of {', '.join(FILE_ENDINGS)}")
     return "file", _at_claim(prompts, "claimName")
+
+
+def _model(text: str) -> dict[str, Any]:
+    """Return NAME@COMMIT of the hub, CLAIM or CLAIM:PATH as a source of starting weights."""
+    name, at, commit = text.partition("@")
+    return {"huggingFace": {"name": name, "revision": commit}} if at else {"claim": _at_claim(text, "name")}
 
 
 def _at_claim(text: str, field: str) -> dict[str, Any]:

@@ -16,11 +16,11 @@ from typing import Any
 REMOVED = "[removed]"
 
 _SECRET_NAME = re.compile(
-    r"(?i)(pass(word|wd|phrase)|token|secret|credential|private|api[-_.]?key|access[-_.]?key|auth(?!or)|cookie)"
-    r"|(?i:[\w-][-_.]key)$|[a-z]Key$|(?i:(^|[-_.])sig(nature)?$)"
+    r"(?i)(pass(word|wd|phrase|code)|token|secret|credential|private|api[-_.]?key|access[-_.]?key|auth(?!or)|cookie)"
+    r"|(?i:[\w-][-_.]key)$|[a-z]Key$|(?i:(^|[-_.])(sig(nature)?|pass|pwd)$)"
 )
 _HARMLESS_NAME = re.compile(
-    r"(?i)tokens?(_?(per_?second|count|izer.*|limit))$|max.*tokens|.*_tokens$|tokens$|batch.*tokens|secretName$|topologyKey$"
+    r"(?i)tokens?(_?(per_?second|count|izer.*|limit))$|max.*tokens|.*_tokens$|tokens$|data_pass$|batch.*tokens|secretName$|topologyKey$"
 )
 _HARMLESS_ENV = re.compile(
     r"(COLOCATE|OMP|POD|NCCL|CUDA|TORCH|SGLANG|XDG)|HF_HOME$|HOME$|USER$|LOGNAME$|TMPDIR$|.*_(DIR|BASE)$"
@@ -32,11 +32,15 @@ _CREDENTIALS = (
     re.compile(r"\beyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]*"),  # a JSON web token
     re.compile(
         r"\b(hf|gh[oprsu]|github_pat|glpat|xox[abprs]|xapp|sk|pk|rk|AKIA|ASIA|AIza|npm|pypi|dckr_pat|dop_v1|gsk|hvs|nvapi"
-        r"|r8|SG|shpat|whsec|ya29|ATATT|lin_api|dapi)[-_.]?[A-Za-z0-9_-]{16,}[.\w-]*"
+        r"|r8|SG|shpat|whsec|ya29|ATATT|lin_api|dapi|GOCSPX)[-_.]?[A-Za-z0-9_-]{16,}[.\w-]*"
     ),
-    re.compile(r"(?i)(?<=://)[^/\s:@\"']*:[^/\s@\"']+(?=@)"),  # user:password in an address
+    re.compile(r"\bAGE-SECRET-KEY-\w+"),
+    re.compile(r"(?i)(?<=://)[^/\s:@\"']*:[^\s\"'<>]+(?=@(?!sha\d))"),  # user:password in an address
 )
-_NAMES = r"pass(?:word|wd|phrase)|token|secret|credential|api[-_ ]?key|(?:access|private)[-_]?key|(?<=[a-z0-9_-])key"
+_NAMES = (
+    r"pass(?:word|wd|phrase|code)|(?<![a-z])(?:pwd|(?<!data_)pass(?![a-z])|auth(?=\\*[\"']))|token|secret|credential"
+    r"|api[-_ ]?key|(?:access|private)[-_]?key|(?<=[a-z0-9_-])key"
+)
 _HOOKS = re.compile(  # whoever knows the address of such a hook may write to the chat
     r"(?i)(https?://(?:hooks\.slack\.com/|api\.telegram\.org/bot|chat\.googleapis\.com/|oapi\.dingtalk\.com/"
     r"|[\w.-]{1,100}\.webhook\.office\.com/|[\w.-]{1,100}\.logic\.azure\.com/"
@@ -49,7 +53,7 @@ _HEADER = re.compile(  # has several words: up to the end of its line, or of the
     r"(?i)((?:cookie|authorization)\\*[\"']?\s*[:=]\s*\\*[\"']?)(?!\[removed])[^\n\"'\\]+"
 )
 _BLOCK = re.compile(  # the lines of a block of YAML, which stand deeper than its name
-    rf"(?im)^([ \t]{{0,80}})([^\n:]{{0,80}}?(?:{_NAMES})[\"']?[ \t]*:[ \t]*[|>][-+\d]{{0,2}}[ \t]*\n)"
+    rf"(?im)^([ \t]{{0,80}}+)([^\n:]{{0,80}}?(?:{_NAMES})[\"']?[ \t]*:[ \t]*(?:!!\w+[ \t]+)?[|>][-+\d]{{0,2}}[ \t]*\n)"
     r"((?:\1[ \t][^\n]*(?:\n|\Z)|[ \t]*\n)+)"
 )
 _QUOTED_BLOCK = re.compile(  # the same in a string of a log, to its end
@@ -58,11 +62,14 @@ _QUOTED_BLOCK = re.compile(  # the same in a string of a log, to its end
 # No pattern begins with a repetition, which would take quadratic time over a long word. Backslashes occur where one
 # text is quoted inside another.
 _NAMED = re.compile(
-    rf"(?i)((?:{_NAMES})\\*[\"']?\s*[=:]\s*(?:bearer\s+|basic\s+)?)"
-    r"(\\*\"[^\"\n]*\"|\\*'[^'\n]*'|[^\s,;}\"'&]+)"
+    rf"(?i)((?:{_NAMES})\\*[\"']?\s*(?:[=:]>?|->)\s*(?:bearer\s+|basic\s+)?)"
+    r"(\\+\"[^\"\n]*\"|\\+'[^'\n]*'|\"\"\"[^\"]*\"\"\"|[bru]?\"(?:[^\"\\\n]|\\.)*\"|[bru]?'(?:[^'\\\n]|\\.)*'|[^\s,;}\"'&]+)"
 )
 _FLAG = re.compile(
     rf"(?i)((?<![\w-])--[\w-]{{0,64}}(?:{_NAMES})(?!i[sz]er)[\w-]*\s+)(\"[^\"\n]*\"|'[^'\n]*'|[^\s\"'-][^\s\"']*)"
+)
+_LOGIN = re.compile(  # of .netrc, and of curl
+    r"(?i)(\blogin\s+\S{1,200}\s+password\s+|(?<!\S)(?:-u|--user)[\s=]+[^\s:\"']{1,200}:)[^\s\"']+"
 )
 _BEARER = re.compile(r"(?i)\b(bearer|basic)\s+[A-Za-z0-9._~+/=-]{8,}")
 
@@ -78,7 +85,7 @@ def scrub_text(text: str) -> str:
         text = pattern.sub(REMOVED, text)
     text = _BEARER.sub(rf"\1 {REMOVED}", text)
     text = _BLOCK.sub(rf"\1\2\1  {REMOVED}\n", text)
-    for pattern in (_QUOTED_BLOCK, _HOOKS, _QUERY, _HEADER):
+    for pattern in (_QUOTED_BLOCK, _HOOKS, _QUERY, _HEADER, _LOGIN):
         text = pattern.sub(rf"\1{REMOVED}", text)
     return _WORD.sub(_keep_words, _FLAG.sub(_keep_figures, _NAMED.sub(_keep_figures, text)))
 
@@ -134,14 +141,16 @@ def _is_secret(name: str) -> bool:
 
 def _words(values: list[Any]) -> list[Any]:
     """Scrub the items of a list; in a command line, also the word after a flag such as --api-key."""
-    kept, follows = [], False
+    kept, before, follows = [], "", False
     for value in values:
         is_flag = isinstance(value, str) and value.startswith("-") and _is_secret(value)
         if follows and isinstance(value, str) and not value.startswith("-"):
             kept.append(REMOVED)
         elif is_flag and "=" in value:
             kept.append(f"{value.split('=', 1)[0]}={REMOVED}")
+        elif isinstance(value, str) and _LOGIN.fullmatch(f"{before} {value}"):
+            kept.append(f"{value.split(':', 1)[0]}:{REMOVED}")
         else:
             kept.append(scrub(value))
-        follows = is_flag and "=" not in value
+        before, follows = value, is_flag and "=" not in value
     return kept
