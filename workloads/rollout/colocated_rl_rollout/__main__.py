@@ -9,11 +9,12 @@ import signal
 import sys
 
 import aiohttp
+import uvloop
 
 from colocated_rl_api import descriptors, logs, names
 from colocated_rl_member.settings import SettingsError
 from colocated_rl_rollout.controller import Controller
-from colocated_rl_rollout.engines.engine_client import gate_connector
+from colocated_rl_rollout.engines.engine_client import GateConnector
 from colocated_rl_rollout.rewards.reward_endpoint import RewardEndpoint
 from colocated_rl_rollout.rewards.rewards import TaskProcesses
 from colocated_rl_rollout.rules.chat import ModelUnusable
@@ -26,7 +27,7 @@ LOG = logging.getLogger(__name__)
 async def serve(settings: RolloutSettings) -> None:
     """Run one controller until it ends. Raises the errors of its parts, in a group or alone."""
     async with (
-        aiohttp.ClientSession(connector=gate_connector(), trust_env=False) as session,
+        aiohttp.ClientSession(connector=GateConnector(), trust_env=False) as session,
         aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), trust_env=False) as outside,
     ):
         prompts = settings.job.spec.rollout.prompts
@@ -56,7 +57,7 @@ def main() -> int:
     try:
         settings = read_settings(sys.argv[1:], os.environ)
         logs.configure(role=names.ROLE_ROLLOUT, job=settings.job.name, job_uid=settings.job.uid, pod=settings.pod)
-        asyncio.run(serve(settings))
+        uvloop.run(serve(settings))
     except (SettingsError, ModelUnusable, StoreFailed, ValueError, OSError) as error:
         logs.log(LOG, "rollout controller failed", logging.ERROR, reason=str(error))
         return 1

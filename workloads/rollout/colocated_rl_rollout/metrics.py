@@ -6,12 +6,13 @@ Counters count since the process started; what must survive a restart is in the 
 from __future__ import annotations
 
 import time
+from collections import Counter as Tally
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from shutil import disk_usage
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
-from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.core import GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.registry import Collector
 
 from colocated_rl_rollout.rules.samples import SampleState
@@ -31,6 +32,11 @@ class RolloutMetrics:
         )
         self.resent_tokens = Counter(
             "colocate_rollout_resent_tokens", "Tokens prefilled again because an attempt was resumed", registry=registry
+        )
+        self.preemptions = Counter(
+            "colocate_rollout_preemptions",
+            "Times that an engine set a request aside for want of cache, and prefilled it again",
+            registry=registry,
         )
         self.discarded_tokens = Counter(
             "colocate_rollout_discarded_tokens",
@@ -58,6 +64,8 @@ class RolloutMetrics:
             buckets=[2**power for power in range(3, 18)],
             registry=registry,
         )
+        self.sealed_staleness = StalenessHistogram()
+        registry.register(self.sealed_staleness)
         self.turns = Counter(
             "colocate_gateway_turns", "Completions for clients by how they ended", ["ending"], registry=registry
         )
@@ -94,6 +102,32 @@ class RolloutMetrics:
             ["status"],
             registry=registry,
         )
+
+
+class StalenessHistogram(Collector):
+    """This histogram shows the tokens of sealed batches by staleness, in steps. A batch adds all its counts at once."""
+
+    LIMITS = (0, 1, 2, 3, 4, 6, 8, 16)
+
+    def __init__(self) -> None:
+        self._tokens: Tally[int] = Tally()
+
+    def add(self, tokens: Mapping[int, int]) -> None:
+        """Add so many tokens of each staleness."""
+        self._tokens.update(tokens)
+
+    def describe(self) -> Iterator[HistogramMetricFamily]:
+        return self.collect()
+
+    def collect(self) -> Iterator[HistogramMetricFamily]:
+        below = [sum(count for age, count in self._tokens.items() if age <= limit) for limit in self.LIMITS]
+        family = HistogramMetricFamily(
+            "colocate_rollout_sealed_token_staleness", "Staleness of tokens in sealed batches, in steps"
+        )
+        buckets = [(str(float(limit)), count) for limit, count in zip(self.LIMITS, below, strict=True)]
+        whole = sum(age * count for age, count in self._tokens.items())
+        family.add_metric([], [*buckets, ("+Inf", self._tokens.total())], whole)
+        yield family
 
 
 class StoreGauges(Collector):

@@ -155,7 +155,7 @@ class ReferencePods:
 
     # ------------------------------------------------------------------------------------------------- asking
     def send(self, group: asyncio.TaskGroup) -> None:
-        """Send due samples to pods that take them, those with the fewest samples first."""
+        """Send due samples to pods that take them: those that answer first, of them those with the fewest samples."""
         while self._due and (pod := self._pick()) is not None:
             sample = self._due.pop(next(iter(self._due)))
             if not self._wants(sample):
@@ -175,7 +175,8 @@ class ReferencePods:
     def _pick(self) -> _Pod | None:
         now = asyncio.get_running_loop().time()
         takes = (pod for pod in self._pods.values() if pod.in_flight < AT_ONCE and now >= pod.rests_until)
-        return min(takes, key=lambda pod: (pod.in_flight, pod.endpoint.pod), default=None)
+        # one that has failed comes last: it rests for as long as its sample does, and would get it again and again
+        return min(takes, key=lambda pod: (pod.failures > 0, pod.in_flight, pod.endpoint.pod), default=None)
 
     async def _attempt(self, sample: Sample, pod: _Pod) -> None:
         temperature = self.temperature

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from colocated_rl_api import names
 from colocated_rl_api.member_wire import JobFile
+from colocated_rl_api.names import PodUid
 from colocated_rl_member.server import Ports
 from colocated_rl_member.settings import read_job, required
 
@@ -26,7 +27,7 @@ DRAIN_S = 15.0  # of the pod's grace period: responses that end by then are kept
 @dataclass(frozen=True)
 class RolloutSettings:
     pod: str
-    pod_uid: str
+    pod_uid: PodUid
     job: JobFile
     state: Path
     tls: Path
@@ -87,7 +88,7 @@ def read_settings(arguments: Sequence[str], environment: Mapping[str, str]) -> R
     former = job.spec.restore_from
     return RolloutSettings(
         pod=required(environment, names.ENV_POD_NAME),
-        pod_uid=required(environment, names.ENV_POD_UID),
+        pod_uid=names.PodUid(required(environment, names.ENV_POD_UID)),
         job=job,
         state=given.state,
         tls=given.tls,

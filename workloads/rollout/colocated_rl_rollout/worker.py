@@ -296,6 +296,7 @@ class Worker(Sealer):
         else:
             self._metrics.attempts.labels(generated.finish or "interrupted").inc()
             self._metrics.resent_tokens.inc(len(sample.tokens))
+            self._metrics.preemptions.inc(generated.preemptions)
             self._accept(sample, generated)
 
     async def _play(self, sample: Sample) -> None:
@@ -397,7 +398,7 @@ class Worker(Sealer):
                 "trained as it is; change the task's difficulty, groupSize, maxResponseTokens or temperature"
             )
             self.no_signal = Problem(reason="NoLearningSignal", message=message)
-            log(LOG, "no learning signal", logging.WARNING, step=self._store.next_step, reason=message)
+            log(LOG, "learning signal missing", logging.WARNING, step=self._store.next_step, reason=message)
 
     def _count_discarded(self, samples: Iterable[Sample], reason: str) -> None:
         self._metrics.discarded_tokens.labels(reason).inc(sum(len(sample.tokens) for sample in samples))
@@ -504,6 +505,7 @@ class Worker(Sealer):
         for sample in [sample for group in groups if not group.is_of_turns for sample in group.kept]:
             self._metrics.sealed_tokens.observe(len(sample.tokens))
         self._store.seal(record, groups)
+        self._metrics.sealed_staleness.add(record.staleness)
         self._metrics.discarded_tokens.labels("TooStale").inc(record.masked_tokens)
         if self._filtered < self._rollout.filtered_at_most:
             self.no_signal = None

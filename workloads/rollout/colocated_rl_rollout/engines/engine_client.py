@@ -16,9 +16,13 @@ import socket
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+from weakref import WeakValueDictionary
 
 import aiohttp
 import numpy as np
+from aiohttp.client_proto import ResponseHandler
+from aiohttp.client_reqrep import ConnectionKey
+from aiohttp.tracing import Trace
 from numpy.typing import NDArray
 
 from colocated_rl_api.descriptors import Seldom, is_exhausted
@@ -32,6 +36,7 @@ from colocated_rl_rollout.rules.resume import (
     GarbledAnswer,
     read_answer,
     read_experts,
+    read_preemptions,
 )
 from colocated_rl_rollout.rules.samples import NO_TOKENS, Finish, Tokens
 
@@ -43,6 +48,7 @@ RECONNECT_S = 0.5  # with jitter
 REST_S = 0.1  # rest of an engine after an attempt that brought nothing, doubled each time
 REST_AT_MOST_S = 30.0
 GIVE_UP_MARGIN_S = 30.0  # beyond settleSeconds, in which the agent itself ends every request
+BEGIN_AT_ONCE = 32  # connections at one gate, which has room for several times as many
 IDLE_CONNECTION_S = 600.0  # requests come in bursts, a training step apart; a handshake costs more than a connection
 KEEPALIVE_S = 20  # silence on a connection before the first probe, and then between two probes
 KEEPALIVE_PROBES = 3
@@ -153,14 +159,28 @@ class Generated:
     tokens: Tokens
     finish: Finish | None  # None: it was interrupted
     experts: NDArray[np.int32] = field(default_factory=lambda: NO_EXPERTS)
+    preemptions: int = 0  # how often the engine set it aside for want of cache
 
 
 NOTHING = Generated(NO_TOKENS, finish=None)
 
 
-def gate_connector() -> aiohttp.TCPConnector:
-    """Return a connector to gates without a limit of connections, each of which ends when the other machine is gone."""
-    return aiohttp.TCPConnector(limit=0, keepalive_timeout=IDLE_CONNECTION_S, socket_factory=gate_socket)
+class GateConnector(aiohttp.TCPConnector):
+    """A connector to gates without a limit of connections, each of which ends when the other machine is gone.
+
+    Only so many begin together at each gate: of thousands at once, each would be silent until TLS has begun for all of
+    them, and a port ends what is silent for longest when it has no room.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(limit=0, keepalive_timeout=IDLE_CONNECTION_S, socket_factory=gate_socket)
+        self._beginning: WeakValueDictionary[ConnectionKey, asyncio.Semaphore] = WeakValueDictionary()
+
+    async def _create_connection(
+        self, req: aiohttp.ClientRequest, traces: list[Trace], timeout: aiohttp.ClientTimeout
+    ) -> ResponseHandler:
+        async with self._beginning.setdefault(req.connection_key, asyncio.Semaphore(BEGIN_AT_ONCE)):
+            return await super()._create_connection(req, traces, timeout)
 
 
 def gate_socket(address: aiohttp.AddrInfoType) -> socket.socket:
@@ -299,7 +319,7 @@ class EngineClient:
         except (aiohttp.ClientError, OSError) as error:
             if is_exhausted(error) and not len(read.so_far.tokens):  # here: the gate has not heard of it
                 self._rest()
-                NO_DESCRIPTOR.log(LOG, "no descriptor for a request to an engine", reason=failure_of(error))
+                NO_DESCRIPTOR.log(LOG, "descriptors exhausted", reason=failure_of(error))
                 raise GateBusy("there is no descriptor for a request") from error
             late = type(error) is TimeoutError  # the attempt's own; those of the connection are of subclasses
             if not late:
@@ -370,9 +390,10 @@ class _GateAnswer:
             tokens, finish = read_answer(answer)
             first = self._request.experts_from
             if first is None or not len(tokens):
-                return Generated(tokens, finish)
+                return Generated(tokens, finish, preemptions=read_preemptions(answer))
             rows = len(self._request.input_ids) + len(tokens) - 1 - first  # the last token was sampled, and not read
-            return Generated(tokens, finish, read_experts(answer, rows=rows, width=self._request.experts_width))
+            experts = read_experts(answer, rows=rows, width=self._request.experts_width)
+            return Generated(tokens, finish, experts, read_preemptions(answer))
         except GarbledAnswer as error:
             raise AnswerGarbled(f"answer of {self._name}: {error}") from error
 

@@ -160,19 +160,24 @@ class Gateway:
         return {"id": self._model, "object": "model", "created": self._created, "owned_by": "colocated-rl"}
 
     async def _serve_chat(self, request: web.Request) -> web.StreamResponse:
-        body, form = await self._read(request, partial(read_body, ChatBody, model=self._model))
-        conversation = read_chat(body, self._chat)
+        body, form, conversation, setting = await self._read(request, self._read_chat)
         with self._session(request) as session:
-            parent = session.match(conversation) if session else None
-            prompt, parent = await self._in_thread(partial(self._prompt_of, conversation, parent))
-            setting = setting_of(conversation)
+            now = _as_now(session) if session else None
+            prompt, parent = await self._in_thread(partial(self._prompt_of, conversation, now))
             place = TurnPlace(session, parent, conversation.messages, setting) if session else None
             return await self._complete(request, body, form, prompt, place)
 
+    def _read_chat(self, data: bytes) -> tuple[ChatBody, Form, Conversation, str]:
+        """Return what a chat asks for, and its setting; slow, so call it in a thread. Raises RequestRefused."""
+        body, form = read_body(ChatBody, data, model=self._model)
+        conversation = read_chat(body, self._chat)
+        return body, form, conversation, setting_of(conversation)
+
     def _prompt_of(
-        self, conversation: Conversation, parent: RecordedTurn | None
+        self, conversation: Conversation, session: Session | None
     ) -> tuple[tuple[int, ...], RecordedTurn | None]:
         """Return the prompt and the turn it continues; slow, so call it in a thread. Raises RequestRefused."""
+        parent = session.match(conversation) if session else None
         if parent is not None and (ids := prompt_after(parent, conversation, self._chat)) is not None:
             return ids, parent
         return prompt_of(conversation, self._chat), None
@@ -202,8 +207,7 @@ class Gateway:
         return web.json_response({"object": "list", "group_size": self._sessions.group_size, "data": held})
 
     async def _serve_session(self, request: web.Request) -> web.Response:
-        session = self._sessions.find(_session_name(request))
-        now = replace(session, turns=list(session.turns))  # the thread must not see another turn arrive
+        now = _as_now(self._sessions.find(_session_name(request)))
         return web.Response(body=await self._in_thread(partial(_shown, now)), content_type="application/json")
 
     async def _delete_session(self, request: web.Request) -> web.Response:
@@ -213,16 +217,9 @@ class Gateway:
 
     async def _serve_reward(self, request: web.Request) -> web.Response:
         name = _session_name(request)
-        send_within_deadline = await self._read(request, read_reward)
-        await self._sessions.reward(name, send_within_deadline.reward, send_within_deadline.group)
-        return web.json_response(
-            {
-                "id": name,
-                "object": "session",
-                "reward": send_within_deadline.reward,
-                "group": send_within_deadline.group,
-            }
-        )
+        given = await self._read(request, read_reward)
+        await self._sessions.reward(name, given.reward, given.group)
+        return web.json_response({"id": name, "object": "session", "reward": given.reward, "group": given.group})
 
     # ------------------------------------------------------------------------------------------------- a request
     async def _read(self, request: web.Request, read: Callable[[bytes], ReadT]) -> ReadT:
@@ -377,6 +374,11 @@ class Stream:
 
 def extension_of(turn: Turn) -> Extension:
     return extension(turn.tokens, turn.finish, turn.segments, turn.experts if turn.asked.experts else None)
+
+
+def _as_now(session: Session) -> Session:
+    """Return a copy for a thread, which must not see another turn arrive."""
+    return replace(session, turns=list(session.turns))
 
 
 def _shown(session: Session) -> bytes:

@@ -90,11 +90,11 @@ INSTEAD = {
     "stream_options": "only include_usage can be true",
     "tools": "functions, each with a name",
 }
-"""What to write, of parameters that were written otherwise."""
+"""A refusal of another value names these."""
 WITHOUT_EFFECT = {
     "user", "metadata", "store", "prompt_cache_key", "prompt_cache_retention", "safety_identifier",
 }  # fmt: skip
-"""About the caller, and not the completion."""
+"""These parameters are about the caller, not about the completion."""
 
 
 KNOWN = {*ONLY, *INSTEAD, *WITHOUT_EFFECT, "model", "chat_template_kwargs"}

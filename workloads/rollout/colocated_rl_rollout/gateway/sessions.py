@@ -395,7 +395,7 @@ class Sessions:
             turn = RecordedTurn(
                 row["number"],
                 parent,
-                tuple(json.loads(row["said"])),
+                tuple(json.loads(row["messages"])),
                 parent.setting if parent else row["setting"],
                 np.frombuffer(row["context"], np.int32),
                 tables.unpacked(row["ids"], row["logp"], row["spans"]),

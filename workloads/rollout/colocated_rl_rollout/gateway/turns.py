@@ -234,6 +234,7 @@ class Turns:
             self._refuse(turn, refusal_of(error))
         else:
             self._metrics.resent_tokens.inc(len(turn.tokens))
+            self._metrics.preemptions.inc(generated.preemptions)
             turn.resent += len(turn.tokens)
             self._accept(turn, generated)
 

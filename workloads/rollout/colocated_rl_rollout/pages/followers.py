@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable
+from typing import TypeVar
 
 from aiohttp import web
 
@@ -20,6 +21,7 @@ from colocated_rl_rollout.clients import ClientGone, reading, wait_until_set
 from colocated_rl_rollout.rules.samples import SampleState
 from colocated_rl_rollout.store.store import Store
 
+ReadT = TypeVar("ReadT")
 AT_MOST = 16
 PAGE = 500  # lines read at a time
 PAGE_OF_TEXTS = 50
@@ -110,5 +112,9 @@ class Followers:
             return [json.dumps(row).encode() + b"\n" for row in rows], rows[-1]["ended"] if len(rows) == page else up_to
 
         await self._store.flushed()
+        return await self.in_turn(read)
+
+    async def in_turn(self, read: Callable[[], ReadT]) -> ReadT:
+        """Read the store in a thread, one after the other: the others write batches and make prompts."""
         async with self._one_reads:
             return await asyncio.to_thread(read)

@@ -40,9 +40,10 @@ LOOPBACK = {
     "url": f"http://127.0.0.1:{names.PAGES_PORT}",
     "description": "of the pod: `kubectl port-forward` leads there",
 }
+SERVER_NAME = names.member_server_name(names.JobUid("JOB_UID"))
 DATA_PORT = {
     "url": f"https://{{pod}}:{names.DATA_PORT}",
-    "description": f"for other pods of the job; its certificate names {names.member_server_name('JOB_UID')}",
+    "description": f"for other pods of the job; its certificate names {SERVER_NAME}",
     "variables": {"pod": {"default": "127.0.0.1", "description": "address of the rollout controller's pod"}},
 }
 TOKEN_SCHEME = "dataToken"

@@ -6,7 +6,6 @@ loopback for processes beside the controller, and for people who forward that po
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Iterable, Mapping
 from typing import Annotated, Any, Literal, NotRequired, TypeVar
 
@@ -81,6 +80,7 @@ class SampleShown(TypedDict):
     state: SampleState
     reason: Annotated[str, Field(description="of a sample that ended without training")]
     attempts: Annotated[int, Field(description="at engines, those that ended")]
+    resent: Annotated[int, Field(description="tokens that engines were sent again, to prefill, after interruptions")]
     finish: Finish | None
     reward: float | None
     step: Annotated[int | None, Field(description="of the batch that holds it")]
@@ -168,17 +168,12 @@ def pages(
             if after > store.ended:
                 raise _problem(400, f"?after=: only {store.ended} samples have ended: the store is another one")
             return await followers.serve(request, after=after, state=asked.state, text=asked.text)
-        rows = await asyncio.to_thread(
-            store.recent,
-            asked.state,
-            before=asked.before,
-            limit=limit,
-            text=text if asked.text else None,
-        )
+        decode = text if asked.text else None
+        rows = await followers.in_turn(lambda: store.recent(asked.state, before=asked.before, limit=limit, text=decode))
         return web.json_response({"samples": rows})
 
     async def show_evaluations(_: web.Request) -> web.Response:
-        found = await asyncio.to_thread(store.evaluations)
+        found = await followers.in_turn(store.evaluations)
         return web.json_response({"evaluations": [each.model_dump(mode="json", by_alias=True) for each in found]})
 
     async def show_interface(_: web.Request) -> web.Response:

@@ -37,10 +37,13 @@ COLUMNS: dict[str, tuple[pa.DataType, str]] = {
     "state": (pa.string(), "admitted, running, interrupted, scoring, completed, sealed, trained, filtered, ..."),
     "reason": (pa.string(), "why it was filtered, failed or discarded; empty otherwise"),
     "attempts": (pa.int32(), "engine attempts that ended; null of a batch in a checkpoint"),
+    "resent": (pa.int32(), "tokens sent again, to prefill, after interruptions; null of a batch in a checkpoint"),
     "finish": (pa.string(), "stop or length; null until the response is whole"),
     "reward": (pa.float64(), "null until it is in"),
     "step": (pa.int32(), "of the batch that holds it; null before"),
     "ended": (pa.int64(), "its place among all that ended; null before, and of a batch in a checkpoint"),
+    "first_step": (pa.int32(), "of the oldest weights that drew a token of it; null without such tokens"),
+    "last_step": (pa.int32(), "of the newest; the two differ where the response went on over a switch"),
     "prompt_length": (pa.int32(), "tokens"),
     "response_length": (pa.int32(), "tokens, with those that the policy did not write"),
     "prompt_ids": (pa.list_(pa.int32()), "tokens of the prompt"),
@@ -122,9 +125,12 @@ def _groups(samples: Iterable[Sample]) -> Iterator[list[Sample]]:
 
 def _table(samples: Sequence[Sample], schema: pa.Schema, text: Callable[[list[int]], str] | None) -> pa.Table:
     found = [transcript for _, transcript in samples]
+    drawn = [each.token_step[each.written] for each in found]
     made: dict[str, Any] = {
         "prompt_length": [len(each.prompt) for each in found],
         "response_length": [len(each.response) for each in found],
+        "first_step": [int(steps.min()) if len(steps) else None for steps in drawn],
+        "last_step": [int(steps.max()) if len(steps) else None for steps in drawn],
     }
     for name, part in OF_TRANSCRIPT.items():
         of_each = [getattr(each, part) for each in found]

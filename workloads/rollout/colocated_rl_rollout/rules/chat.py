@@ -24,7 +24,9 @@ from colocated_rl_rollout.rules.tool_calls import arguments_of
 RENDERING_ERRORS = (
     TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError,
 )  # fmt: skip
-"""What a template may raise about a conversation: it calls methods of whatever a client sends."""
+"""A template may raise these about a conversation: it calls methods of whatever a client sends."""
+READING_ERRORS = TemplateError, SyntaxError, ValueError, RecursionError, MemoryError
+"""jinja raises these about a template, Python's compiler about the module that jinja makes of it."""
 MAX_TEXT_BYTES = 16 * 1024 * 1024  # of the template, and of each file of settings
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
 
@@ -170,7 +172,7 @@ def _renderer(template: str) -> Callable[[Mapping[str, Any]], str]:
     environment.globals["strftime_now"] = lambda form: datetime.now().astimezone().strftime(form)
     try:
         return environment.from_string(template).render
-    except TemplateError as error:
+    except READING_ERRORS as error:
         raise ModelUnusable(f"the model's chat template can't be read: {error}") from error
 
 

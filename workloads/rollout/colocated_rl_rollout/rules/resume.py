@@ -60,6 +60,15 @@ def read_answer(answer: Mapping[str, Any]) -> tuple[Tokens, Finish | None]:
     return tokens, finish
 
 
+def read_preemptions(answer: Mapping[str, Any]) -> int:
+    """Return how often the engine set the attempt aside for want of cache, and prefilled it again; 0: it does not say.
+
+    verl calls it num_preempted, SGLang num_retractions.
+    """
+    count = answer["meta_info"].get("num_retractions")
+    return count if isinstance(count, int) and count > 0 else 0
+
+
 def read_experts(answer: Mapping[str, Any], *, rows: int, width: int = 0) -> NDArray[np.int32]:
     """Read the experts of `rows` tokens: [rows, layers * experts], empty where the answer has none.
 
@@ -76,7 +85,7 @@ def read_experts(answer: Mapping[str, Any], *, rows: int, width: int = 0) -> NDA
         raise GarbledAnswer(f"{ids.size} numbers are no routed experts of {rows} tokens")
     if width and ids.size != rows * width:
         raise GarbledAnswer(f"tokens have {ids.size // rows} routed experts each, and those before them {width}")
-    return ids.reshape(rows, -1)
+    return ids.reshape(rows, ids.size // rows)
 
 
 def join_experts(so_far: NDArray[np.int32], more: NDArray[np.int32]) -> NDArray[np.int32]:
@@ -91,7 +100,7 @@ def _read_spans(meta: Mapping[str, Any], length: int) -> tuple[Span, ...]:
     spans = tuple(
         Span(_read_version(span["version"]), int(span["start"]), int(span["end"]))
         for span in listed
-        if span["end"] > span["start"]
+        if span["end"] != span["start"]
     )
     ends = [0, *(span.end for span in spans)]
     if [span.start for span in spans] != ends[:-1] or ends[-1] != length:
@@ -128,8 +137,8 @@ def join(so_far: Tokens, segment: Tokens) -> Tokens:
 def join_all(segments: Iterable[Tokens]) -> Tokens:
     """Join any number of segments as `join` does."""
     parts = [segment for segment in segments if len(segment)]
-    if len(parts) < 2:
-        return parts[0] if parts else NO_TOKENS
+    if not parts:
+        return NO_TOKENS
     spans: list[Span] = []
     offset = 0
     for segment in parts:
@@ -178,8 +187,6 @@ def exhausted(*, attempts: int, idle_attempts: int, resent: int, limit: int) -> 
 
 def cut(tokens: Tokens, length: int) -> Tokens:
     """Return the first `length` tokens."""
-    if length >= len(tokens):
-        return tokens
     spans = tuple(Span(span.version, span.start, min(span.end, length)) for span in tokens.spans if span.start < length)
     return Tokens(tokens.ids[:length], tokens.logp[:length], spans)
 

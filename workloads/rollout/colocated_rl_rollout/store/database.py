@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 from colocated_rl_api.logs import in_words
 from colocated_rl_rollout.store.backup import back_up, damage_of, is_damage
-from colocated_rl_rollout.store.tables import ENDS_ADDED, SCHEMA, SCHEMA_VERSION
+from colocated_rl_rollout.store.tables import ADDED_COLUMNS, SCHEMA, SCHEMA_VERSION
 
 BUSY_MS = 10_000
 BACKUP_EVERY_S = 60.0  # and no sooner: nothing is committed meanwhile
@@ -68,8 +68,9 @@ def open_database(path: Path) -> sqlite3.Connection:
             raise StoreFailed(
                 f"{path} has schema {version}, this program writes {SCHEMA_VERSION}: use the matching image"
             )
-        elif "ended" not in {column[1] for column in database.execute("PRAGMA table_info(samples)")}:
-            database.executescript(f"BEGIN; {ENDS_ADDED} COMMIT;")
+        columns = {column[1] for column in database.execute("PRAGMA table_info(samples)")}
+        for added in ADDED_COLUMNS.keys() - columns:
+            database.executescript(f"BEGIN; {ADDED_COLUMNS[added]} COMMIT;")
     except (OSError, sqlite3.Error) as error:
         if isinstance(error, sqlite3.Error) and is_damage(error):
             database.close()

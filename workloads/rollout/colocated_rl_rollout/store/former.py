@@ -20,6 +20,7 @@ from pathlib import Path
 from colocated_rl_api.checkpoint import Contents, NoSuchCheckpoint, choose
 from colocated_rl_api.durable import sync
 from colocated_rl_api.logs import in_words
+from colocated_rl_api.names import JobUid
 from colocated_rl_rollout.store.backup import damage_of
 from colocated_rl_rollout.store.database import StoreFailed
 
@@ -39,7 +40,7 @@ class FormerJob:
         except NoSuchCheckpoint as error:
             raise StoreFailed(str(error)) from error
 
-    def copy_samples(self, path: Path, batches: Path, *, job_uid: str) -> None:
+    def copy_samples(self, path: Path, batches: Path, *, job_uid: JobUid) -> None:
         """Make the database at `path` and the files in `batches` from those of the former job, if they are wanted.
 
         Blocks until they are durable. Raises StoreFailed.
@@ -95,7 +96,7 @@ def _copy_files(source: Path, target: Path) -> None:
     sync(target.parent)
 
 
-def _hand_over(path: Path, job_uid: str) -> None:
+def _hand_over(path: Path, job_uid: JobUid) -> None:
     """Make the database that of this job. Raises StoreFailed, sqlite3.Error."""
     with closing(sqlite3.connect(path, isolation_level=None)) as database:
         if damage := damage_of(database):

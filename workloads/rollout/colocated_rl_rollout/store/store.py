@@ -30,6 +30,7 @@ from numpy.typing import NDArray
 from colocated_rl_api.checkpoint import Contents
 from colocated_rl_api.facts import EvaluationResult, Problem
 from colocated_rl_api.logs import log
+from colocated_rl_api.names import JobUid
 from colocated_rl_rollout.rules.resume import join
 from colocated_rl_rollout.rules.samples import (
     LIVE,
@@ -97,7 +98,7 @@ class Store:
         self,
         directory: Path,
         *,
-        job_uid: str,
+        job_uid: JobUid,
         keeps_batches: bool = False,
         former: FormerJob | None = None,
         free_bytes: Callable[[Path], int] = free_on_volume,
@@ -300,7 +301,7 @@ class Store:
             sample.experts = experts
         ended = self._end_attempt(sample, SampleState.INTERRUPTED, segment if keep else NO_TOKENS, brought=brought)
         if not keep:
-            sample.tokens, sample.segments, sample.resent = NO_TOKENS, 0, 0
+            sample.tokens, sample.segments = NO_TOKENS, 0
             sample.experts = None
             ended.append((tables.DROP_SEGMENTS, [(sample.id,)]))
         self._writer.write(*ended)
@@ -562,7 +563,7 @@ class Store:
             sample.tokens = join(sample.tokens, segment)
             sample.segments += 1
             statements.append((tables.SEGMENT, [(sample.id, sample.attempts, *tables.packed(segment))]))
-        row = (state, sample.attempts, sample.idle_attempts, sample.finish, sample.id)
+        row = (state, sample.attempts, sample.idle_attempts, sample.resent, sample.finish, sample.id)
         self._count(sample, state)
         return [*statements, (tables.ATTEMPT, [row])]
 
@@ -603,7 +604,7 @@ class Store:
         return self.ended
 
     # ------------------------------------------------------------------------------------------------- reading
-    def _read(self, database: sqlite3.Connection, job_uid: str) -> None:
+    def _read(self, database: sqlite3.Connection, job_uid: JobUid) -> None:
         facts: dict[str, Any] = dict(database.execute("SELECT name, value FROM facts"))
         if facts.get("job_uid", job_uid) != job_uid:
             raise StoreFailed(
@@ -624,30 +625,25 @@ class Store:
             if reason:
                 self.reasons[SampleState(state), reason] += count
         self.ended = sum(count for state, count in self.counts.items() if state not in LIVE)
-        alive = "FROM groups WHERE step IS NULL AND given_up IS NULL"
         for number, position, index, ids in database.execute(
-            f"SELECT id, position, prompt_index, prompt {alive} ORDER BY id"
+            "SELECT id, position, prompt_index, prompt FROM groups WHERE step IS NULL AND given_up IS NULL ORDER BY id"
         ):
             prompt = Prompt(position, index, tuple(np.frombuffer(ids, np.int32).tolist()))
             self.groups[number] = Group(number, prompt)
         samples: dict[SampleId, Sample] = {}
-        for row in database.execute(
-            "SELECT id, group_id, state, attempts, idle_attempts, finish, reward, ended FROM samples"
-            f" WHERE group_id IN (SELECT id {alive}) ORDER BY id"
-        ):
+        for row in database.execute(tables.ALIVE):
             sample = tables.sample_of(row, self.groups[row[1]])
             sample.group.samples.append(sample)
             sample.group.unfinished += sample.state in LIVE
             samples[sample.id] = sample
             if sample.state in WAITING:
                 self.waiting[sample.id] = sample
-        for sample_id, attempt, ids, logp, spans in database.execute(
-            "SELECT sample_id, attempt, ids, logp, spans FROM segments ORDER BY sample_id, attempt"
+        for sample_id, *packed in database.execute(
+            "SELECT sample_id, ids, logp, spans FROM segments ORDER BY sample_id, attempt"
         ):
-            sample, segment = samples[sample_id], tables.unpacked(ids, logp, spans)
-            sample.tokens = join(sample.tokens, segment)
+            sample = samples[sample_id]
+            sample.tokens = join(sample.tokens, tables.unpacked(*packed))
             sample.segments += 1
-            sample.resent += (sample.attempts - attempt) * len(segment)
         self._sealed_samples = dict(
             database.execute(
                 "SELECT step, COUNT(*) FROM samples JOIN groups ON groups.id = group_id"

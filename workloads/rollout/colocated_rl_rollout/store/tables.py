@@ -24,7 +24,7 @@ from colocated_rl_rollout.rules.samples import (
     Tokens,
 )
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 SCHEMA = """
 CREATE TABLE facts (name TEXT PRIMARY KEY, value) WITHOUT ROWID;
 CREATE TABLE groups (
@@ -35,7 +35,7 @@ CREATE INDEX groups_by_step ON groups (step);
 CREATE TABLE samples (
     id INTEGER PRIMARY KEY, group_id INTEGER NOT NULL REFERENCES groups,
     state TEXT NOT NULL, reason TEXT NOT NULL DEFAULT '', attempts INTEGER NOT NULL DEFAULT 0,
-    idle_attempts INTEGER NOT NULL DEFAULT 0, finish TEXT, reward REAL, ended INTEGER
+    idle_attempts INTEGER NOT NULL DEFAULT 0, resent INTEGER NOT NULL DEFAULT 0, finish TEXT, reward REAL, ended INTEGER
 );
 CREATE INDEX samples_by_group ON samples (group_id);
 CREATE INDEX samples_by_end ON samples (ended) WHERE ended IS NOT NULL;
@@ -47,23 +47,24 @@ CREATE TABLE batches (step INTEGER PRIMARY KEY, record TEXT NOT NULL, kept INTEG
 CREATE TABLE evaluations (number INTEGER PRIMARY KEY, step INTEGER NOT NULL, result TEXT NOT NULL);
 CREATE TABLE sessions (number INTEGER PRIMARY KEY, id TEXT NOT NULL UNIQUE, reward REAL, grouping TEXT);
 CREATE TABLE turns (
-    session_id TEXT NOT NULL, number INTEGER NOT NULL, parent INTEGER, said TEXT NOT NULL,
+    session_id TEXT NOT NULL, number INTEGER NOT NULL, parent INTEGER, messages TEXT NOT NULL,
     setting TEXT NOT NULL, context BLOB NOT NULL, ids BLOB NOT NULL, logp BLOB NOT NULL, spans TEXT NOT NULL,
     finish TEXT, PRIMARY KEY (session_id, number)
 ) WITHOUT ROWID;
 CREATE TABLE retired (state TEXT, reason TEXT, count INTEGER NOT NULL, PRIMARY KEY (state, reason)) WITHOUT ROWID;
 """
-ENDS_ADDED = """
-ALTER TABLE samples ADD COLUMN ended INTEGER;
-CREATE INDEX samples_by_end ON samples (ended) WHERE ended IS NOT NULL;
-"""
-"""To a store of the same schema that an older program made; which can go on with it."""
+ADDED_COLUMNS = {
+    "ended": "ALTER TABLE samples ADD COLUMN ended INTEGER;"
+    " CREATE INDEX samples_by_end ON samples (ended) WHERE ended IS NOT NULL;",
+    "resent": "ALTER TABLE samples ADD COLUMN resent INTEGER NOT NULL DEFAULT 0;",
+}
+"""A store of an older program with the same schema lacks these in `samples`; that program can go on with it."""
 
 FACT = "INSERT OR REPLACE INTO facts VALUES (?, ?)"
 GROUP = "INSERT INTO groups (id, position, prompt_index, prompt) VALUES (?, ?, ?, ?)"
 SAMPLE = "INSERT INTO samples (id, group_id, state) VALUES (?, ?, ?)"
 MOVE = "UPDATE samples SET state = ?, reason = ?, ended = ? WHERE id = ?"
-ATTEMPT = "UPDATE samples SET state = ?, attempts = ?, idle_attempts = ?, finish = ? WHERE id = ?"
+ATTEMPT = "UPDATE samples SET state = ?, attempts = ?, idle_attempts = ?, resent = ?, finish = ? WHERE id = ?"
 SEGMENT = "INSERT INTO segments VALUES (?, ?, ?, ?, ?)"
 DROP_SEGMENTS = "DELETE FROM segments WHERE sample_id = ?"
 WHOLE_SAMPLE = """
@@ -76,6 +77,10 @@ GIVE_UP_GROUP = "UPDATE groups SET given_up = ?, prompt = NULL WHERE id = ?"
 COMMIT = """
 UPDATE samples SET state = 'trained' WHERE state = 'sealed' AND group_id IN (SELECT id FROM groups WHERE step <= ?)
 """
+ALIVE = """
+SELECT id, group_id, state, attempts, idle_attempts, resent, finish, reward, ended FROM samples
+WHERE group_id IN (SELECT id FROM groups WHERE step IS NULL AND given_up IS NULL) ORDER BY id
+"""
 DONE = "SELECT id FROM groups WHERE step <= ? OR given_up IS NOT NULL"
 RETIRE = f"""
 INSERT INTO retired SELECT state, reason, COUNT(*) FROM samples WHERE group_id IN ({DONE}) GROUP BY state, reason
@@ -87,7 +92,7 @@ TURN = "INSERT INTO turns VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"
 DROP_SESSION = "DELETE FROM sessions WHERE id = ?"
 DROP_TURNS = "DELETE FROM turns WHERE session_id = ?"
 SHOWN = """
-SELECT samples.id, group_id, prompt_index, state, reason, attempts, finish, reward, step, ended
+SELECT samples.id, group_id, prompt_index, state, reason, attempts, resent, finish, reward, step, ended
 FROM samples JOIN groups ON groups.id = group_id
 """
 ENDED = f"""{SHOWN}
@@ -110,14 +115,15 @@ SELECT step FROM batches WHERE step <= (SELECT value FROM facts WHERE name = 'sa
 
 
 def sample_of(row: Sequence[Any], group: Group) -> Sample:
-    """Build a sample without its tokens, from id, group, state, attempts, idle attempts, finish, reward and end."""
-    number, _, state, attempts, idle_attempts, finish, reward, ended = row
+    """Build a sample without its tokens, from the columns of `ALIVE`."""
+    number, _, state, attempts, idle_attempts, resent, finish, reward, ended = row
     return Sample(
         number,
         group,
         SampleState(state),
         attempts=attempts,
         idle_attempts=idle_attempts,
+        resent=resent,
         finish=Finish(finish) if finish else None,
         reward=reward,
         ended=ended,

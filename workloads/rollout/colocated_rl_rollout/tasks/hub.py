@@ -7,17 +7,15 @@ else their names, decide which of them make a split.
 
 from __future__ import annotations
 
-import os
 import re
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 from colocated_rl_api.prompts import FILE_ENDINGS, HuggingFace
+from colocated_rl_rollout.hub_calls import HubFailed, call
 from colocated_rl_rollout.tasks.rows import RowsUnusable
 
-FIRST_PAUSE_S = 1.0  # doubled each time
 SPLITS = ("training", "validation", "valid", "val", "dev", "test", "testing", "eval", "evaluation")  # of `datasets`
 PATIENCE_S = 600.0  # below the deadline of a process's start
 
@@ -27,28 +25,11 @@ def fetch(source: HuggingFace, *, cache: Path, patience_s: float = PATIENCE_S) -
 
     patience_s: how long to retry a hub that does not answer.
     """
-    os.environ["HF_HUB_DISABLE_XET"] = os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"  # the import reads them
-    os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
-    import httpx
-
-    give_up, pause_s = time.monotonic() + patience_s, FIRST_PAUSE_S
-    while True:
-        try:
-            return _download(source, cache)
-        except (httpx.HTTPError, OSError) as error:
-            if not _may_pass(error) or time.monotonic() + pause_s > give_up:
-                what = f"{source.name} at {source.revision} can't be fetched from {source.endpoint}"
-                words = str(error).partition("\n")[0]  # some errors have no message
-                raise RowsUnusable(f"{what}: {type(error).__name__}: {words}") from error
-        time.sleep(pause_s)
-        pause_s *= 2
-
-
-def _may_pass(error: Exception) -> bool:
-    """Return whether the network or the hub is at fault, and neither the disk nor the job."""
-    response = getattr(error, "response", None)
-    is_of_the_disk = getattr(error, "errno", None) is not None
-    return not is_of_the_disk and (response is None or response.status_code == 429 or response.status_code >= 500)
+    try:
+        return call(lambda: _download(source, cache), patience_s=patience_s)
+    except HubFailed as error:
+        what = f"{source.name} at {source.revision} can't be fetched from {source.endpoint}"
+        raise RowsUnusable(f"{what}: {error}") from error
 
 
 def _download(source: HuggingFace, cache: Path) -> list[Path]:

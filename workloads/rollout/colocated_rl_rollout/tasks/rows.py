@@ -30,7 +30,7 @@ Row = dict[str, Any]
 BATCH_ROWS = 256  # decoded at once
 MAX_ROW_BYTES = 64 * 1024 * 1024  # as a line of JSON: the controller takes no longer one from a task process
 UNREADABLE = (ValueError, OverflowError, LookupError)
-"""What a value may raise: text that is no UTF-8, years before 1 and after 9999, a zone that nobody knows."""
+"""Reading a value may raise these: text that is no UTF-8, years before 1 and after 9999, a zone that nobody knows."""
 
 
 class RowsUnusable(ValueError):

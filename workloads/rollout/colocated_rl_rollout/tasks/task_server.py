@@ -84,7 +84,7 @@ class Families:
             largest = max(sizes, key=lambda pid: sizes[pid], default=0)
             if sizes.get(largest, 0) > most:
                 reason = f"{sizes[largest]} processes and threads, of which {most} are allowed now"
-                logs.log(LOG, "task process ends", logging.WARNING, reason=reason)
+                logs.log(LOG, "task process asked to end", logging.WARNING, reason=reason)
                 self._ask_to_end(self._keepers[largest])
 
     def make_room(self) -> None:

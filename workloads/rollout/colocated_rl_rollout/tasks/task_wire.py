@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 from colocated_rl_api.prompts import Prompts
 
 PromptContent = str | list[dict[str, Any]]
-"""What a user asks, or a conversation up to where the policy speaks."""
+"""A prompt is a user's question, or a conversation up to where the policy speaks."""
 
 
 REWARD_AT_MOST = 1e6  # either way: batches and trainers count in float32, where squares of 1e20 are infinite
