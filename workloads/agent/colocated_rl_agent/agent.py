@@ -17,6 +17,7 @@ from typing import assert_never
 import aiohttp
 from prometheus_client import CollectorRegistry
 
+from colocated_rl_agent.faults import Faults
 from colocated_rl_agent.files.batches import Shards, ShardUnavailable
 from colocated_rl_agent.files.exports import Exports, ExportTorn
 from colocated_rl_agent.files.journal import Journal
@@ -29,7 +30,7 @@ from colocated_rl_agent.metrics import AgentMetrics, BelowTarget, GpuSeconds, Un
 from colocated_rl_agent.planner import actions as do
 from colocated_rl_agent.planner.next_actions import next_actions
 from colocated_rl_agent.planner.rung_times import RungTimes
-from colocated_rl_agent.planner.views import ENGINE_NAME, PodView
+from colocated_rl_agent.planner.views import ENGINE_NAME, PodView, trainer_name
 from colocated_rl_agent.problems import Problems
 from colocated_rl_agent.runner.devices import Devices, require_room
 from colocated_rl_agent.runner.runner_link import (
@@ -104,6 +105,7 @@ class Agent:
         self._shards = Shards(client, places.batches, settings.ranks, deadline_s=progress_s)
         volume = VolumeDirectory(places.weights, silent_s=volume_silent_s)
         self._exports = Exports(volume, probe=settings.rules.verify is Verify.PROBE, digests=settings.checksums_weights)
+        self._faults = Faults(self._runner, self._engine, self._trainers, close_gate=self._close_open_gate)
         self._look_again = asyncio.Event()
         self._ladder = settings.rules.ladder
         self.server = MemberServer(
@@ -123,6 +125,7 @@ class Agent:
             remember_epoch=self._journal.epoch_accepted,
             unfit=self._unfit,
             data=DataPort(self._gate.serve, admits=tls.admits),
+            pages=self._faults.routes if settings.takes_faults else (),
             ports=settings.ports,
             registry=registry,
         )
@@ -135,7 +138,7 @@ class Agent:
         self._terminating = False
         self._stopped = False
         self._closed_at = time.monotonic()
-        self._climb = RungTimes(self._ladder, self._reached)
+        self._climb = RungTimes(self._ladder, reached=self._reached, waited=self._metrics.barrier_wait_seconds.inc)
         registry.register(BelowTarget(self._below_target))
         registry.register(Unsaved(self._trainers.unsaved))
         self._gpu_seconds = GpuSeconds(settings.gpus)
@@ -221,6 +224,7 @@ class Agent:
             devices=self._devices.facts,
             problem=self._problems.newest,
             took_s=self._climb.took_s,
+            waited_s=self._climb.waited_s,
             engine_failures=self._engine.failures,
         )
 
@@ -228,7 +232,10 @@ class Agent:
         """Begin the actions that can begin now, and return when to look again if nothing happens before."""
         view, target = self._view(), self.server.target
         if target is not None and self._runner_known:
-            self._climb.stands(self._ladder.standing(view.facts(), target.version), epoch=target.epoch, now=view.now)
+            rung = self._ladder.standing(view.facts(), target.version)
+            is_below = target.goal is Goal.CLIMB and rung is not self._ladder.top
+            waits = is_below and self._ladder.reaches(rung, target.rung)
+            self._climb.stands(rung, epoch=target.epoch, now=view.now, waits=waits)
             self._gpu_seconds.hold(self._holder())
         choices = next_actions(view, target, self._settings.rules)
         self._problems.chosen(choices)
@@ -243,6 +250,8 @@ class Agent:
             case do.CloseGate():
                 self._close_gate()
                 return now
+            case do.OpenGate() if now < self._faults.gate_closed_until:
+                return self._faults.gate_closed_until
             case do.OpenGate():
                 self._gate.open(self._engine.backend())
                 return now
@@ -301,8 +310,18 @@ class Agent:
             await self._act_on_engine(action)
         else:
             await self._act_on_trainers(action)
+        if isinstance(action, do.Continue if self._settings.has_engine else do.Export):
+            await self._measure_host_memory()
         nobody = self._engine.view.is_absent and all(rank.is_off_device for rank in self._trainers.views)
         await self._devices.read(nobody=nobody)
+
+    async def _measure_host_memory(self) -> None:
+        """Measure at one moment of each switch, so that values can be compared: when the engine generates again."""
+        incarnations = {trainer_name(view.rank): view.incarnation for view in self._trainers.views}
+        incarnations[ENGINE_NAME] = self._engine.view.incarnation
+        for child, held in (await self._runner.memory()).items():
+            if incarnation := incarnations.get(child):
+                self._metrics.child_memory.measured(child, incarnation, held)
 
     async def _act_on_engine(self, action: do.EngineAction) -> None:
         engine = self._engine
@@ -324,6 +343,7 @@ class Agent:
             case do.Resume(tags=tags):
                 await engine.resume(tags)
             case do.Update(version=version):
+                await self._faults.slow_weights()
                 await engine.update(version)
             case do.Continue():
                 await engine.continue_()
@@ -364,6 +384,11 @@ class Agent:
         self._gate.close()
         self._closed_at = time.monotonic()
         self._engine.gate_closed()
+
+    def _close_open_gate(self) -> None:
+        if self._gate.is_open:
+            self._close_gate()
+            self._wake_up()
 
     async def _start_trainers(self, lineage: int) -> None:
         target = self.server.target
@@ -442,8 +467,7 @@ class Agent:
 
     async def _hand_back(self) -> None:
         """Abort requests in flight when the agent ends, so that callers get their tokens and no broken connection."""
-        if self._gate.is_open:
-            self._close_gate()
+        self._close_open_gate()
         if self._gate.in_flight and not self._engine.view.is_absent:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(END_S):
@@ -485,8 +509,7 @@ class Agent:
         self._runner_known = False
         if self._attaching is not None:
             self._attaching.cancel()
-        if self._gate.is_open:
-            self._close_gate()
+        self._close_open_gate()
 
     async def _attach(self, hello: RunnerHello) -> None:
         children = {child.name: child for child in hello.children}

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
+from statistics import linear_regression
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
@@ -33,6 +35,11 @@ class AgentMetrics:
             buckets=RUNG_BUCKETS_S,
             registry=registry,
         )
+        self.barrier_wait_seconds = Counter(
+            "colocate_barrier_wait_seconds",
+            "Time that the pod had nothing left to do until it was sent to the next rung",
+            registry=registry,
+        )
         self.call_seconds = Histogram(
             "colocate_engine_call_seconds", "Calls of a switch", ["call"], buckets=CALL_BUCKETS_S, registry=registry
         )
@@ -50,6 +57,8 @@ class AgentMetrics:
             buckets=RUNG_BUCKETS_S,
             registry=registry,
         )
+        self.child_memory = ChildMemory()
+        registry.register(self.child_memory)
         self.trainer_load_seconds = Histogram(
             "colocate_trainer_load_seconds",
             "From the start of trainers until checkpoint or model is read, ranks that wait for each other included",
@@ -75,8 +84,45 @@ class AgentMetrics:
         tokens_.inc(tokens)
 
 
+class ChildMemory(Collector):
+    """Host memory of engine and trainers after each switch, and by how much it grows from one switch to the next.
+
+    The growth is the slope of a line through the newest SWITCHES values (least squares), so that one large batch is no
+    growth; of FEWEST at least, all of one process.
+    """
+
+    SWITCHES, FEWEST = 24, 6
+
+    def __init__(self) -> None:
+        self._held: dict[str, tuple[str, deque[int]]] = {}  # by child, with its incarnation
+
+    def measured(self, child: str, incarnation: str, held: int) -> None:
+        """Take the bytes that a child holds after a switch."""
+        if (known := self._held.get(child)) is None or known[0] != incarnation:
+            known = self._held[child] = incarnation, deque[int](maxlen=self.SWITCHES)
+        known[1].append(held)
+
+    def describe(self) -> Iterator[GaugeMetricFamily]:
+        yield GaugeMetricFamily(
+            "colocate_child_memory_bytes", "Host memory of a process and all it started, after the last switch",
+            labels=["child"],
+        )  # fmt: skip
+        yield GaugeMetricFamily(
+            "colocate_child_memory_growth_bytes", "By how much that grows with each switch", labels=["child"]
+        )
+
+    def collect(self) -> Iterator[GaugeMetricFamily]:
+        memory, growth = self.describe()
+        for child, (_, held) in self._held.items():
+            memory.add_metric([child], held[-1])
+            if len(held) >= self.FEWEST:
+                growth.add_metric([child], linear_regression(range(len(held)), list(held)).slope)
+        yield memory
+        yield growth
+
+
 class BelowTarget(Collector):
-    """For how long the pod has stood on a rung below its target; nothing once it is there.
+    """A BelowTarget gives the seconds that the pod has stood on a rung below its target; none once it is there.
 
     standing: the rung and the seconds on it, or None.
     """

@@ -33,7 +33,7 @@ class Problems:
         problem = Problem(reason=reason, message=message[:MESSAGE_CHARS])
         if problem != self._failure:
             self._failure = problem
-            log(LOG, "problem", logging.WARNING, reason=reason, message=problem.message)
+            log(LOG, "problem reported", logging.WARNING, reason=reason, message=problem.message)
 
     def rung_gained(self) -> None:
         self._failure = None
@@ -50,5 +50,5 @@ class Problems:
             if isinstance(choice, Wait) and choice.reason:
                 waits_for = Problem(reason=choice.reason, message=choice.message[:MESSAGE_CHARS])
         if waits_for is not None and waits_for != self._waits_for:
-            log(LOG, "waiting", reason=waits_for.reason, message=waits_for.message)
+            log(LOG, "wait reported", reason=waits_for.reason, message=waits_for.message)
         self._waits_for = waits_for

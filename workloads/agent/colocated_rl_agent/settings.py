@@ -20,8 +20,9 @@ from colocated_rl_agent.planner.views import (
     WEIGHTS,
 )
 from colocated_rl_api import names
-from colocated_rl_api.job import EngineMemory, Interruption, Verify
+from colocated_rl_api.job import ColocatedRLJobSpec, EngineMemory, Interruption, Verify
 from colocated_rl_api.member_wire import JobFile
+from colocated_rl_api.names import PodUid
 from colocated_rl_api.rungs import Placement, WeightVersion
 from colocated_rl_member.server import Ports
 from colocated_rl_member.settings import SettingsError, read_job, required
@@ -69,13 +70,14 @@ class Directories:
 @dataclass(frozen=True)
 class AgentSettings:
     pod: str
-    pod_uid: str
+    pod_uid: PodUid
     replica: int
     job: JobFile
     directories: Directories
     ports: Ports
     engine_port: int
     role: str = names.ROLE_GPU
+    takes_faults: bool = False  # from whoever may forward the pages port
 
     @property
     def gpus(self) -> int:
@@ -134,16 +136,20 @@ class AgentSettings:
 
     @property
     def rules(self) -> Rules:
-        spec = self.job.spec
-        asked = spec.weight_sync.verify
-        is_compared = spec.compares_engines if asked is Verify.CHECKSUM else spec.ladder.trains
-        return Rules(
-            ladder=spec.ladder,
-            settle_s=spec.switch.settle_seconds,
-            checkpoint_every=spec.checkpoint.every_steps,
-            verify=asked if is_compared else Verify.VERSION,  # nothing to compare with
-            waits=spec.rollout.interruption is Interruption.WAIT,
-        )
+        return rules_for(self.job.spec)
+
+
+def rules_for(spec: ColocatedRLJobSpec) -> Rules:
+    """Return the part of a job's settings on which the choice of actions depends."""
+    asked = spec.weight_sync.verify
+    is_compared = spec.compares_engines if asked is Verify.CHECKSUM else spec.ladder.trains
+    return Rules(
+        ladder=spec.ladder,
+        settle_s=spec.switch.settle_seconds,
+        checkpoint_every=spec.checkpoint.every_steps,
+        verify=asked if is_compared else Verify.VERSION,  # nothing to compare with
+        waits=spec.rollout.interruption is Interruption.WAIT,
+    )
 
 
 def kept_tags(offload: Collection[EngineMemory]) -> tuple[str, ...]:
@@ -161,13 +167,14 @@ def read_settings(arguments: Sequence[str], environment: Mapping[str, str]) -> A
     directories = Directories.below(given.root)
     return AgentSettings(
         pod=required(environment, names.ENV_POD_NAME),
-        pod_uid=required(environment, names.ENV_POD_UID),
+        pod_uid=names.PodUid(required(environment, names.ENV_POD_UID)),
         replica=_number(environment, names.ENV_REPLICA),
         job=read_job(directories.job_file),
         directories=directories,
         ports=Ports.given(given),
         engine_port=given.engine_port,
         role=_role(environment),
+        takes_faults=environment.get(names.ENV_FAULTS) == names.FAULTS_TAKEN,
     )
 
 

@@ -4,7 +4,9 @@ An event loop's own server takes whatever comes. Handshakes are then bounded by 
 connections that say nothing take every descriptor of the process; a thousand that come at once share its time, and none
 is done in time; and what failed for want of a descriptor is tried again at once, with a line in the log each time. Here
 what waits is left to the kernel until there is room, few handshakes go on at a time, first come, first served, and a
-connection that sends nothing has no part in them: it makes room when others wait.
+connection that sends nothing has no part in them. Once these are more than half of all, the oldest makes room at once
+for one that comes. That harms no member, because each begins few connections at a time (`GateConnector`, the operator's
+`Members`), and so speaks on each long before it is the oldest of so many.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ import ssl
 from collections import deque
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from itertools import count
 from typing import Any
 
 from colocated_rl_api.descriptors import Seldom
@@ -26,8 +29,9 @@ from colocated_rl_member.room import RoomFor
 LOG = logging.getLogger(__name__)
 
 HANDSHAKES = 64  # at a time
-PATIENCE_S = 5.0  # with a caller that does not get on, once others wait
+PATIENCE_S = 5.0  # with a handshake that does not get on, once others wait
 AGAIN_S = 0.1  # after an accept that failed
+AT_ONCE = 64  # connections, before others of the process have their turn
 
 
 @asynccontextmanager
@@ -41,7 +45,8 @@ async def accepting(
 ) -> AsyncIterator[int]:
     """Yield the port. Nothing is accepted after the block; connections go on.
 
-    at_a_time: connections that are before the end of their handshake, or are turned away.
+    at_a_time: connections that are before the end of their handshake, or are turned away, and one more. Several times
+    as many as members begin together.
     handshake_s: for a caller's first word, and from there to the end of its handshake.
     """
     acceptor = _Acceptor(listener, room, max(1, at_a_time), context, handshake_s)
@@ -74,8 +79,9 @@ class _Acceptor:
         self._troubled, self._crowded = Seldom(), Seldom()
 
     async def run(self) -> None:
-        while True:
-            await self._until_one_may_come()
+        for turn in count(1):
+            if turn % AT_ONCE == 0:
+                await asyncio.sleep(0)
             try:
                 connection = await self._accept()
             except ConnectionError:  # it has gone again
@@ -87,9 +93,10 @@ class _Acceptor:
             connection.setblocking(False)
             if self._has_handshakes:
                 self._silent[connection] = self._loop.call_later(self._handshake_s, self._hang_up, connection)
-                self._loop.add_reader(connection, self._has_spoken, connection)
+                self._loop.add_reader(connection, self._take, connection)
             else:
                 self._begin(connection)
+            await self._until_another_may_come()
 
     async def _accept(self) -> socket.socket:
         """Accept a connection. Cancellation never loses one, as with the event loop's `sock_accept`. Raises OSError."""
@@ -115,14 +122,15 @@ class _Acceptor:
         for connection in self._beginning:  # of tasks that were cancelled before they began
             connection.close()
 
-    async def _until_one_may_come(self) -> None:
-        """Wait until a connection may come; without room, one that makes no progress is closed."""
-        while self._count() >= self._at_a_time:
+    async def _until_another_may_come(self) -> None:
+        """Return once there is room for those that came; without it, one that makes no progress is closed."""
+        while self._count() > self._at_a_time:
             self._room.freed.clear()
-            ended = self._end_silent() + self._end_slow()
-            if ended:
+            if len(self._silent) > self._at_a_time // 2:
+                self._end_oldest()
+            elif ended := self._end_slow():
                 self._crowded.log(LOG, "stalled connections closed", connections=ended)
-            elif self._count() >= self._at_a_time:
+            else:
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(PATIENCE_S / 8):
                         await self._room.freed.wait()
@@ -130,13 +138,14 @@ class _Acceptor:
     def _count(self) -> int:
         return len(self._silent) + len(self._waiting) + len(self._beginning) + len(self._room.refused)
 
-    def _end_silent(self) -> int:
-        now = self._loop.time()
-        left_s = max(0.0, self._handshake_s - PATIENCE_S)  # of one that has been silent for so long
-        late = [connection for connection, ends in self._silent.items() if ends.when() <= now + left_s]
-        for connection in late:
-            self._hang_up(connection)
-        return len(late)
+    def _end_oldest(self) -> None:
+        """End the connection that has been silent for longest, unless its first word came and was not noticed yet."""
+        oldest = next(iter(self._silent))
+        if _has_spoken(oldest):
+            self._take(oldest)
+        else:
+            self._hang_up(oldest)
+            self._crowded.log(LOG, "stalled connections closed", connections=1)
 
     def _end_slow(self) -> int:
         late = [each for each, since in self._beginning.items() if self._loop.time() >= since + PATIENCE_S]
@@ -153,7 +162,8 @@ class _Acceptor:
         connection.close()
         self._room.freed.set()
 
-    def _has_spoken(self, connection: socket.socket) -> None:
+    def _take(self, connection: socket.socket) -> None:
+        """Let a connection that has spoken wait for its turn."""
         self._loop.remove_reader(connection)
         self._silent.pop(connection).cancel()
         self._waiting.append(connection)
@@ -179,6 +189,17 @@ class _Acceptor:
             self._beginning.pop(connection, None)
             self._next()
             self._room.freed.set()
+
+
+def _has_spoken(connection: socket.socket) -> bool:
+    """Return whether a word of the caller, or its end, can be read."""
+    try:
+        connection.recv(1, socket.MSG_PEEK)
+    except BlockingIOError:
+        return False
+    except OSError:
+        pass  # it broke, as its handshake will find
+    return True
 
 
 def _wake(readable: asyncio.Future[None]) -> None:

@@ -18,6 +18,7 @@ from aiohttp.typedefs import Handler
 
 from colocated_rl_api import names
 from colocated_rl_api.member_wire import Endpoint
+from colocated_rl_api.names import JobUid
 from colocated_rl_member.connection import error_body
 from colocated_rl_member.tls import MemberTls
 
@@ -76,7 +77,7 @@ def data_application(tls: MemberTls, *, max_request_bytes: int) -> web.Applicati
 class DataClient:
     """A DataClient calls data ports of the job's members by address, and checks certificates against the job's name."""
 
-    def __init__(self, session: aiohttp.ClientSession, tls: MemberTls, job_uid: str) -> None:
+    def __init__(self, session: aiohttp.ClientSession, tls: MemberTls, job_uid: JobUid) -> None:
         self._session = session
         self._context = tls.client_context()
         self._authorization = tls.authorization

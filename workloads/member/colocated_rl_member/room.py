@@ -25,7 +25,7 @@ ANSWER = (
 
 
 class Bound:
-    """So many and no more. Says in the log when it is reached, once until there were but three quarters of it again."""
+    """A bound on a number of things. The log reports once that it is reached, and again after three quarters of it."""
 
     def __init__(self, most: int, event: str) -> None:
         self.most = most

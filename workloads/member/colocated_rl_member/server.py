@@ -223,7 +223,7 @@ class MemberServer(Generic[TargetT]):
             accepting(
                 listen(host, port),
                 RoomFor(most, lambda: len(http.connections), own),
-                at_a_time=self._data_beginning if serves_clients else self._connections // 2,
+                at_a_time=self._data_beginning if serves_clients else self._connections,
                 context=context,
                 handshake_s=first_s,
             )

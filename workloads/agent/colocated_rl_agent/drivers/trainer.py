@@ -35,6 +35,7 @@ from colocated_rl_api.trainer_wire import (
     FinishRequest,
     SaveRequest,
     ScoreRequest,
+    Standstill,
     TrainerEnvironment,
     TrainerError,
     TrainerStatus,
@@ -45,6 +46,16 @@ STATE_S = 10.0  # the state is answered at any time, also during a step
 HEARTBEAT_S = 5.0
 LEASE_S = 120.0  # without an answer; a long call into a device can hold a Python program for a while
 MAX_STATUS_BYTES = 1024 * 1024
+STALLED_S, STALLED_TIMES = 60.0, 10.0  # a step stalls when it stands still for both: seconds, and times its usual ones
+
+
+STEPS = ("/v1/score", "/v1/train")  # no rank of the group gets on with one that does not
+
+
+def is_stall(standstill: Standstill) -> bool:
+    """Return whether a step stands still for far longer than this process's finished ones did between two moves."""
+    usual_s = standstill.usual_s
+    return usual_s is not None and standstill.seconds >= max(STALLED_S, STALLED_TIMES * usual_s)
 
 
 def trainer_environment(
@@ -87,7 +98,8 @@ class TrainerRank:
     """A TrainerRank is the client of one rank.
 
     progress_s: deadline of each request that takes work, from its last progress. lease_s: deadline from the rank's last
-    answer. must_score: the job has a reference model.
+    answer. must_score: the job has a reference model. stalls: called with the standstill of a step or of scores, at
+    each look at it for as long as it lasts beyond what is usual, and with None when it does not.
     """
 
     def __init__(
@@ -98,6 +110,7 @@ class TrainerRank:
         heartbeat_s: float = HEARTBEAT_S,
         lease_s: float = LEASE_S,
         must_score: bool = False,
+        stalls: Callable[[Standstill | None], None] = lambda standstill: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._session = aiohttp.ClientSession(
@@ -108,6 +121,7 @@ class TrainerRank:
         self._progress_s = progress_s
         self._heartbeat_s, self._lease_s = heartbeat_s, lease_s
         self._must_score = must_score
+        self._stalls = stalls
         self._clock = clock
 
     async def close(self) -> None:
@@ -143,12 +157,13 @@ class TrainerRank:
         """Send a request and await it. Raises OutcomeUnknown past a deadline; CallRefused, NothingDone, Unsuitable."""
         request = asyncio.create_task(self._call("POST", path, body, None), name=path)
         alive = progressed = self._clock()
-        progress = 0
+        progress, standstill = 0, None
         try:
             while not request.done():
                 now = self._clock()
                 if now >= progressed + self._progress_s:
-                    raise OutcomeUnknown(f"trainer {path}: no progress for {self._progress_s:g} s")
+                    where = f", it is in {standstill.where}" if standstill and standstill.where else ""
+                    raise OutcomeUnknown(f"trainer {path}: no progress for {self._progress_s:g} s{where}")
                 if now >= alive + self._lease_s:
                     raise OutcomeUnknown(f"trainer {path}: no sign of life for {self._lease_s:g} s")
                 wait_s = min(self._heartbeat_s, progressed + self._progress_s - now, alive + self._lease_s - now)
@@ -159,11 +174,14 @@ class TrainerRank:
                     status = await self._call("GET", "/v1/state", None, min(STATE_S, self._heartbeat_s))
                 except OutcomeUnknown:
                     continue
-                alive = self._clock()
+                alive, standstill = self._clock(), status.standstill
+                if path in STEPS:
+                    self._stalls(standstill if standstill and is_stall(standstill) else None)
                 if status.progress != progress:
                     progress, progressed = status.progress, alive
             return await request
         finally:
+            self._stalls(None)
             request.cancel()
             await asyncio.wait({request})
 

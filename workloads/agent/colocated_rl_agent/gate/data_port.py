@@ -45,7 +45,6 @@ MAX_STRANGERS = 4096  # connections that have not shown the token: with TLS 140 
 MAX_WAITING = 8  # requests sent on a connection before the one in front of them is answered
 UNREAD_BYTES = 64 * 1024  # of a body that no handler reads yet
 UNSENT_BYTES = 64 * 1024  # beyond it, a caller has to read before it gets more
-BACKLOG = 1024
 NOTED = {b"authorization", b"content-encoding", b"content-length", b"expect", b"host", b"transfer-encoding"}
 ONLY = {b"content-encoding": "identity", b"expect": "100-continue", b"transfer-encoding": "chunked"}
 
@@ -358,7 +357,7 @@ class DataPort:
         """Listen, and yield the port number. At the end, answers in progress have SHUTDOWN_S."""
         self._all_gone.set()
         room = RoomFor(self.max_connections, self._held, lambda: CallerConnection(self))
-        listener = listen(host, port, backlog=BACKLOG)
+        listener = listen(host, port)
         try:
             async with accepting(
                 listener, room, at_a_time=self._beginning, context=context, handshake_s=HANDSHAKE_S

@@ -273,7 +273,7 @@ class Gate:
         except OSError as error:
             if descriptors.is_exhausted(error):  # here: no fault of the engine, which has not heard of the request
                 ended = True
-                self._troubled.log(LOG, "no descriptor for a connection to the engine", reason=failure_of(error))
+                self._troubled.log(LOG, "descriptors exhausted", reason=failure_of(error))
                 raise GateRefusal(429, "there is no descriptor for another request: send it later") from error
             log(LOG, "request lost", logging.DEBUG, rid=rid, reason=failure_of(error), incarnation=backend.incarnation)
         finally:

@@ -129,7 +129,8 @@ class Engine:
     async def wait_until_up(self) -> None:
         """Wait until the engine answers and suits a switch, is broken, or gone. The caller enforces the deadline."""
         client, incarnation, started = self._client, self.view.incarnation, time.monotonic()
-        assert client is not None
+        if client is None or incarnation is None:
+            return  # it ended since this was chosen: the planner chooses again
         while not await _is_up(client):
             if self.view.incarnation != incarnation:
                 return
@@ -381,8 +382,8 @@ class Engine:
         """Make one call and record its effect. A call not confirmed, for any reason, leaves the engine broken (I6)."""
         client, incarnation, started = self._client, self.view.incarnation, time.monotonic()
         version = self.view.version
-        assert client is not None, f"{call} without an engine"
-        assert incarnation is not None, f"{call} without an engine"
+        if client is None or incarnation is None:
+            return  # it ended since this was chosen: the planner chooses again
         written = intent(incarnation) if intent else None
         if written:
             self._journal.intend(written)

@@ -12,6 +12,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
 from pathlib import Path
 
 from colocated_rl_agent.drivers.base import DriverError, NothingDone, OutcomeUnknown
@@ -36,7 +37,7 @@ from colocated_rl_api.facts import TrainerState
 from colocated_rl_api.logs import log
 from colocated_rl_api.member_wire import Rendezvous
 from colocated_rl_api.rungs import WeightVersion
-from colocated_rl_api.trainer_wire import TrainerStatus
+from colocated_rl_api.trainer_wire import Standstill, TrainerStatus
 from colocated_rl_api.weights import finished_model
 
 LOG = logging.getLogger(__name__)
@@ -87,6 +88,7 @@ class Trainers:
                 self._socket(rank),
                 progress_s=spec.switch.trainer_progress_seconds,
                 must_score=spec.ladder.scores,
+                stalls=partial(self._stalled, rank),
             )
             for rank in settings.ranks
         }
@@ -315,6 +317,22 @@ class Trainers:
             return
         self._kept("ModelNotWritten")
         log(LOG, "final model saved", version=str(version), took_s=round(time.monotonic() - started, 4))
+
+    def _stalled(self, rank: int, standstill: Standstill | None) -> None:
+        """Report a step that has stood still for far longer than usual, of the rank that is furthest behind."""
+        view, moved = self._views[rank], None if standstill is None else standstill.moved
+        if view.stalled == moved or not view.is_alive:
+            return
+        self._set(view.reported(stalled=moved))
+        stalled = [each.stalled for each in self.views if each.stalled is not None]
+        if not stalled:
+            self._made_good("TrainerStalled")
+        elif standstill is not None and standstill.moved == min(stalled):
+            self._failed(
+                "TrainerStalled",
+                f"rank {rank} has not got on for {standstill.seconds:.0f} s, and never stood still for more than "
+                f"{standstill.usual_s or 0.0:.1f} s in a finished step; it is in {standstill.where}",
+            )
 
     def export_torn(self, version: WeightVersion, reason: str) -> None:
         """Mark all ranks that report this export as broken; ranks with another export go on."""

@@ -174,6 +174,7 @@ class RankView:
     replay_from: int | None = None
     can_finish: bool = False
     finished: WeightVersion | None = None
+    stalled: int | None = None  # progress in a step that has stood still for far longer than usual; None: it goes on
     broken: str | None = None  # a request failed or was not answered in time: the trainer is to be stopped
 
     @property
@@ -213,6 +214,7 @@ class RankView:
             replay_from=self.replay_from,
             can_finish=self.can_finish,
             finished=self.finished,
+            stalled=self.stalled,
         )
 
 
@@ -246,6 +248,7 @@ class PodView:
         devices: tuple[DeviceFacts, ...] = (),
         problem: Problem | None = None,
         took_s: Mapping[Rung, float] | None = None,
+        waited_s: float = 0.0,
         engine_failures: int = 0,
     ) -> PodFacts:
         known = self.runner_known or self.stopped
@@ -258,6 +261,7 @@ class PodView:
             devices=devices,
             problem=problem,
             took_s=dict(took_s or {}),
+            waited_s=waited_s,
             stopped=self.stopped,
             ending=self.terminating,
         )

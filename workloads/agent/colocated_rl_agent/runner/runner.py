@@ -26,6 +26,7 @@ code once the child is gone (negative: signal), `tail` its last lines. Requests 
     {"id": 2, "op": "stop", "name": "engine-0", "grace_s": 5}    SIGTERM, after grace_s SIGKILL; answered at once
     {"id": 3, "op": "kill", "name": "engine-0"}                  SIGKILL
     {"id": 4, "op": "devices"} -> {"id": 4, "ok": true, "devices": [{"index", "total_bytes", "used_bytes"}]}  or null
+    {"id": 6, "op": "memory"} -> {"id": 6, "ok": true, "memory": {"engine-0": BYTES}}  of the host, each child
     {"id": 5, "op": "exit", "code": 0}   ends all children, then itself with that code
 
 The answer to a refused request is {"id", "ok": false, "error", "message"}. Events come without a request:
@@ -35,6 +36,8 @@ The answer to a refused request is {"id", "ok": false, "error", "message"}. Even
 
 On SIGTERM children go on, because native sidecars get it last: the agent hands partial samples back first and then
 requests `exit`. Without that request children are ended RESERVE_S before the end of `COLOCATE_GRACE_S` (60).
+
+At its start the runner empties `COLOCATE_WIPED`, if that is set: the pod's /dev/shm, whose files outlive a container.
 """
 
 from __future__ import annotations
@@ -48,6 +51,7 @@ import pathlib
 import resource
 import select
 import selectors
+import shutil
 import signal
 import socket
 import struct
@@ -62,6 +66,7 @@ SOCKET = "COLOCATE_RUNNER_SOCKET"
 DEFAULT_SOCKET = "/run/colocate/sock/runner.sock"
 GRACE = "COLOCATE_GRACE_S"
 DEFAULT_GRACE_S = 60.0
+WIPED = "COLOCATE_WIPED"
 MARK = "COLOCATE_INCARNATION"
 RESERVE_S = 20.0  # last part of the grace period, for children to end
 MAX_GRACE_S = 24 * 3600.0
@@ -337,6 +342,8 @@ class Runner:
             return {}
         if op == "devices":
             return {"devices": device_memory()}
+        if op == "memory":
+            return {"memory": host_memory({child.name: child.incarnation for child in self.children.values()})}
         if op == "exit":
             self._end(int(request["code"]))
             return {}
@@ -499,6 +506,23 @@ def kill_strays(incarnation: str, known: dict[int, str]) -> bool:
     return bool(known)
 
 
+def host_memory(incarnations: dict[str, str]) -> dict[str, int]:
+    """Return the bytes of host memory that all processes of each child hold; without children that have none.
+
+    incarnations: by name. Files that the kernel keeps in memory by itself are left out; memory that several processes
+    of a child share counts for each of them.
+    """
+    held: dict[str, int] = {}
+    marks = {f"{MARK}={incarnation}".encode(): name for name, incarnation in incarnations.items()}
+    for process in pathlib.Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # gone since, or another user's
+            for name in {marks[entry] for entry in environment(process) if entry in marks}:
+                lines = (process / "status").read_text().splitlines()
+                kib = sum(int(line.split()[1]) for line in lines if line.startswith(("RssAnon:", "RssShmem:")))
+                held[name] = held.get(name, 0) + 1024 * kib
+    return held
+
+
 def environment(process: pathlib.Path) -> list[bytes]:
     """Return the environment of a process, by its directory in /proc. Raises OSError.
 
@@ -610,6 +634,18 @@ def log(event: str, **fields: Any) -> None:
     OUTPUT.write(json.dumps({"ts": round(time.time(), 6), "level": "info", "event": event, "role": "runner", **fields}))
 
 
+def wipe(directory: pathlib.Path) -> None:
+    """Remove what an earlier container of the pod has left, as far as that is allowed: memory stays charged for it."""
+    for path in directory.iterdir():
+        try:
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path)
+            else:
+                path.unlink()
+        except OSError as error:
+            log("file of an earlier container kept", reason=str(error))
+
+
 def main() -> int:
     os.umask(0o007)  # files are shared with the agent through the pod's group
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -617,6 +653,8 @@ def main() -> int:
     resource.setrlimit(resource.RLIMIT_NOFILE, (files, hard))  # its children have it too
     prctl(PR_SET_CHILD_SUBREAPER, 1)  # orphans come to it even if it is not the first process
     os.set_blocking(OUTPUT.descriptor, False)
+    if wiped := os.environ.get(WIPED):
+        wipe(pathlib.Path(wiped))
     runner = Runner(os.environ.get(SOCKET, DEFAULT_SOCKET), float(os.environ.get(GRACE, DEFAULT_GRACE_S)))
     log("runner started", runner=runner.id, files=files)
     code = runner.run()

@@ -171,6 +171,11 @@ class RunnerLink:
         answer = await self._call("devices")
         return tuple(Device.model_validate(device) for device in answer["devices"] or ())
 
+    async def memory(self) -> dict[str, int]:
+        """Return the bytes of host memory that each running child holds, by name."""
+        answer = await self._call("memory")
+        return {str(name): int(held) for name, held in answer["memory"].items()}
+
     async def exit(self, code: int) -> None:
         """End all children, then the runner."""
         await self._call("exit", code=code)
@@ -213,4 +218,4 @@ class RunnerLink:
             elif (answer := self._answers.get(message["id"])) is not None and not answer.done():
                 answer.set_result(message)
             else:
-                log(LOG, "runner reply dropped", logging.WARNING, reason=f"request {message['id']}")
+                log(LOG, "runner reply dropped", reason=f"nobody waits for request {message['id']}")
