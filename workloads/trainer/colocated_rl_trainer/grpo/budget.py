@@ -1,15 +1,16 @@
-"""The memory of the training state, computed before any of it is allocated: logged, and rejected where it can't fit.
+"""The memory of a trainer, computed before any of it is allocated: logged, and rejected where it can't fit.
 
-Only what is certain is counted. Activations, logits, the programs and, in host memory, engine and exports come on top:
-an accepted state may still be too large, and a rejected one never fits. Pinned copies are compared with the machine's
-memory and not with the container's limit, because not every driver counts them there; on the CPU the state is like any
-other memory. Each pinned copy takes the next power of two: torch's allocator rounds what it pins
-(ATen/core/CachingHostAllocator.h).
+On a device that is the training state and the largest pass (`state.rehearsal`); in a pod's host memory the state that
+leaves the devices, or the model while it is read, for all of its ranks, and two exports. The programs themselves, their
+libraries and, in host memory, the engine come on top.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from decimal import Decimal
 from pathlib import Path
 
 from colocated_rl_trainer.protocol.settings import ConfigError
@@ -18,14 +19,18 @@ BYTES = 4  # of a float32
 MACHINE = Path("/proc/meminfo")
 LIMIT = Path("/sys/fs/cgroup/memory.max")
 LESS = "a smaller model, lora, optimizer: SGD, trainingState: Sharded, or more pods"
+ROOM = 0.8  # of the memory: what a step may take before activations are computed again instead of kept
+VERSIONS = 2  # of the weights in the memory that trainer and engine share: one is written while the other is served
 
 
 @dataclass(frozen=True)
 class Budget:
-    """The budget states what the training state takes, in bytes."""
+    """The budget states what a trainer takes, in bytes."""
 
-    device: int | None  # of each rank, on its device, while it trains; None on the CPU
-    host: int  # of all ranks of a pod while the engines have the devices, or at any time on the CPU
+    device: int | None  # of each rank, on its device, at the peak of a step; None on the CPU
+    host: int  # of all ranks of a pod while the engines have the devices, or at the peak of a step on the CPU
+    exports: int = 0  # of those, in the volume of weights
+    one_pass: int = 0  # of a rank: what a pass holds beside the state
 
     @classmethod
     def of(
@@ -40,54 +45,99 @@ class Budget:
         parameters_leave: bool = True,
         adapters: int | None = None,
         frozen_bytes: int = 2,
+        one_pass: int = 0,
+        export_bytes: int = 0,
     ) -> Budget:
         """Compute the budget.
 
         parameters: of the whole model. shared_by: ranks that divide it. parameters_leave: they are offloaded.
         adapters: parameters that are trained in place of the model's, by each rank; the model's are then frozen, take
         `frozen_bytes` each and are the reference too.
+        one_pass: bytes. export_bytes: of one version of the weights in the pod's memory.
         """
         share = -(-parameters // shared_by)
         frozen = 0 if adapters is None else frozen_bytes * share
         part = BYTES * (share if adapters is None else adapters)
         moments = 2 * part if with_moments else 0
-        device = frozen + part + part + moments  # parameters, gradients
+        device = frozen + part + part + moments + one_pass  # parameters, gradients
         copies_reference = keeps_reference and adapters is None
+        exports = VERSIONS * export_bytes
         if on_cpu:
-            return cls(None, ranks_in_pod * (device + (part if copies_reference else 0)))
+            host = ranks_in_pod * (device + (part if copies_reference else 0)) + exports
+            return cls(None, host, exports, one_pass)
         copies = int(parameters_leave) + (2 if with_moments else 0) + int(copies_reference)
-        leaving = _pinned(frozen) if frozen and parameters_leave else 0
-        return cls(device, ranks_in_pod * (leaving + copies * _pinned(part)))
+        leaving = frozen if parameters_leave else 0
+        starting = (frozen or part) if shared_by == 1 else 0  # read into host memory; ranks that share read to devices
+        host = ranks_in_pod * max(leaving + copies * part, starting) + exports
+        return cls(device, host, exports, one_pass)
 
-    def refuse_what_never_fits(self, *, device_has: int | None, host_has: int | None) -> None:
-        """Raise ConfigError if the state exceeds the memory of device or host. None: unknown, and not compared."""
+    def is_tight(self, *, device_has: int | None, host_has: int | None) -> bool:
+        """Return True if a step takes more than ROOM of the memory in which it computes."""
+        takes, has = (self.host, host_has) if self.device is None else (self.device, device_has)
+        return has is not None and takes > ROOM * has
+
+    def refuse_what_never_fits(
+        self,
+        *,
+        device_has: int | None,
+        host_has: int | None,
+        exports_have: int | None = None,
+    ) -> None:
+        """Raise ConfigError if a step exceeds the memory of device, host or exports. None: unknown, not compared."""
+        passes = f"a pass takes {gib(self.one_pass)} of it (microBatchTokens, activationCheckpointing)"
         if self.device is not None and device_has is not None and self.device > device_has:
             raise ConfigError(
-                f"the training state takes {gib(self.device)} of each device, which has {gib(device_has)}, and "
-                f"activations come on top: {LESS} or devices"
+                f"a training step takes {gib(self.device)} of each device, which has {gib(device_has)}, and {passes}: "
+                f"{LESS} or devices"
             )
         if host_has is not None and self.host > host_has:
             raise ConfigError(
-                f"the training state of a pod takes {gib(self.host)} of host memory, and there are {gib(host_has)}: "
-                f"{LESS}; or more memory (gpus.resources.limits.memory)"
+                f"the trainers of a pod take {gib(self.host)} of host memory, and there are {gib(host_has)}; "
+                f"{gib(self.exports)} of it are exports"
+                + (f", and {passes} for each rank" if self.device is None else "")
+                + f": {LESS}; or more memory (gpus.resources.limits.memory)"
+            )
+        if exports_have is not None and self.exports > exports_have:
+            raise ConfigError(
+                f"{VERSIONS} versions of the weights take {gib(self.exports)}, and their volume has "
+                f"{gib(exports_have)}: set weightSync.sizeLimit"
             )
 
 
-def _pinned(size: int) -> int:
-    return 1 << (size - 1).bit_length()
+def choose_recomputing(
+    wanted: bool | None, budget_of: Callable[[bool], Budget], *, device_has: int | None, host_has: int | None
+) -> tuple[bool, Budget]:
+    """Return whether activations are computed again, with the budget of that: as wanted, or where keeping is tight.
+
+    budget_of: the budget of a trainer that computes them again, or keeps them.
+    """
+    budget = budget_of(bool(wanted))
+    if wanted is None and budget.is_tight(device_has=device_has, host_has=host_has):
+        return True, budget_of(True)
+    return bool(wanted), budget
 
 
 def gib(size: int) -> str:
     return f"{size / 2**30:.1f} GiB"
 
 
-def host_memory(*, of_container: bool, machine: Path = MACHINE, limit: Path = LIMIT) -> int | None:
-    """Return the memory of the machine, or with `of_container` the container's limit if that is less; None: unknown."""
+def size_in_bytes(quantity: str) -> int:
+    """Return what a Kubernetes quantity says: "8Gi" is 8 * 2**30."""
+    number = quantity.rstrip("kKMGTPEim")
+    unit = quantity[len(number) :]
+    if unit == "m":
+        return math.ceil(Decimal(number) / 1000)
+    step = 1024 if unit.endswith("i") else 1000
+    return math.ceil(Decimal(number) * Decimal(step) ** " kMGTPE".index(unit[:1].replace("K", "k") or " "))
+
+
+def host_memory(*, machine: Path = MACHINE, limit: Path = LIMIT) -> int | None:
+    """Return the memory of the machine, or the container's limit if that is less; None: unknown."""
     found = []
     try:
         [total] = [line for line in machine.read_text().splitlines() if line.startswith("MemTotal:")]
         found.append(1024 * int(total.split()[1]))
-        if of_container and (text := limit.read_text().strip()).isdigit():
+        if (text := limit.read_text().strip()).isdigit():
             found.append(int(text))
     except (OSError, ValueError):
         pass  # the values that were read so far count

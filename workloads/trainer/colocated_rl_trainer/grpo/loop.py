@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,7 +20,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from colocated_rl_api.job import ColocatedRLJobSpec
 from colocated_rl_api.logs import log
+from colocated_rl_api.rungs import Placement
 from colocated_rl_trainer.grpo.batch import (
     MicroBatch,
     Shard,
@@ -29,7 +31,7 @@ from colocated_rl_trainer.grpo.batch import (
     micro_batches,
     read_together,
 )
-from colocated_rl_trainer.grpo.budget import Budget, host_memory
+from colocated_rl_trainer.grpo.budget import Budget, choose_recomputing, host_memory, size_in_bytes
 from colocated_rl_trainer.grpo.forward import logp_and_entropy
 from colocated_rl_trainer.grpo.loss import importance_mask, importance_ratio, kl_penalty, kl_ratio, policy_loss
 from colocated_rl_trainer.grpo.scores import find_scores, write_scores
@@ -43,6 +45,7 @@ from colocated_rl_trainer.state.experts import RouterReplay
 from colocated_rl_trainer.state.group import Collectives, join_group
 from colocated_rl_trainer.state.head import ScoringForward
 from colocated_rl_trainer.state.lora import AdapterOrigin, Adapters
+from colocated_rl_trainer.state.rehearsal import Pass, pass_bytes
 from colocated_rl_trainer.state.residency import PARAMETERS, STATE, Residency
 from colocated_rl_trainer.state.sharding import (
     computing_in,
@@ -57,6 +60,7 @@ from colocated_rl_trainer.state.weights import (
     files_of_model,
     load_model,
     probe,
+    read_config,
     write_model,
 )
 
@@ -130,8 +134,9 @@ class GRPOTrainer:
 
     def load(self) -> int:
         """Read this rank's part of the checkpoint that rank 0 has chosen, or the model. Returns its step."""
-        self._check_budget()
+        recomputes = self._check_budget()
         self._group: Collectives = join_group(self._settings)
+        self._recomputes = any(self._group.gather(recomputes))  # ranks that share a model make the same passes
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
         found = self._checkpoints.newest(self._group)
@@ -145,7 +150,7 @@ class GRPOTrainer:
         if lora := self._config.lora:
             self._origin = self._find_origin(lora)
             self._adapters = Adapters(self.model, lora, seed=self._config.seed)
-        if self._config.activation_checkpointing:
+        if self._recomputes:
             checkpoint_activations(self.model)
         if self._replays:
             self._replay = RouterReplay(self.model)
@@ -217,6 +222,7 @@ class GRPOTrainer:
                 state.update(learning_rate=learning_rate, betas=config.betas, weight_decay=config.weight_decay)
                 tally.add_update(gradient_norm)
         tally.add_mismatch(shard, known.start)
+        tally.pageable_bytes = state.pageable_bytes
         figures = metrics(self._group.gather(tally), has_reference=self._has_reference)
         figures["learning_rate"] = learning_rate
         for tracker in self._trackers:
@@ -428,33 +434,72 @@ class GRPOTrainer:
         tally.skipped += 1
         log(_LOG, "update skipped", logging.WARNING, step=step, reason=f"its gradient norm is {norm}")
 
-    def _check_budget(self) -> None:
-        """Raise ConfigError if the training state never fits, before anything takes memory."""
-        on_cpu = self._device.type == "cpu"
-        parameters, adapters = count_parameters(self._settings.model, self._config.lora)
-        budget = Budget.of(
-            parameters,
-            on_cpu=on_cpu,
-            shared_by=self._settings.world_size if self._is_shared else 1,
-            ranks_in_pod=self._ranks_in_pod,
-            with_moments=self._config.optimizer == "AdamW",
-            keeps_reference=self._keeps_reference,
-            parameters_leave=PARAMETERS not in self._stays,
-            adapters=adapters,
-            frozen_bytes=self._dtype.itemsize,
-        )
+    def _check_budget(self) -> bool:
+        """Return whether activations are to be computed again: as the job wants it, or where keeping them is tight.
+
+        Raises ConfigError if a step never fits, before anything takes memory.
+        """
         is_gpu = self._device.type == "cuda"
         device_has = torch.cuda.get_device_properties(self._device).total_memory if is_gpu else None
-        host_has = host_memory(of_container=on_cpu)
+        host_has = host_memory()
+        spec = self._settings.read_job().spec
+        recomputes, budget = choose_recomputing(
+            self._config.activation_checkpointing, self._budgets(spec), device_has=device_has, host_has=host_has
+        )
+        exports_have = size_in_bytes(spec.weight_sync.size_limit) if budget.exports else None
         log(
             _LOG,
-            "memory of the training state",
+            "memory of a step estimated",
             device_bytes=budget.device,
             device_has_bytes=device_has,
+            pass_bytes=budget.one_pass,
+            pass_tokens=self._tokens_of_pass(spec),
+            activation_checkpointing=recomputes,
             pod_host_bytes=budget.host,
             host_has_bytes=host_has,
+            exports_bytes=budget.exports,
+            exports_have_bytes=exports_have,
         )
-        budget.refuse_what_never_fits(device_has=device_has, host_has=host_has)
+        budget.refuse_what_never_fits(device_has=device_has, host_has=host_has, exports_have=exports_have)
+        return recomputes
+
+    def _budgets(self, spec: ColocatedRLJobSpec) -> Callable[[bool], Budget]:
+        """Return the function from whether activations are computed again to the trainer's budget."""
+        config, shape = self._config, read_config(self._settings.model)
+        parameters, adapters = count_parameters(self._settings.model, config.lora)
+        shares_memory = spec.placement is not Placement.DISAGGREGATED  # with the engines: exports are in it
+        largest = Pass(
+            tokens=self._tokens_of_pass(spec),
+            dtype=self._dtype,
+            shared_by=self._settings.world_size if self._is_shared else 1,
+            float32_head=config.fp32_lm_head,
+            with_entropy=config.entropy_coefficient > 0,
+            lora=config.lora,
+        )
+
+        def budget(recomputes: bool) -> Budget:
+            return Budget.of(
+                parameters,
+                on_cpu=self._device.type == "cpu",
+                shared_by=largest.shared_by,
+                ranks_in_pod=self._ranks_in_pod,
+                with_moments=config.optimizer == "AdamW",
+                keeps_reference=self._keeps_reference,
+                parameters_leave=PARAMETERS not in self._stays,
+                adapters=adapters,
+                frozen_bytes=self._dtype.itemsize,
+                one_pass=pass_bytes(shape, replace(largest, recomputes=recomputes)) or 0,
+                export_bytes=parameters * self._dtype.itemsize + 4 * (adapters or 0) if shares_memory else 0,
+            )
+
+        return budget
+
+    def _tokens_of_pass(self, spec: ColocatedRLJobSpec) -> int:
+        """Return the most tokens of one pass: those of one long sample, or as many as the batch has."""
+        rollout = spec.rollout
+        longest = rollout.max_prompt_tokens + rollout.max_response_tokens
+        samples = -(-rollout.batch_size * rollout.group_size // self._settings.world_size)
+        return max(longest, min(self._config.micro_batch_tokens, samples * longest))
 
     @contextmanager
     def _explaining_full_device(self, step: int) -> Iterator[None]:
@@ -468,7 +513,7 @@ class GRPOTrainer:
         state = self._state.size_bytes
         logits = config.micro_batch_tokens * vocabulary * (1 if isinstance(self.model.forward, ScoringForward) else 16)
         lower = f"lower microBatchTokens (it is {config.micro_batch_tokens})"
-        if not config.activation_checkpointing:
+        if not self._recomputes:
             lower += " or set activationCheckpointing"
         return (
             f"the trainer's state is {state / 2**30:.1f} GiB, the logits of a pass take up to "

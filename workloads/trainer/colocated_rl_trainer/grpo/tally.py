@@ -37,6 +37,7 @@ class StepTally:
     updates: int = 0  # the same on every rank, like gradient_norm
     gradient_norm: float = 0.0
     skipped: int = 0  # updates whose gradient was not finite; the same on every rank
+    pageable_bytes: int = 0  # of the state on the host: what the driver did not pin
 
     @classmethod
     def of(cls, shard: Shard) -> StepTally:
@@ -98,6 +99,8 @@ def metrics(ranks: Sequence[StepTally], *, has_reference: bool = False) -> dict[
         figures["importance_masked"] = total("masked") / computed
         if has_reference:
             figures["kl"] = total("kl") / computed
+    if pageable := total("pageable_bytes"):
+        figures["pageable_bytes"] = pageable
     if fresh := total("fresh_tokens"):
         figures["mismatch_mean"] = total("mismatch") / fresh
         figures["mismatch_max"] = max(tally.mismatch_max for tally in ranks)

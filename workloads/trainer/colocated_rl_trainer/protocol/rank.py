@@ -41,6 +41,7 @@ from colocated_rl_api.weights import MANIFEST, Probe
 from colocated_rl_api.wire import Wire
 from colocated_rl_trainer.protocol.finished import save_final_model
 from colocated_rl_trainer.protocol.manifest import Exported, NotAnExport, write_manifest
+from colocated_rl_trainer.protocol.pace import Pace
 
 ROOM_FOR_EXPORTS = (
     "make spec.weightSync.sizeLimit, or where engines have pods of their own spec.weightSync.volume.size, at least "
@@ -216,17 +217,32 @@ class Rank:
     The server's threads call `ask`, `answering` and `status`, the main thread everything else.
     """
 
-    def __init__(self, *, rank: int, lineage: int, writes_weights: bool, must_score: bool = False) -> None:
+    def __init__(
+        self,
+        *,
+        rank: int,
+        lineage: int,
+        writes_weights: bool,
+        must_score: bool = False,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._writes_weights = writes_weights
         self._must_score = must_score
         self._status = TrainerStatus(state=TrainerState.STARTING, rank=rank, lineage=lineage)
         self._operation: _Operation | None = None
+        self._pace = Pace(clock)
+        self._worker = threading.get_ident()  # the thread that `run` runs in
         self._asking = 0
         self._changed = threading.Condition()
 
     @property
     def status(self) -> TrainerStatus:
         return self._status  # replaced as a whole, never changed
+
+    def report(self) -> TrainerStatus:
+        """Return the status, and where the rank stands if what it does has stood still for a while."""
+        with self._changed:
+            return self._status.model_copy(update={"standstill": self._pace.standstill(self._worker)})
 
     @contextlib.contextmanager
     def answering(self) -> Iterator[None]:
@@ -272,7 +288,7 @@ class Rank:
 
     def run(self, make_loop: Callable[[], Loop]) -> NoReturn:
         """Load, then execute requests until something fails. Raises whatever made the state unknown."""
-        began = time.monotonic()
+        began, self._worker = time.monotonic(), threading.get_ident()
         loop = make_loop()
         step = _step("load", loop.load())
         can_score, replay_from = isinstance(loop, ScoringLoop), _step("replay_from", loop.replay_from())
@@ -289,7 +305,8 @@ class Rank:
             with self._changed:
                 self._changed.wait_for(lambda: self._operation is not None)
                 operation = self._operation
-            assert operation is not None
+                assert operation is not None
+                self._pace.begin(type(operation.request).__name__)
             try:
                 self._do(loop, operation.request)
             except Exception as error:
@@ -304,12 +321,15 @@ class Rank:
                 log(_LOG, "request refused", logging.WARNING, step=self._status.step, reason=str(error))
             finally:
                 with self._changed:
+                    self._pace.end(is_done=operation.failure is None)
                     self._operation = None
                 operation.done.set()
 
     def progress(self) -> None:
         """See `Watch.progress`."""
-        self._set(progress=self._status.progress + 1)
+        with self._changed:
+            self._pace.progress()
+            self._set(progress=self._status.progress + 1)
 
     def mark_dirty(self) -> None:
         """See `Watch.mark_dirty`."""

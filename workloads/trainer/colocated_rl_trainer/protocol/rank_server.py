@@ -120,7 +120,7 @@ class _RankHandler(JSONHandler):
     def do_GET(self) -> None:  # noqa: N802 - the name that http.server calls
         with self.server.rank.answering():
             if self.path == "/v1/state":
-                self.write_json(HTTPStatus.OK, self.server.rank.status)
+                self.write_json(HTTPStatus.OK, self.server.rank.report())
             else:
                 self.send_error(HTTPStatus.NOT_FOUND)
 

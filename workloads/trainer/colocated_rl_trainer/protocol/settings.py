@@ -204,8 +204,10 @@ class TrainerConfig(BaseModel):
         default="Sharded",
         description="Parameters, gradients and optimizer state: divided among the ranks (FSDP2), or each has them all.",
     )
-    activation_checkpointing: bool = Field(
-        default=False, description="Compute activations again instead of keeping them: less memory, more work."
+    activation_checkpointing: bool | None = Field(
+        default=None,
+        description="Compute activations again instead of keeping them: less memory, more work. When absent, where "
+        "a step that keeps them would take more than 80 % of the memory.",
     )
     micro_batch_tokens: int = Field(default=16_384, ge=1, description="Tokens of one forward pass, padding included.")
     packing: bool = Field(

@@ -166,8 +166,10 @@ class Checkpoints:
                 f"restore one from a backup, or make a new job; {'; '.join(faults)}"
             )
         if origin is not None:
-            said = "; ".join(faults)
-            raise ConfigError(f"the job can't begin from the checkpoint that spec.restoreFrom names: {said}; {ANOTHER}")
+            found = "; ".join(faults)
+            raise ConfigError(
+                f"the job can't begin from the checkpoint that spec.restoreFrom names: {found}; {ANOTHER}"
+            )
 
     def oldest(self) -> int:
         """Return the step of the oldest checkpoint that is kept, that which the job began from among them."""

@@ -207,17 +207,23 @@ class ScoringForward:
 
 def score_without_logits(model: PreTrainedModel) -> None:
     """Let the model's forward pass compute log-probabilities from hidden states, where its head is understood."""
-    form = LogitForm.of(model.config.get_text_config())
-    if _is_head_of(model, form):
+    form = form_of_logits(model)
+    if form is not None:
         ScoringForward(model, form)
     else:
         log(
             _LOG,
-            "whole logits are computed",
+            "whole logits computed",
             logging.WARNING,
             model=type(model).__name__,
             reason="its head is more than a linear layer with a scale and a cap",
         )
+
+
+def form_of_logits(model: PreTrainedModel) -> LogitForm | None:
+    """Return what the model makes of the products of hidden states and head; None if it is more than `LogitForm`."""
+    form = LogitForm.of(model.config.get_text_config())
+    return form if _is_head_of(model, form) else None
 
 
 def _is_head_of(model: PreTrainedModel, form: LogitForm) -> bool:

@@ -26,6 +26,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
 
 from colocated_rl_api.job import TrainerMemory
+from colocated_rl_trainer.state.pinned import Cuda, Driver, HostMemory
 from colocated_rl_trainer.state.sharding import as_part, part_of
 
 PARAMETERS, GRADIENTS = "parameters", "gradients"
@@ -57,14 +58,17 @@ class Residency:
         moves: bool | None = None,
         with_moments: bool = True,
         stays: Collection[str] = (),
+        driver: Driver | None = None,
     ) -> None:
         """Take over the model's parameters and leave them offloaded. moves: device and host are different memory.
 
         with_moments: for AdamW; an update is plain SGD without. stays: kinds that are on the device at all times.
+        driver: pins the copies on the host; CUDA's where the device is one of its.
         """
         self._device = device
         self._moves = device.type != "cpu" if moves is None else moves
         self.stays = frozenset(stays)
+        self._memory = HostMemory(Cuda() if device.type == "cuda" else driver)
         self._trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
         self._shapes = [part_of(parameter).shape for parameter in self._trained.values()]
         self._buffers = [tensor for tensor in model.buffers() if not isinstance(tensor, DTensor)]
@@ -95,7 +99,7 @@ class Residency:
         if not self._moves or PARAMETERS in self.stays:
             return [(block, None) for block in blocks]
         sizes = [-(-block.nbytes // _ALIGNMENT) * _ALIGNMENT for block in blocks]
-        copies = self._host_memory(sum(sizes), torch.uint8).split(sizes)
+        copies = self._memory.take(sum(sizes), torch.uint8).split(sizes)
         kept = [copy[: block.nbytes].view(block.dtype) for block, copy in zip(blocks, copies, strict=True)]
         for block, copy in zip(blocks, kept, strict=True):
             copy.copy_(block)
@@ -217,6 +221,11 @@ class Residency:
         return sum(block.element_size() * len(block) for block in blocks)
 
     @property
+    def pageable_bytes(self) -> int:
+        """Return the bytes on the host that should be pinned, and are not."""
+        return self._memory.pageable_bytes
+
+    @property
     def _kept(self) -> dict[str, Blocks]:
         """Return the device buffers of what outlives a step, by kind."""
         return {PARAMETERS: self.parameters} | {kind: (buffer,) for kind, buffer in self.moments.items()}
@@ -238,10 +247,7 @@ class Residency:
             yield part[: shape.numel()].view(shape)
 
     def _host_buffer(self) -> Tensor:
-        return self._host_memory(sum(self._widths), torch.float32)
-
-    def _host_memory(self, elements: int, dtype: torch.dtype) -> Tensor:
-        return torch.empty(elements, dtype=dtype, pin_memory=self._device.type == "cuda")
+        return self._memory.take(sum(self._widths), torch.float32)
 
     def _wait_for_copies(self) -> None:
         if self._device.type == "cuda":

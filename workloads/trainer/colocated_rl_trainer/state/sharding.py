@@ -137,9 +137,21 @@ def read_parts(parts: Mapping[str, Tensor], directory: Path) -> None:
         dcp.load(dict(parts), storage_reader=dcp.FileSystemReader(directory))
 
 
+@contextlib.contextmanager
+def pretended_mesh(ranks: int) -> Iterator[None]:
+    """Let a model of this process be divided on the CPU among ranks of a group that ends with the context."""
+    _mesh("cpu", ranks)  # now: a mesh can't be made of tensors without content
+    try:
+        yield
+    finally:
+        _mesh.cache_clear()
+
+
 @functools.cache
 def _mesh(device_type: str, ranks: int) -> DeviceMesh:
-    return init_device_mesh(device_type, (ranks,))
+    # torch keeps what it worked out for a mesh by its name, rank and all: one of pretended ranks has to have its own
+    names = ("pretended",) if torch.distributed.get_backend() == "fake" else None
+    return init_device_mesh(device_type, (ranks,), mesh_dim_names=names)
 
 
 @contextlib.contextmanager

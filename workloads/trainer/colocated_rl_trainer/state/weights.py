@@ -22,7 +22,12 @@ import transformers
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
     WeightConverter,
@@ -200,6 +205,13 @@ def _check_loaded(model: PreTrainedModel, loading: _Loading, directory: Path) ->
             f"another {name} than {tied[name]}; transformers would train that, engines leave it out: set "
             f"tie_word_embeddings to false if {name} is part of the model, or remove it from the weights"
         )
+
+
+def read_config(directory: Path) -> PreTrainedConfig:
+    """Read the model's configuration. Raises ConfigError."""
+    with _explaining_load_errors(directory):
+        config: PreTrainedConfig = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+        return config
 
 
 def count_parameters(directory: Path, lora: LoraConfig | None = None) -> tuple[int, int | None]:

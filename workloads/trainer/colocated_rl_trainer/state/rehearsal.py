@@ -1,0 +1,245 @@
+"""Find what a pass through a model holds in memory, by a pass that takes none.
+
+The model's own layers, head and backward pass run on torch's fake tensors, which have shapes and no content, divided by
+FSDP2 among ranks that are only pretended where ranks share the model. Every storage is counted from its first use to
+its release. So activations, recomputation, logits, gathered layers and the buffers of collectives are what torch makes
+of this architecture, and no formula of ours has to know it.
+
+A model of many layers is rehearsed with three and with four: until the gradient of its last two layers is known, each
+layer more adds the same. From there on memory only falls, apart from what the embeddings need at the end.
+
+Kernels are those of a CPU. On a GPU, attention and products allocate the same outputs; libraries' workspaces, the
+driver's context and the gaps of an allocator are not counted. Attention is that of packed samples, which has no mask:
+transformers makes one for tensors without content, though causal attention needs none.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import logging
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from colocated_rl_api.logs import log
+from colocated_rl_trainer.protocol.settings import LoraConfig
+from colocated_rl_trainer.state.head import ScoringForward, form_of_logits
+from colocated_rl_trainer.state.lora import Adapters
+from colocated_rl_trainer.state.packing import PACKED_ATTENTION
+from colocated_rl_trainer.state.sharding import (
+    computing_in,
+    divide,
+    part_of,
+    pretended_mesh,
+)
+from colocated_rl_trainer.state.weights import checkpoint_activations
+
+FEW, MORE = 3, 4  # layers of a rehearsed model
+_PRODUCT_OVER_EXPERTS = "aten._grouped_mm.default"
+
+_LOG = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Pass:
+    """A forward and backward pass of a rank, as the trainer makes them."""
+
+    tokens: int  # all of them predict one
+    dtype: torch.dtype
+    shared_by: int = 1  # ranks that divide the model
+    recomputes: bool = False  # activations
+    float32_head: bool = False
+    with_entropy: bool = False  # in the loss
+    lora: LoraConfig | None = None
+
+
+def pass_bytes(config: PreTrainedConfig, of: Pass) -> int | None:
+    """Return the most that a pass holds beside parameters and their gradients, in bytes, on each rank.
+
+    None: what the model computes depends on values, so it can't be rehearsed. There must be no process group yet.
+    """
+    layers: int = config.get_text_config().num_hidden_layers
+    with _pretending_ranks(of.shared_by):
+        try:
+            if layers <= MORE:
+                return max(_rehearse(config, of))
+            early, _ = _rehearse(_with_layers(config, FEW), of)
+            more, late = _rehearse(_with_layers(config, MORE), of)
+        except RuntimeError as error:  # all that fake tensors raise derives from it
+            reason = str(error).partition("\n")[0]
+            log(_LOG, "a pass can't be rehearsed", logging.WARNING, model=config.model_type, reason=reason)
+            return None
+    return max(early + (layers - FEW) * (more - early), late)
+
+
+def _with_layers(config: PreTrainedConfig, count: int) -> PreTrainedConfig:
+    fewer = copy.deepcopy(config)
+    text = fewer.get_text_config()
+    layers = text.num_hidden_layers
+    for name, value in vars(text).items():
+        if isinstance(value, list) and len(value) == layers:  # an entry for each layer
+            setattr(text, name, value[:count])
+    text.num_hidden_layers = count
+    return fewer
+
+
+def _rehearse(config: PreTrainedConfig, of: Pass) -> tuple[int, int]:
+    """Return the peak until the gradient of the last two layers is known, and the peak after that."""
+    with torch.device("meta"):
+        outline = AutoModelForCausalLM.from_config(config)
+    form = form_of_logits(outline)
+    with FakeTensorMode():
+        dtype = of.dtype if of.lora else torch.float32
+        model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=PACKED_ATTENTION)
+        model.eval().requires_grad_(of.lora is None)
+        if form is not None:
+            ScoringForward(model, form)
+        if of.shared_by > 1:
+            divide(model, torch.device("cpu"), ranks=of.shared_by, dtype=of.dtype)
+        if of.lora:
+            Adapters(model, of.lora)
+        if of.recomputes:
+            checkpoint_activations(model)
+        held = _Storages(model)
+        _at_gradient_of_last_two_layers(model, held.begin_second_part)
+        ids = torch.zeros(1, of.tokens, dtype=torch.int64)
+        with held:
+            logp, entropy = _forward(model, ids, of)
+            (logp.sum() + entropy.sum() if of.with_entropy else logp.sum()).backward()
+    return held.first_peak, held.peak
+
+
+def _forward(model: Any, ids: Tensor, of: Pass) -> tuple[Tensor, Tensor]:
+    places = torch.arange(of.tokens)
+    with computing_in(of.dtype, model, ids.device):
+        if isinstance(model.forward, ScoringForward):
+            scored: tuple[Tensor, Tensor] = model(
+                input_ids=ids, use_cache=False, positions=places, predicts=(torch.zeros_like(places), places),
+                targets=ids[0], temperature=1.0, dtype=of.dtype, float32_head=of.float32_head,
+            )  # fmt: skip
+            return scored
+        logits = model(input_ids=ids, use_cache=False).logits[0].float()
+    logp = torch.log_softmax(logits, dim=-1)
+    return logp.gather(-1, ids[0, :, None]), -(logp.exp() * logp).sum(-1)
+
+
+def _at_gradient_of_last_two_layers(model: nn.Module, do: Any) -> None:
+    layers = [layer for layer in model.modules() if isinstance(layer, GradientCheckpointingLayer)]
+    if len(layers) < MORE - 1:
+        return
+
+    def watch(_: nn.Module, inputs: tuple[Any, ...]) -> None:
+        if inputs[0].requires_grad:
+            inputs[0].register_hook(lambda _: do())
+
+    layers[-2].register_forward_pre_hook(watch)
+
+
+class _Storages(TorchDispatchMode):
+    """Counts the bytes of all storages that come into being within it, as long as each is there."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        """Give parameters a gradient. Both are no part of the count."""
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._before = set()
+        for tensor in (*model.parameters(), *model.buffers()):
+            if tensor.requires_grad:
+                tensor.grad = torch.zeros_like(tensor)
+                self._before.add(_address(part_of(tensor.grad).untyped_storage()))
+            self._before.add(_address(part_of(tensor).untyped_storage()))
+        self._sizes: dict[int, int] = {}  # by address of the storage
+        self._held = self.peak = self.first_peak = 0
+
+    def begin_second_part(self) -> None:
+        self.first_peak, self.peak = max(self.first_peak, self.peak), self._held
+
+    def __torch_dispatch__(self, call: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if call is torch.ops.aten.add.Tensor and not kwargs and _is_sum_of_gradients(*args):
+            call = torch.ops.aten.add_.Tensor
+        if str(call) == _PRODUCT_OVER_EXPERTS and args[0].dtype is torch.float32:
+            result = call(*(_in_bfloat16(arg) for arg in args), **(kwargs or {})).to(torch.float32)
+        else:
+            result = call(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, Tensor):
+                self._count(tensor.untyped_storage())
+        return result
+
+    def _count(self, storage: torch.UntypedStorage) -> None:
+        address = _address(storage)
+        if address in self._before:
+            return
+        if address not in self._sizes:
+            self._sizes[address] = 0
+            weakref.finalize(storage, self._release, address)
+        self._held += storage.nbytes() - self._sizes[address]
+        self._sizes[address] = storage.nbytes()
+        self.peak = max(self.peak, self._held)
+
+    def _release(self, address: int) -> None:
+        self._held -= self._sizes.pop(address)
+
+    def __enter__(self) -> _Storages:
+        """FSDP2 resizes the storages of gathered layers, which is no operation that a mode could see.
+
+        torch's own tracker replaces the same method (torch/distributed/_tools/mem_tracker.py).
+        """
+        self._resize = resize = torch.UntypedStorage.resize_
+
+        def counted(storage: torch.UntypedStorage, size: int) -> None:
+            resize(storage, size)
+            self._count(storage)
+
+        torch.UntypedStorage.resize_ = counted  # type: ignore[assignment,method-assign]
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+
+
+def _in_bfloat16(argument: Any) -> Any:
+    """Return a product's argument in the only dtype for which torch tells the shape of products over experts."""
+    is_matrix = isinstance(argument, Tensor) and argument.is_floating_point()
+    return argument.to(torch.bfloat16) if is_matrix else argument
+
+
+def _address(storage: torch.UntypedStorage) -> int:
+    return int(storage._cdata)  # noqa: SLF001 - nothing else tells storages without memory apart
+
+
+def _is_sum_of_gradients(one: Any, other: Any) -> bool:
+    """Return True for a sum that autograd makes in place if no mode watches (torch/csrc/autograd/input_buffer.cpp)."""
+    return (
+        not torch.is_grad_enabled()
+        and isinstance(one, Tensor)
+        and isinstance(other, Tensor)
+        and (one.shape, one.dtype) == (other.shape, other.dtype)
+        and one.is_contiguous()
+    )
+
+
+@contextlib.contextmanager
+def _pretending_ranks(count: int) -> Iterator[None]:
+    if count == 1:
+        yield
+        return
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=count)
+    try:
+        with pretended_mesh(count):
+            yield
+    finally:
+        dist.destroy_process_group()
