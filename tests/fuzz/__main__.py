@@ -27,6 +27,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="fuzz", description=__doc__)
     parser.add_argument("targets", nargs="*", metavar="TARGET", help=f"all by default: {', '.join(PLACES)}")
     parser.add_argument("--seconds", type=int, default=3600, help="of all targets together")
+    parser.add_argument("--seed", type=int, default=0, help="of the search; 0 draws one")
     parser.add_argument("--in-this-process", action="store_true", help="one target, for as long as --seconds says")
     options = parser.parse_args()
     if SCRATCH.is_dir():
@@ -35,19 +36,19 @@ def main() -> int:
         parser.error(f"no target {', '.join(sorted(unknown))}")
     if options.in_this_process:
         [name] = options.targets
-        _fuzz(name, options.seconds)
+        _fuzz(name, options.seconds, options.seed)
     names = options.targets or list(PLACES)
     part_s = max(1, options.seconds // len(names))
-    found = [name for name in names if _run(name, part_s)]
+    found = [name for name in names if _run(name, part_s, options.seed)]
     return 1 if found else 0
 
 
-def _run(name: str, seconds: int) -> bool:
+def _run(name: str, seconds: int, seed: int) -> bool:
     """Fuzz a target in a process of its own, and return whether something was found."""
     began = time.monotonic()
     log = _found(name) / "log"
     with log.open("wb") as output:
-        words = ["-m", "fuzz", "--in-this-process", "--seconds", str(seconds), name]
+        words = ["-m", "fuzz", "--in-this-process", "--seconds", str(seconds), "--seed", str(seed), name]
         code = subprocess.run([sys.executable, *words], stdout=output, stderr=subprocess.STDOUT, check=False).returncode
     lines = log.read_text(errors="replace").splitlines()
     tries = next((line for line in reversed(lines) if line.startswith("Done ")), "")
@@ -61,7 +62,7 @@ def _found(name: str) -> Path:
     return place
 
 
-def _fuzz(name: str, seconds: int) -> None:
+def _fuzz(name: str, seconds: int, seed: int) -> None:
     """Fuzz until the time is over; does not return."""
     place = PLACES[name]
     with atheris.instrument_imports(include=list(place.packages)):
@@ -71,6 +72,7 @@ def _fuzz(name: str, seconds: int) -> None:
         [
             "fuzz",
             f"-max_total_time={seconds}",
+            f"-seed={seed}",
             f"-max_len={place.longest}",
             f"-timeout={INPUT_S}",
             f"-rss_limit_mb={MEMORY_MB}",

@@ -65,7 +65,7 @@ async def _turn() -> None:
         await asyncio.sleep(0)
 
 
-async def _said(port: DataPort, pieces: list[bytes]) -> bytes | None:
+async def _answers(port: DataPort, pieces: list[bytes]) -> bytes | None:
     """Return what a caller gets that sends these pieces, and then leaves; None if its connection was broken off."""
     wire, connection = Wire(), CallerConnection(port)
     connection.connection_made(wire)
@@ -96,10 +96,10 @@ def gate_request(data: bytes) -> None:
                 call.answer(200, b"%d" % len(body))
 
         pieces = [data] if to is heard[0] else [data[at : at + PIECE] for at in range(0, len(data), PIECE)]
-        said = await _said(DataPort(handle), pieces)
-        if said is None:  # its body never came
+        answer = await _answers(DataPort(handle), pieces)
+        if answer is None:  # its body never came
             return []
-        return _statuses(said, [method for method, _, _ in to])
+        return _statuses(answer, [method for method, _, _ in to])
 
     at_once, in_pieces = (LOOP.run_until_complete(listen(to)) for to in heard)
     if len(heard[0]) <= MAX_WAITING:  # more that come at once are too many, and one by one they are not
@@ -107,7 +107,7 @@ def gate_request(data: bytes) -> None:
         assert at_once == in_pieces, (at_once, in_pieces)
 
 
-def _statuses(said: bytes, methods: list[str]) -> list[int]:
+def _statuses(answer: bytes, methods: list[str]) -> list[int]:
     """Return the hundreds of each answer. Raises if they are not whole: one for each method and at most one more."""
     if "HEAD" in methods:  # its answer announces a body that never comes, which only who asked knows
         return []
@@ -118,10 +118,10 @@ def _statuses(said: bytes, methods: list[str]) -> list[int]:
             whole.append(parser.get_status_code() // 100)
 
     parser = HttpResponseParser(Answers())
-    if said:
-        parser.feed_data(said)
+    if answer:
+        parser.feed_data(answer)
     whole = [hundreds for hundreds in whole if hundreds > 1]
-    assert len(methods) <= len(whole) <= len(methods) + 1, (said, methods)
+    assert len(methods) <= len(whole) <= len(methods) + 1, (answer, methods)
     return whole
 
 
@@ -133,11 +133,11 @@ def gate_body(data: bytes) -> None:
         except GateRefusal as refusal:
             _is_fault_of_caller(refusal)
             continue
-        said = json.loads(asked.body)
-        assert said["rid"] == asked.rid
-        assert said["stream"] is True
+        answer = json.loads(asked.body)
+        assert answer["rid"] == asked.rid
+        assert answer["stream"] is True
         for name in ("input_ids",) if dialect.path == Native.path else ("input_ids", "prompt"):
-            ids = said.get(name)
+            ids = answer.get(name)
             assert not isinstance(ids, list) or all(type(one) is int and 0 <= one < 1000 for one in ids), ids
 
 
@@ -192,11 +192,11 @@ async def _answered(path: str, answer: bytes, *, streams: bool) -> None:
     gate.open(Backend("http://engine:1", "i1", WeightVersion(1, 1), abort, vocabulary=1000))
     body = BODY % (b"true" if streams else b"false")
     head = f"POST {path} HTTP/1.1\r\nContent-Length: {len(body)}\r\n\r\n".encode()
-    said = await _said(DataPort(serve), [head + body])
+    output = await _answers(DataPort(serve), [head + body])
     if failed:
         raise failed[0]
-    if said is not None:  # after the beginning of an answer, breaking off is how an error is said
-        _statuses(said, ["POST"])
+    if output is not None:  # after the beginning of an answer, breaking off is how an error is said
+        _statuses(output, ["POST"])
     assert gate.in_flight == 0
     assert gate._held_bytes == 0
     gate.close()

@@ -1,4 +1,6 @@
-"""What reaches the rollout controller and its task processes: answers, conversations, templates, rows."""
+"""These targets feed what reaches the rollout controller and its task processes:
+answers, conversations, templates, rows.
+"""
 
 from __future__ import annotations
 

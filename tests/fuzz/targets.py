@@ -12,7 +12,7 @@ Target = Callable[[bytes], None]
 
 
 class Place(NamedTuple):
-    """Where a target is defined, and which of our packages are watched for new ways through them."""
+    """A Place says where a target is defined, and which of our packages are watched for new paths through them."""
 
     module: str
     function: str

@@ -52,7 +52,7 @@ def member_message(data: bytes) -> None:
 
 
 def member_frames(data: bytes) -> None:
-    """What a member sends is the same frames in whichever pieces it comes, or breaks the contract."""
+    """Check that a member's bytes give the same frames in whichever pieces they come, or break the contract."""
     read: list[list[bytes | None]] = []
     for piece in (len(data) or 1, 3):
         frames: list[bytes | None] = []

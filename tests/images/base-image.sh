@@ -4,16 +4,6 @@
 set -euo pipefail
 out=$(realpath -m -- "${1:?usage: base-image.sh FILE}")
 
-missing=()
-for each in podman mmdebstrap; do
-    command -v $each >/dev/null || missing+=("$each")
-done
-if [ ${#missing[@]} -gt 0 ]; then
-    echo "not on PATH: ${missing[*]}: install them, e.g. \`apt-get install --no-install-recommends runc ${missing[*]}\`" >&2
-    exit 2
-fi
-[ "$(id -u)" = 0 ] || { echo "not root: podman and mmdebstrap are run as root here" >&2; exit 2; }
-
 [ ! -e "$out" ] || exit 0
 echo "base-image.sh: making a root file system of Debian's packages, 190 MB: about a minute the first time"
 mkdir -p "$(dirname "$out")"

@@ -18,6 +18,7 @@ import (
 	kubectl "k8s.io/kubectl/pkg/cmd"
 	apiserver "k8s.io/kubernetes/cmd/kube-apiserver/app"
 	controllermanager "k8s.io/kubernetes/cmd/kube-controller-manager/app"
+	kubeproxy "k8s.io/kubernetes/cmd/kube-proxy/app"
 	scheduler "k8s.io/kubernetes/cmd/kube-scheduler/app"
 	kubelet "k8s.io/kubernetes/cmd/kubelet/app"
 
@@ -34,6 +35,7 @@ var kubernetesCommands = map[string]func(args []string) (*cobra.Command, error){
 	"kube-controller-manager": func([]string) (*cobra.Command, error) { return controllermanager.NewControllerManagerCommand(), nil },
 	"kube-scheduler":          func([]string) (*cobra.Command, error) { return scheduler.NewSchedulerCommand(), nil },
 	"kubelet":                 func([]string) (*cobra.Command, error) { return kubelet.NewKubeletCommand(context.Background()), nil },
+	"kube-proxy":              func([]string) (*cobra.Command, error) { return kubeproxy.NewProxyCommand(), nil },
 	"kubectl":                 func([]string) (*cobra.Command, error) { return kubectl.NewDefaultKubectlCommand(), nil },
 	"helm": func(args []string) (*cobra.Command, error) {
 		return helm.NewRootCmd(os.Stdout, args, helm.SetupLogging)

@@ -84,6 +84,8 @@ func upCommand(dir *string) *cobra.Command {
 	f.BoolVar(&detach, "detach", false, "run it in the background and return when it is ready")
 	f.StringVar(&o.Images, "images", "", "file that says what image names stand for (default: every name is this machine's root)")
 	f.IntVar(&o.Nodes, "nodes", 1, "number of nodes, each a kubelet with its runtime")
+	f.StringVar(&o.Containerd, "containerd", "", "directory of containerd's programs: nodes run it in place of the runtime of our own")
+	f.BoolVar(&o.Services, "services", false, "Service addresses and names, by kube-proxy and CoreDNS; with --containerd")
 	f.StringSliceVar(&resources, "extended-resource", nil, "NAME=NUMBER simulated on each node, as nvidia.com/gpu=8")
 	f.IntVar(&o.Devices, "devices", 0, "number of fake DRA devices on each node")
 	f.StringVar(&o.Driver, "driver", "gpu.example.com", "name of their DRA driver and DeviceClass")

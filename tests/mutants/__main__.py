@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import argparse
 import ast
+import contextlib
 import os
 import shlex
 import subprocess
 import sys
+import time
 import tomllib
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -20,10 +22,10 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
-from cosmic_ray.tools.filters.git import GitFilter
 from cosmic_ray.work_db import WorkDB, use_db
 from cosmic_ray.work_item import MutationSpec, TestOutcome, WorkerOutcome, WorkItem, WorkResult
 
+from mutants.changed import lines_since
 from setup.environments import DEV
 from setup.layout import CHECKOUT
 
@@ -50,7 +52,7 @@ TARGETS: dict[str, tuple[str, ...]] = {  # file of the core -> the tests that mu
     f"{_ROLLOUT}/rules/overlong.py": ("unit/test_rollout_overlong.py",),
     f"{_ROLLOUT}/rules/resume.py": ("unit/test_rollout_resume.py", *_OF_WORKER),
     f"{_ROLLOUT}/rules/staleness.py": ("unit/test_rollout_staleness.py",),
-    f"{_ROLLOUT}/sealer.py": _OF_WORKER,
+    f"{_ROLLOUT}/sealer.py": ("unit/test_rollout_sealer.py", *_OF_WORKER),
     f"{_ROLLOUT}/store/batches.py": ("unit/test_rollout_batches.py", *_OF_WORKER),
     "workloads/trainer/colocated_rl_trainer/grpo/loss.py": ("contract/test_trainer_loss.py",),
 }
@@ -72,13 +74,15 @@ def main(words: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="mutants", description=__doc__)
     parser.add_argument("--only", default="", help="files whose path contains this")
     parser.add_argument("--since", help="commit: mutants of lines that changed after it")
+    parser.add_argument("--within", type=float, metavar="SECONDS", help="try no further mutants past this time")
     options = parser.parse_args(words)
     files = [file for file in TARGETS if options.only in file]
     if not files:
         print(f"no file of the core has {options.only!r} in its path: they are {', '.join(TARGETS)}")
         return 2
+    until = None if options.within is None else time.monotonic() + options.within
     with ThreadPoolExecutor(AT_ONCE) as pool:
-        found: set[Survivor] = set().union(*pool.map(lambda file: run(file, options.since), files))
+        found: set[Survivor] = set().union(*pool.map(lambda file: run(file, options.since, until), files))
     accepted = {
         Survivor(entry["file"], entry["was"], entry["now"])
         for entry in tomllib.loads(ACCEPTED.read_text()).get("accepted", [])
@@ -86,25 +90,26 @@ def main(words: Sequence[str]) -> int:
     }
     for survivor in sorted(found - accepted):
         print(f"survived: {survivor}")
-    gone = set() if options.since else accepted - found
+    gone = set() if options.since or options.within else accepted - found
     for survivor in sorted(gone):
         print(f"no survivor any more, take it out of {ACCEPTED.name}: {survivor}")
     return 1 if found - accepted or gone else 0
 
 
-def run(file: str, since: str | None) -> set[Survivor]:
-    """Return the mutants of one file that its tests let pass. Raises SystemExit where they fail without a mutant."""
+def run(file: str, since: str | None, until: float | None) -> set[Survivor]:
+    """Return the mutants of one file that its tests let pass. Raises SystemExit where they fail without a mutant.
+
+    until: on the monotonic clock; what is not tried by then is counted and left.
+    """
+    changed = None if since is None else lines_since(since, file, root=CHECKOUT.root)
+    if changed == set():
+        return set()
     with TemporaryDirectory() as place:
         checkout = Path(place) / "checkout"
         copy_checkout(checkout)
         pytest = CHECKOUT.environment(DEV) / "bin/pytest"
         options = ("-x", "-q", "-p", "no:cacheprovider", "-c", "tests/pyproject.toml")
         command = [str(pytest), *options, *(f"tests/{name}" for name in TARGETS[file])]
-        print(f"{file}: begins", flush=True)
-        env = environment(checkout)
-        plain = subprocess.run(command, cwd=checkout, env=env, capture_output=True, text=True, check=False)
-        if plain.returncode:
-            raise SystemExit(f"{file}: its tests fail without a mutant\n{plain.stdout[-2000:]}")
         config = checkout / "mutants.toml"
         config.write_text(
             f'[cosmic-ray]\nmodule-path = "{file}"\ntimeout = {MUTANT_S}\nexcluded-modules = []\n'
@@ -116,14 +121,26 @@ def run(file: str, since: str | None) -> set[Survivor]:
         with use_db(session) as database:
             skip(database, lambda mutation: not is_likely(mutation))
             skip(database, outside_code((checkout / file).read_text()))
-            if since:
-                GitFilter()._skip_filtered(database, since)
-            cosmic_ray(checkout, "exec", config, session)
-            ended = list(database.completed_work_items)
+            if changed is not None:
+                skip(database, lambda mutation: not changed & {*range(mutation.start_pos[0], mutation.end_pos[0] + 1)})
+            left = len(list(database.pending_work_items))
+            if not left:
+                return set()
+            print(f"{file}: {left} mutants", flush=True)
+            require_success_without_a_mutant(file, command, checkout)
+            cosmic_ray(checkout, "exec", config, session, until=until)
+            ended, left = list(database.completed_work_items), len(list(database.pending_work_items))
         survivors = [(item, result) for item, result in ended if result.test_outcome is TestOutcome.SURVIVED]
         tried = sum(result.worker_outcome is WorkerOutcome.NORMAL for _, result in ended)
-        print(f"{file}: {tried} mutants, {len(survivors)} survived", flush=True)
+        print(f"{file}: {tried} tried, {len(survivors)} survived, {left} not tried", flush=True)
         return {survivor(file, result) for _, result in survivors}
+
+
+def require_success_without_a_mutant(file: str, command: Sequence[str], checkout: Path) -> None:
+    env = environment(checkout)
+    plain = subprocess.run(command, cwd=checkout, env=env, capture_output=True, text=True, check=False)
+    if plain.returncode:
+        raise SystemExit(f"{file}: its tests fail without a mutant\n{plain.stdout[-2000:]}")
 
 
 def copy_checkout(into: Path) -> None:
@@ -150,11 +167,14 @@ def environment(checkout: Path) -> dict[str, str]:
     return os.environ | {"PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1"}
 
 
-def cosmic_ray(checkout: Path, command: str, config: Path, session: Path) -> None:
-    subprocess.run(
-        [sys.executable, "-m", "cosmic_ray.cli", command, config, session],
-        cwd=checkout, env=environment(checkout), check=True, stdout=subprocess.DEVNULL,
-    )  # fmt: skip
+def cosmic_ray(checkout: Path, command: str, config: Path, session: Path, *, until: float | None = None) -> None:
+    """Run a command of Cosmic Ray. Past `until` it is ended, after the mutants that it has tried by then."""
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        subprocess.run(
+            [sys.executable, "-m", "cosmic_ray.cli", command, config, session],
+            cwd=checkout, env=environment(checkout), check=True, stdout=subprocess.DEVNULL,
+            timeout=None if until is None else max(1.0, until - time.monotonic()),
+        )  # fmt: skip
 
 
 # ------------------------------------------------------------------------------------------------- which mutants

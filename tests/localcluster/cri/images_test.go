@@ -1,6 +1,7 @@
 package cri
 
 import (
+	"fmt"
 	"os"
 	"path/filepath"
 	"slices"
@@ -44,6 +45,24 @@ func TestImageIsFoundWithAndWithoutTag(t *testing.T) {
 func TestAnyNameIsTheMachineWithoutAFile(t *testing.T) {
 	if i, err := imageFile("").find("whatever:1"); err != nil || i.Root != "/" {
 		t.Errorf("got %+v, %v", i, err)
+	}
+}
+
+func TestFilesOfAnImageAreAVolumeAndNothingAboveThem(t *testing.T) {
+	root := t.TempDir()
+	file := filepath.Join(root, "images.yaml")
+	writeFile(t, file, fmt.Sprintf(`images: {model: {root: %s}, machine: {}}`, root))
+	s := &server{images: imageFile(file)}
+	for sub, want := range map[string]string{"": root, "small": filepath.Join(root, "small"), "../../etc": filepath.Join(root, "etc")} {
+		if got, err := s.files("model", sub); err != nil || got != want {
+			t.Errorf("%q: got %s, %v", sub, got, err)
+		}
+	}
+	if got, err := s.files("machine", ""); err == nil {
+		t.Errorf("the machine's root: got %s", got)
+	}
+	if _, err := s.files("other", ""); status.Code(err) != codes.NotFound {
+		t.Errorf("an unknown image: %v", err)
 	}
 }
 

@@ -104,8 +104,13 @@ func (s *server) spec(p *sandbox, c *container) (*box.Spec, error) {
 		b.Mounts = append(b.Mounts, box.Mount{Source: s.path(sandboxKind, p.ID, name), Target: "/etc/" + name})
 	}
 	for _, m := range c.Config.Mounts {
-		if m.GetImage().GetImage() != "" {
-			return nil, errors.New("image volumes are not offered here")
+		if name := m.GetImage().GetImage(); name != "" {
+			files, err := s.files(name, m.GetImageSubPath())
+			if err != nil {
+				return nil, err
+			}
+			b.Mounts = append(b.Mounts, box.Mount{Source: files, Target: m.ContainerPath, Readonly: true})
+			continue
 		}
 		b.Mounts = append(b.Mounts, box.Mount{Source: m.HostPath, Target: m.ContainerPath, Readonly: m.Readonly,
 			Propagate: m.Propagation != v1.MountPropagation_PROPAGATION_PRIVATE})
@@ -124,6 +129,18 @@ func (s *server) spec(p *sandbox, c *container) (*box.Spec, error) {
 		return nil, fmt.Errorf("memory limit: %w", err)
 	}
 	return b, nil
+}
+
+// files of an image, or a directory of them, for a volume.
+func (s *server) files(name, sub string) (string, error) {
+	i, err := s.images.find(name)
+	if err != nil {
+		return "", err
+	}
+	if i.Root == machineRoot {
+		return "", fmt.Errorf("image %q is this machine's own root, which is no volume: give it a root", name)
+	}
+	return filepath.Join(i.Root, filepath.Clean("/"+sub)), nil
 }
 
 // launch starts a container's command, and returns when it runs or has failed to.

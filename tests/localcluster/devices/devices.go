@@ -11,9 +11,6 @@ import (
 	"sync"
 	"syscall"
 
-	"k8s.io/client-go/kubernetes"
-	"k8s.io/client-go/tools/clientcmd"
-
 	"a.localcluster/layout"
 	"a.localcluster/pki"
 )
@@ -36,11 +33,7 @@ func Main(args []string) error {
 	}
 	ctx, cancel := signal.NotifyContext(context.Background(), syscall.SIGTERM, syscall.SIGINT)
 	defer cancel()
-	cfg, err := clientcmd.BuildConfigFromFlags("", pki.Kubeconfig(layout.Dir(*dir), pki.Admin))
-	if err != nil {
-		return err
-	}
-	client, err := kubernetes.NewForConfig(cfg)
+	client, err := pki.Client(layout.Dir(*dir), pki.Admin)
 	if err != nil {
 		return err
 	}

@@ -50,6 +50,7 @@ func (n Node) Path(parts ...string) string {
 func (n Node) Kubelet() string                       { return n.Path("kubelet") } // its /var/lib/kubelet
 func (n Node) Logs() string                          { return n.Path("log") }     // its /var/log, with its containers' logs
 func (n Node) Runtime() string                       { return n.Path("runtime") } // records and scratch directories of the runtime
+func (n Node) Shims() string                         { return n.Path("shims") }   // its /run/containerd
 func (n Node) Socket() string                        { return n.Path("cri.sock") }
 func (n Node) CDI() string                           { return n.Path("cdi") } // what prepared device claims mean for a container
 func (n Node) ComponentName(component string) string { return component + "-" + n.Name() }

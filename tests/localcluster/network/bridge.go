@@ -8,7 +8,8 @@ import (
 	"github.com/vishvananda/netlink"
 )
 
-const bridge = "pods0"
+// Bridge is the interface that pods are connected to, in the namespace that nodes share.
+const Bridge = "pods0"
 
 // bridgeAddress is locally administered. A bridge without an address of its own takes the lowest of its interfaces', and so
 // another one when that pod ends: pods that know it by the old one reach nothing, the API server included, for a minute.
@@ -27,12 +28,12 @@ func MakeBridge(nodes int) error {
 		return err
 	}
 	attrs := netlink.NewLinkAttrs()
-	attrs.Name, attrs.HardwareAddr = bridge, bridgeAddress
+	attrs.Name, attrs.HardwareAddr = Bridge, bridgeAddress
 	br := &netlink.Bridge{LinkAttrs: attrs}
 	if err := netlink.LinkAdd(br); err != nil {
 		return fmt.Errorf("bridge (is the kernel's bridge module there?): %w", err)
 	}
-	disableIPv6(bridge)
+	disableIPv6(Bridge)
 	for node := 1; node <= nodes; node++ {
 		if err := netlink.AddrAdd(br, &netlink.Addr{IPNet: ipNet(NodeIP(node), 16)}); err != nil {
 			return err
@@ -40,6 +41,9 @@ func MakeBridge(nodes int) error {
 	}
 	return netlink.LinkSetUp(br)
 }
+
+// Forward lets the calling process's namespace pass packets on, as a node does for Services.
+func Forward() error { return os.WriteFile("/proc/sys/net/ipv4/ip_forward", []byte("1"), 0) }
 
 // disableIPv6 spares duplicate-address detection and router solicitation. A kernel without IPv6 has no such file.
 func disableIPv6(link string) {

@@ -40,7 +40,7 @@ func TestBridgeKeepsItsAddressWhateverPodsComeAndGo(t *testing.T) {
 	if err := MakeBridge(1); err != nil {
 		t.Fatal(err)
 	}
-	made, err := netlink.LinkByName(bridge)
+	made, err := netlink.LinkByName(Bridge)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -50,7 +50,7 @@ func TestBridgeKeepsItsAddressWhateverPodsComeAndGo(t *testing.T) {
 	if err := netlink.LinkAdd(&netlink.Veth{LinkAttrs: attrs, PeerName: "eth0"}); err != nil {
 		t.Fatal(err)
 	}
-	now, err := netlink.LinkByName(bridge)
+	now, err := netlink.LinkByName(Bridge)
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -150,7 +150,7 @@ func (p Pod) connect(node *netlink.Handle, netns int) error {
 	if err := pod.LinkSetUp(lo); err != nil {
 		return err
 	}
-	br, err := node.LinkByName(bridge)
+	br, err := node.LinkByName(Bridge)
 	if err != nil {
 		return err
 	}

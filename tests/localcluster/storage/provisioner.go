@@ -23,7 +23,6 @@ import (
 	corelisters "k8s.io/client-go/listers/core/v1"
 	storagelisters "k8s.io/client-go/listers/storage/v1"
 	"k8s.io/client-go/tools/cache"
-	"k8s.io/client-go/tools/clientcmd"
 
 	"a.localcluster/layout"
 	"a.localcluster/pki"
@@ -59,11 +58,7 @@ func Main(args []string) error {
 	}
 	ctx, cancel := signal.NotifyContext(context.Background(), syscall.SIGTERM, syscall.SIGINT)
 	defer cancel()
-	cfg, err := clientcmd.BuildConfigFromFlags("", pki.Kubeconfig(layout.Dir(*dir), pki.Admin))
-	if err != nil {
-		return err
-	}
-	client, err := kubernetes.NewForConfig(cfg)
+	client, err := pki.Client(layout.Dir(*dir), pki.Admin)
 	if err != nil {
 		return err
 	}

@@ -11,7 +11,6 @@ import (
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/client-go/kubernetes"
-	"k8s.io/client-go/tools/clientcmd"
 
 	"a.localcluster/box"
 	"a.localcluster/layout"
@@ -39,7 +38,7 @@ func bringUp(ctx context.Context, o Options, nodes []layout.Node, p *processes) 
 	}
 	p.asked <- &component{name: "etcd", args: []string{"etcd", dir.Path("etcd"), etcdClientURL, etcdPeerURL}}
 	p.asked <- &component{name: "kube-apiserver", args: append([]string{"kube-apiserver"}, apiServerFlags(dir)...)}
-	client, err := newClient(dir)
+	client, err := pki.Client(dir, pki.Admin)
 	if err != nil {
 		return err
 	}
@@ -59,6 +58,15 @@ func bringUp(ctx context.Context, o Options, nodes []layout.Node, p *processes) 
 	for _, n := range nodes {
 		if err := startNode(ctx, o, n, p); err != nil {
 			return err
+		}
+	}
+	if o.Services {
+		further, err := services(o, nodes)
+		if err != nil {
+			return err
+		}
+		for _, each := range further {
+			p.asked <- each
 		}
 	}
 	if o.Devices > 0 || len(o.ExtendedResources) > 0 {
@@ -81,14 +89,6 @@ func bringUp(ctx context.Context, o Options, nodes []layout.Node, p *processes) 
 		_, err := client.StorageV1().StorageClasses().Get(ctx, storage.DefaultClass, metav1.GetOptions{})
 		return err
 	})
-}
-
-func newClient(dir layout.Dir) (kubernetes.Interface, error) {
-	cfg, err := clientcmd.BuildConfigFromFlags("", pki.Kubeconfig(dir, pki.Admin))
-	if err != nil {
-		return nil, err
-	}
-	return kubernetes.NewForConfig(cfg)
 }
 
 // until asks again and again; past the deadline it says what was still wrong.
@@ -134,16 +134,22 @@ func startNode(ctx context.Context, o Options, n layout.Node, p *processes) erro
 	if err := os.Remove(n.Socket()); err != nil && !os.IsNotExist(err) { // its presence says that the runtime listens
 		return err
 	}
-	ns, err := makeNodeNamespaces(n)
+	ns, err := makeNodeNamespaces(n, o.Containerd != "")
 	if err != nil {
 		return err
 	}
-	p.asked <- &component{name: n.ComponentName("cri"), node: ns,
+	runtime := &component{name: n.ComponentName("cri"), node: ns,
 		args: []string{"cri", "--dir=" + string(n.Dir), "--node=" + strconv.Itoa(n.Index), "--images=" + o.Images}}
+	if o.Containerd != "" {
+		if runtime, err = containerd(o, n, ns); err != nil {
+			return err
+		}
+	}
+	p.asked <- runtime
 	if err := until(ctx, n.Dir, "container runtime of "+n.Name(), func() error { _, err := os.Stat(n.Socket()); return err }); err != nil {
 		return err
 	}
-	if err := os.WriteFile(n.Path("kubelet.yaml"), []byte(kubeletConfig(n)), 0o600); err != nil {
+	if err := os.WriteFile(n.Path("kubelet.yaml"), []byte(kubeletConfig(n, o.Containerd != "")), 0o600); err != nil {
 		return err
 	}
 	p.asked <- &component{name: n.ComponentName("kubelet"), node: ns, args: append([]string{"kubelet"}, kubeletFlags(n)...)}

@@ -5,6 +5,7 @@ import (
 	"os"
 	"strconv"
 
+	"a.localcluster/cgroup"
 	"a.localcluster/layout"
 	"a.localcluster/network"
 	"a.localcluster/pki"
@@ -88,9 +89,14 @@ func kubeletFlags(n layout.Node) []string {
 	}
 }
 
-// kubeletConfig: limits are the runtime's part here, so no groups of the kubelet's own; and no eviction, as the disk is the
-// machine's. The DNS address is the node's, where nothing answers: names fail at once, and pods get no event about it.
-func kubeletConfig(n layout.Node) string {
+// kubeletConfig: limits are the part of our own runtime, so no groups of the kubelet's own with that; and no eviction for the
+// node's sake, as the disk is the machine's. The DNS address is the node's. Without CoreDNS nothing answers there: names fail at
+// once, and pods get no event about it.
+func kubeletConfig(n layout.Node, containerd bool) string {
+	groups := ""
+	if containerd {
+		groups = cgroup.KubeletRoot(n.Dir.Tag(), n.Name())
+	}
 	return fmt.Sprintf(`apiVersion: kubelet.config.k8s.io/v1beta1
 kind: KubeletConfiguration
 featureGates: {KubeletInUserNamespace: %[1]t} # tolerates that /dev/kmsg is closed
@@ -105,11 +111,12 @@ containerLogMaxSize: 10Mi
 containerLogMaxFiles: 3
 containerLogMonitorInterval: 3s
 cgroupDriver: cgroupfs
-cgroupsPerQOS: false
+cgroupsPerQOS: %[6]t
+cgroupRoot: "%[7]s"
 enforceNodeAllocatable: []
 failCgroupV1: false
 failSwapOn: false
-localStorageCapacityIsolation: false
+localStorageCapacityIsolation: %[6]t
 evictionHard: {imagefs.available: "0%%", nodefs.available: "0%%", memory.available: "0%%", nodefs.inodesFree: "0%%"}
 imageGCHighThresholdPercent: 100
 imageGCLowThresholdPercent: 99
@@ -118,5 +125,5 @@ clusterDNS: [%[2]s]
 resolvConf: ""
 serializeImagePulls: false
 nodeStatusUpdateFrequency: 2s
-`, inUserNamespace, network.NodeIP(n.Index), n.Dir.Secret("ca.crt"), n.Socket(), n.Path("volume-plugins"))
+`, inUserNamespace, network.NodeIP(n.Index), n.Dir.Secret("ca.crt"), n.Socket(), n.Path("volume-plugins"), containerd, groups)
 }

@@ -55,6 +55,11 @@ func Inside(text string) error {
 	if err := network.MakeBridge(o.Nodes); err != nil { // before /proc/sys is read-only
 		return refusedNamespaces(err)
 	}
+	if o.Services {
+		if err := network.Forward(); err != nil {
+			return err
+		}
+	}
 	if err := closeMachine(o.Dir); err != nil {
 		return err
 	}
@@ -89,8 +94,8 @@ func Inside(text string) error {
 // shutDown ends what has something to finish: pods, and the database. The kernel ends whatever is left with this process.
 func shutDown(p *processes) {
 	p.stop(2*time.Second, syscall.SIGTERM, "kubelet", "provisioner", "devices", "kube-controller-manager", "kube-scheduler")
-	p.stop(8*time.Second, syscall.SIGTERM, "cri")          // gives containers a moment
-	p.stop(time.Second, syscall.SIGKILL, "kube-apiserver") // it would wait for watches to end; what it said is in the database
+	p.stop(8*time.Second, syscall.SIGTERM, "cri", "containerd") // gives containers a moment
+	p.stop(time.Second, syscall.SIGKILL, "kube-apiserver")      // it would wait for watches to end; what it said is in the database
 	p.stop(3*time.Second, syscall.SIGTERM, "etcd")
 }
 

@@ -72,10 +72,15 @@ type nodeNamespaces struct{ mounts, uts *os.File }
 const (
 	kubeletRoot = "/var/lib/kubelet"
 	logRoot     = "/var/log"
+	shimRoot    = "/run/containerd" // sockets of containerd's shims
 )
 
-func makeNodeNamespaces(n layout.Node) (*nodeNamespaces, error) {
+func makeNodeNamespaces(n layout.Node, containerd bool) (*nodeNamespaces, error) {
 	ns := &nodeNamespaces{}
+	own := map[string]string{kubeletRoot: n.Kubelet(), logRoot: n.Logs()}
+	if containerd {
+		own[shimRoot] = n.Shims()
+	}
 	err := network.OnThread(func() (err error) {
 		if err := unix.Unshare(syscall.CLONE_NEWNS | syscall.CLONE_NEWUTS); err != nil {
 			return err
@@ -86,7 +91,7 @@ func makeNodeNamespaces(n layout.Node) (*nodeNamespaces, error) {
 		if err := mount("", "/", "", syscall.MS_REC|syscall.MS_PRIVATE, ""); err != nil {
 			return err
 		}
-		for at, own := range map[string]string{kubeletRoot: n.Kubelet(), logRoot: n.Logs()} {
+		for at, own := range own {
 			if err := os.MkdirAll(own, 0o755); err != nil {
 				return err
 			}

@@ -17,9 +17,11 @@ import (
 
 // Options of a cluster, as asked for on the command line.
 type Options struct {
-	Dir    layout.Dir
-	Images string // file of image names, "": every name is this machine's root
-	Nodes  int
+	Dir        layout.Dir
+	Images     string // file of image names, "": every name is this machine's root
+	Nodes      int
+	Containerd string // directory of containerd's programs, "": nodes run the runtime of our own
+	Services   bool   // kube-proxy and CoreDNS
 	// ExtendedResources of each node by name, simulated: nothing but the number is there.
 	ExtendedResources map[string]string
 	Devices           int    // fake devices of a DRA driver, on each node
@@ -72,6 +74,9 @@ func (o *Options) Complete() error {
 	if o.Devices == 0 {
 		o.Driver = ""
 	}
+	if err := o.checkContainerd(); err != nil {
+		return err
+	}
 	return o.Dir.CheckLength(o.Driver)
 }
 
@@ -84,6 +89,8 @@ func (o *Options) differences(running Options) (out []string) {
 	}
 	add("--images", running.Images, o.Images)
 	add("--nodes", running.Nodes, o.Nodes)
+	add("--containerd", running.Containerd, o.Containerd)
+	add("--services", running.Services, o.Services)
 	add("--devices", running.Devices, o.Devices)
 	add("--driver", running.Driver, o.Driver)
 	if !maps.Equal(running.ExtendedResources, o.ExtendedResources) {

@@ -33,6 +33,8 @@ func TestOptionsThatCanNotWorkAreRefused(t *testing.T) {
 		"no such image file": func(o *Options) { o.Images = "/no/such/file" },
 		"too long":           func(o *Options) { o.Dir = layout.Dir("/" + strings.Repeat("x", 90)) },
 		"a colon":            func(o *Options) { o.Dir = "/srv/a:b" },
+		"no containerd":      func(o *Options) { o.Containerd = "/no/such/directory" },
+		"only Services":      func(o *Options) { o.Services = true },
 	} {
 		bad := good
 		change(&bad)
@@ -42,14 +44,23 @@ func TestOptionsThatCanNotWorkAreRefused(t *testing.T) {
 	}
 }
 
+func TestContainerdHasNoFileOfImages(t *testing.T) {
+	images := t.TempDir() + "/images.yaml"
+	writeText(t, images, "images: {}\n")
+	o := Options{Dir: "/srv/cluster", Nodes: 1, Containerd: "/opt/containerd", Images: images}
+	if err := o.Complete(); err == nil || !strings.Contains(err.Error(), "--images") {
+		t.Errorf("got %v", err)
+	}
+}
+
 func TestRunningClusterIsComparedWithTheOneAskedFor(t *testing.T) {
 	running := Options{Dir: "/c", Nodes: 1, Port: 4321, ExtendedResources: map[string]string{}}
 	same := Options{Dir: "/c", Nodes: 1} // any port
 	if d := same.differences(running); len(d) > 0 {
 		t.Errorf("found %q", d)
 	}
-	other := Options{Dir: "/c", Nodes: 2, Port: 1, ExtendedResources: map[string]string{"nvidia.com/gpu": "8"}}
-	if d := other.differences(running); len(d) != 3 {
+	other := Options{Dir: "/c", Nodes: 2, Port: 1, Containerd: "/opt/containerd", Services: true, ExtendedResources: map[string]string{"nvidia.com/gpu": "8"}}
+	if d := other.differences(running); len(d) != 5 {
 		t.Errorf("found %q", d)
 	}
 }

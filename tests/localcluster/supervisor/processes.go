@@ -7,6 +7,7 @@ import (
 	"io"
 	"os"
 	"os/signal"
+	"path/filepath"
 	"syscall"
 	"time"
 
@@ -14,11 +15,12 @@ import (
 	"a.localcluster/network"
 )
 
-// component is one process of the cluster: this binary again, under another name.
+// component is one process of the cluster: this binary again, under another name, or another program.
 type component struct {
-	name string // of its log and pid files
-	args []string
-	node *nodeNamespaces // nil: in the supervisor's own
+	name    string // of its log and pid files
+	program string // "": this binary
+	args    []string
+	node    *nodeNamespaces // nil: in the supervisor's own
 
 	pid     int
 	started time.Time
@@ -61,7 +63,11 @@ func (p *processes) start(c *component) error {
 			}
 		}
 		// os.StartProcess and not exec.Command: run collects every child of pid 1, these too
-		child, err = os.StartProcess(layout.Self, append([]string{"localcluster"}, c.args...),
+		program, name := layout.Self, "localcluster"
+		if c.program != "" {
+			program, name = c.program, c.program
+		}
+		child, err = os.StartProcess(program, append([]string{name}, c.args...),
 			&os.ProcAttr{Dir: string(p.dir), Env: p.env, Files: []*os.File{nil, log, log}})
 		return err
 	}
@@ -185,7 +191,7 @@ func (p *processes) stop(limit time.Duration, signal syscall.Signal, kinds ...st
 	of := func() (out []int) {
 		for pid, c := range p.running {
 			for _, kind := range kinds {
-				if c.args[0] == kind {
+				if c.args[0] == kind || filepath.Base(c.program) == kind {
 					out = append(out, pid)
 				}
 			}

@@ -44,7 +44,7 @@ type Broom struct {
 // Start sweeps up after a supervisor of before that was killed together with its broom, and readies a broom for the caller,
 // who holds the directory's lock.
 func Start(dir layout.Dir) (*Broom, error) {
-	if err := cgroup.Find(dir.Tag()).RemoveAll(); err != nil {
+	if err := cgroup.RemoveCluster(dir.Tag()); err != nil {
 		return nil, err
 	}
 	read, write, err := os.Pipe()
@@ -77,7 +77,7 @@ func run(dir layout.Dir) error {
 	_, _ = io.Copy(io.Discard, os.NewFile(pipeFD, "alive")) // any end is the supervisor's
 	f, err := os.OpenFile(dir.Lock(), os.O_RDWR, 0)
 	if os.IsNotExist(err) { // the directory was deleted below a supervisor that was then killed
-		return cgroup.Find(dir.Tag()).RemoveAll()
+		return cgroup.RemoveCluster(dir.Tag())
 	}
 	if err != nil {
 		return err
@@ -94,5 +94,5 @@ func run(dir layout.Dir) error {
 	if err := os.Remove(dir.Kubeconfig()); err != nil && !os.IsNotExist(err) {
 		return err
 	}
-	return cgroup.Find(dir.Tag()).RemoveAll()
+	return cgroup.RemoveCluster(dir.Tag())
 }

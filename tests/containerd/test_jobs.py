@@ -1,0 +1,235 @@
+"""A whole job of two pods with real engines and trainers, in containers of the images that users build."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from cluster import Cluster
+from containerd.conftest import NEXT, NODES, kill, runs_anew, values
+from documents.blocks import under
+from e2e.conftest import HELM_S, NAMESPACE, OPERATOR_NAMESPACE, SCENARIOS, CommandLine
+from e2e.running_job import Kubectl, RunningJob, wait_for
+from e2e.terminal import Terminal
+from podman import REPOSITORY, TAG
+
+from colocated_rl_api import names
+from colocated_rl_api.rungs import Rung
+from setup.layout import CHECKOUT
+
+START_S = 900  # two engines and two trainers start on two cores
+STEPS_S = 400  # a few steps
+SEEN_S = 120
+BACK_S = 60.0
+CACHE_MIB = 32
+TESTS_S = 1500  # whole jobs of other tests
+
+IN_CONTAINER = """
+import json, os, resource
+shm = os.statvfs("/dev/shm")
+print(json.dumps({
+    "ids": [os.getuid(), os.getgid(), os.getgroups()],
+    "written": [path for path in ("/", "/opt/colocated-rl", "/model") if os.access(path, os.W_OK)],
+    "shm is more than a container's default": shm.f_blocks * shm.f_frsize > 64 << 20,
+    "files": len(set(resource.getrlimit(resource.RLIMIT_NOFILE))),
+}))
+"""
+
+
+@pytest.fixture(scope="module")
+def job(kubectl: Kubectl) -> RunningJob:
+    """Has done two steps without a fault."""
+    running = create(kubectl, two_pods())
+    running.wait_for_step(2, deadline_s=START_S)
+    return running
+
+
+def two_pods() -> dict[str, Any]:
+    """The job of other tests with a pod on each node, and a bound on what a pod keeps in its cache."""
+    manifest: dict[str, Any] = yaml.safe_load((SCENARIOS / "two-pods.yaml").read_text())
+    labels = {"matchLabels": manifest["spec"]["podTemplates"]["gpu"]["metadata"]["labels"]}
+    apart = {"topologyKey": "kubernetes.io/hostname", "labelSelector": labels}
+    manifest["spec"]["podTemplates"]["gpu"]["spec"] |= {
+        "volumes": [{"name": "cache", "emptyDir": {"sizeLimit": f"{CACHE_MIB}Mi"}}],
+        "affinity": {"podAntiAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": [apart]}},
+    }
+    return manifest
+
+
+def create(kubectl: Kubectl, manifest: dict[str, Any]) -> RunningJob:
+    kubectl("-n", NAMESPACE, "create", "-f", "-", stdin=json.dumps(manifest))
+    return RunningJob(kubectl, namespace=NAMESPACE, name=manifest["metadata"]["name"])
+
+
+def test_a_job_trains_on_two_nodes_in_containers_of_its_images(job: RunningJob, images: dict[str, str]) -> None:
+    pods = job.pods(names.ROLE_GPU)
+    assert {*NODES} == {pod["spec"]["nodeName"] for pod in pods}
+    assert {images["gpu"]} == {pod["spec"]["containers"][0]["image"] for pod in pods}
+    [ran] = {each["imageID"] for pod in pods for each in pod["status"]["containerStatuses"]}
+    assert ran.startswith(f"{REPOSITORY}/gpu-cpu@sha256:")
+
+
+def test_processes_of_a_job_have_what_the_restricted_standard_leaves_them(job: RunningJob) -> None:
+    found = json.loads(job.python(job.gpu_pods[0], names.GPU_CONTAINER, IN_CONTAINER))
+    assert {
+        "ids": [65532, 65532, [65532]],
+        "written": [],
+        "shm is more than a container's default": True,
+        "files": 1,
+    } == found
+
+
+def test_a_person_looks_at_it_with_kubectl(job: RunningJob, command_line: CommandLine) -> None:
+    """Logs and exec are how all of these tests look; the rest is port-forward, and what the kubelet measures."""
+    assert all(pod in command_line("top", job.name, "--once") for pod in job.gpu_pods)
+    assert json.loads(command_line("samples", job.name, "--output", "json"))
+    [pod, _] = job.pods(names.ROLE_GPU)
+    measured = json.loads(job.kubectl("get", "--raw", f"/api/v1/nodes/{pod['spec']['nodeName']}/proxy/stats/summary"))
+    [found] = [each for each in measured["pods"] if each["podRef"]["name"] == pod["metadata"]["name"]]
+    memory = {each["name"]: each["memory"]["workingSetBytes"] for each in found["containers"]}
+    assert memory[names.GPU_CONTAINER] > memory[names.AGENT_CONTAINER] > 0
+
+
+@pytest.mark.parametrize("component", ["containerd", "kubelet"])
+def test_a_node_agent_that_dies_in_the_middle_of_a_switch_ends_no_container(
+    job: RunningJob, cluster: Cluster, component: str
+) -> None:
+    """The node agents of both nodes die at once, while the trainers hold the devices."""
+    before = containers(job)
+    step = job.step
+    wait_for("a switch", lambda: job.status.get("phase") == "Training", deadline_s=STEPS_S, explain=job.describe)
+    killed = {name: kill(cluster, name) for name in (f"{component}-{node}" for node in NODES)}
+    for name, pid in killed.items():
+        cluster.wait_for(f"another {name}", partial(runs_anew, cluster, name, instead_of=pid), BACK_S)
+    job.wait_for_step(step + 2, deadline_s=STEPS_S)
+    assert before == containers(job)
+    assert 0 == job.status["restarts"]
+
+
+def containers(job: RunningJob) -> dict[str, str]:
+    """Each container of the job's GPU pods, and which start of it runs."""
+    statuses = [
+        status
+        for pod in working(job)
+        for status in (*pod["status"]["initContainerStatuses"], *pod["status"]["containerStatuses"])
+    ]
+    return {status["containerID"]: status["restartCount"] for status in statuses}
+
+
+def test_a_pod_that_is_evicted_after_an_upgrade_is_made_again_of_the_images_of_its_peers(
+    job: RunningJob, cluster: Cluster, tmp_path: Path
+) -> None:
+    """Images have another tag then, until a rollback. What pods run is known by the digests that containerd tells."""
+    upgraded = tmp_path / "values.yaml"
+    upgraded.write_text(yaml.safe_dump(values(NEXT)))
+    before, peers = containers(job), working(job)
+    of_helm = ("--namespace", OPERATOR_NAMESPACE, "--wait")
+    chart = CHECKOUT.root / "charts/colocated-rl"
+    cluster.helm("upgrade", "colocated-rl", chart, *of_helm, "--values", upgraded, deadline_s=HELM_S)
+    job.wait_for_step(job.step + 1, deadline_s=STEPS_S)
+    assert before == containers(job), "an upgrade changes no pod"
+
+    much = f"open('/cache/much', 'wb').write(bytes({2 * CACHE_MIB} << 20))"
+    job.python(peers[1]["metadata"]["name"], names.GPU_CONTAINER, much)
+    wait_until_replaced(job, peers[1])
+    digests = job.status["start"]["digests"]
+    [made] = [pod for pod in working(job) if pod["metadata"]["uid"] not in uids(peers)]
+    ran = {each["image"] for each in (*made["spec"]["initContainers"], *made["spec"]["containers"])}
+    assert ran == {digests[f"{REPOSITORY}/{kind}:{TAG}"] for kind in ("agent", "gpu-cpu")}
+
+    cluster.helm("rollback", "colocated-rl", *of_helm, deadline_s=HELM_S)
+    job.wait_for_step(job.step + 2, deadline_s=START_S)
+
+
+def wait_until_replaced(job: RunningJob, pod: dict[str, Any]) -> None:
+    """Another one is there, perhaps of its name. The first may stay, as failed: who evicts a pod deletes nothing."""
+    uid = pod["metadata"]["uid"]
+    wait_for(
+        f"another pod instead of {pod['metadata']['name']}",
+        lambda: uid not in (found := uids(working(job))) and len(found) == len(NODES),
+        deadline_s=SEEN_S,
+        explain=job.describe,
+    )
+
+
+def working(job: RunningJob) -> list[dict[str, Any]]:
+    """GPU pods that have not failed, by name."""
+    return [pod for pod in job.pods(names.ROLE_GPU) if pod["status"]["phase"] != "Failed"]
+
+
+def uids(pods: list[dict[str, Any]]) -> set[str]:
+    return {pod["metadata"]["uid"] for pod in pods}
+
+
+def test_a_node_is_drained_and_the_job_goes_on_after_it(job: RunningJob, cluster: Cluster, tmp_path: Path) -> None:
+    """The commands of the runbook drain it, and nothing suspends the job before."""
+    terminal = Terminal.opened(tmp_path, cluster.kubeconfig)
+    _, drain, back = under("docs/runbooks/operations.md", "Preemption, maintenance, spot nodes")
+    [evicted] = [pod for pod in working(job) if pod["spec"]["nodeName"] == NODES[1]]
+    restarts = job.status["restarts"]
+    terminal(drain, NODE=NODES[1])
+    terminal(back.partition(";")[0], NODE=NODES[1])
+    wait_until_replaced(job, evicted)
+    job.wait_for_step(job.step + 2, deadline_s=START_S)
+    assert restarts == job.status["restarts"]
+
+
+def test_it_completes_after_its_last_step(job: RunningJob) -> None:
+    job.end_soon()
+    job.wait_for_condition("Complete", deadline_s=STEPS_S)
+    assert {Rung.TRAINED, Rung.EXPORTED} <= {Rung(line.fields["rung"]) for line in job.rungs(job.step)}
+    job.delete()
+
+
+def test_a_job_whose_image_has_another_digest_says_so_and_is_deleted_like_any_other(
+    kubectl: Kubectl, images: dict[str, str]
+) -> None:
+    manifest = two_pods()
+    manifest["metadata"]["name"] = "elsewhere"
+    image = f"{images['gpu'].rpartition(':')[0]}@sha256:{'0' * 64}"
+    manifest["spec"]["gpus"]["image"] = image
+    job = create(kubectl, manifest)
+    wanted = f'ImagePullBackOff: Back-off pulling image "{image}"'
+
+    def is_reported() -> bool:
+        return any(wanted in condition["message"] for condition in job.status.get("conditions", ()))
+
+    wait_for("the cause", is_reported, deadline_s=SEEN_S, explain=job.describe)
+    job.delete()
+    wait_for("no pods", lambda: [] == job.gpu_pods, deadline_s=SEEN_S, explain=job.describe)
+
+
+def test_helm_test_passes_as_the_page_says(cluster: Cluster) -> None:
+    words = ("test", "colocated-rl", "--namespace", OPERATOR_NAMESPACE, "--logs")
+    assert "Phase:          Succeeded" in cluster.helm(*words, deadline_s=HELM_S)
+
+
+@pytest.mark.parametrize("tests", ["test_own_prompts.py", "test_environment.py", "test_disaggregated.py"])
+def test_whole_jobs_of_other_tests_run_as_on_any_cluster(cluster: Cluster, tests: str, tmp_path: Path) -> None:
+    for tool in ("kubectl", "helm"):
+        (tmp_path / tool).symlink_to(cluster.command()[0])
+    search = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-c", "tests/pyproject.toml", f"tests/e2e/{tests}"]
+    environment = {**os.environ, "PATH": search, "KUBECONFIG": str(cluster.kubeconfig)}
+    done = subprocess.run(
+        command, cwd=CHECKOUT.root, env=environment, capture_output=True, text=True, timeout=TESTS_S, check=False
+    )
+    assert done.returncode == 0, done.stdout
+
+
+def test_engines_in_pods_of_their_own_served_from_another_node_than_one_of_the_trainers(cluster: Cluster) -> None:
+    """These engines belong to the job of the test before, whose weights lie on a claim of both nodes."""
+    events = cluster.get("events", "--namespace", NAMESPACE, "--field-selector=reason=Scheduled")["items"]
+    placed = (
+        re.fullmatch(r"Successfully assigned e2e/(disaggregated-\S+) to (\S+)", each["message"]) for each in events
+    )
+    nodes = {found[1]: found[2] for found in placed if found}
+    assert {*NODES} == {*nodes.values()}, nodes
