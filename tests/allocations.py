@@ -1,7 +1,8 @@
-"""What torch allocates on the CPU: every allocation and release, in order. Nothing is estimated."""
+"""These helpers record every allocation and release of torch on the CPU, in order. Nothing is estimated."""
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import accumulate
@@ -19,6 +20,7 @@ class Allocated:
 
 def allocated_by(do: Callable[[], object]) -> Allocated:
     """Call `do` and return what torch's CPU allocator was asked for. The result of `do` is released."""
+    gc.collect()  # what is released meanwhile, and was there before, would be subtracted
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
         do()
     assert seen.profiler is not None

@@ -37,7 +37,7 @@ from colocated_rl_operator.planner.observation import (
 )
 from colocated_rl_operator.planner.reasons import Cause
 
-UID = "6f1f0c5e-0000-4000-8000-000000000000"
+UID = names.JobUid("6f1f0c5e-0000-4000-8000-000000000000")
 CREATED = datetime(2026, 1, 1, tzinfo=UTC)
 
 
@@ -86,7 +86,7 @@ def make_job(name: str = "sums", **spec: Any) -> Job:
 
 
 def make_climb(step: int = 0, lineage: int = 1, *, epoch: int = 1, cause: Cause = Cause.FIRST_START) -> Climb:
-    """Of the group that `make_observation` makes."""
+    """Return a climb of the group that `make_observation` makes."""
     counted = (step,) * 6 if cause is Cause.BACKOFF_LIMIT else ()  # as many as are allowed by default
     tally = FailureTally(counted=counted)
     return Climb(epoch=epoch, step=step, lineage=lineage, group="", cause=cause, tally=tally)

@@ -26,7 +26,7 @@ class Cluster(LocalCluster):
         return found
 
     def status(self) -> dict[str, Any]:
-        """What runs, as `localcluster status` knows it, also when it is not well."""
+        """Return the state as `localcluster status` knows it, also when the cluster is not well."""
         done = subprocess.run(
             [*self.command("status"), "--json"],
             capture_output=True,
@@ -56,15 +56,15 @@ class Cluster(LocalCluster):
             time.sleep(POLL_S)
 
     def _overview(self) -> str:
-        """What a person would look at first."""
+        """Return the output that a person would look at first."""
         parts: Sequence[Sequence[str]] = (
             ("get", "pods", "--all-namespaces", "-o", "wide"),
             ("get", "events", "--all-namespaces", "--sort-by=.lastTimestamp"),
         )
-        said = []
+        outputs = []
         for words in parts:
             try:
-                said.append(self.kubectl(*words, deadline_s=10)[-3000:])
+                outputs.append(self.kubectl(*words, deadline_s=10)[-3000:])
             except CommandFailed as error:
-                said.append(str(error))
-        return "\n".join(said)
+                outputs.append(str(error))
+        return "\n".join(outputs)

@@ -1,4 +1,4 @@
-"""What holds for every layer of the tests."""
+"""This module holds the set-up of every layer of the tests."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ CGROUPS = Path("/sys/fs/cgroup/pids"), Path("/sys/fs/cgroup")  # of version 1, a
 
 @contextmanager
 def few_processes(most: int) -> Iterator[Callable[[], None]]:
-    """What a child calls before its program, so that it and all that descends from it are at most so many.
+    """Yield a function that a child calls before its program, so that it and its descendants are at most so many.
 
     By a cgroup where one may be made, as root; else by a limit of this user's processes, which root does not have.
     """

@@ -21,7 +21,7 @@ def no_file_above(size: int) -> Iterator[None]:
 
 @contextmanager
 def no_room_in(file: int) -> Iterator[None]:
-    """What is written to an open file finds no room: the kernel says so."""
+    """Let writes to an open file find no room, as reported by the kernel."""
     kept, full = os.dup(file), os.open("/dev/full", os.O_WRONLY)
     os.dup2(full, file)
     try:

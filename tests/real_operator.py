@@ -40,13 +40,13 @@ def cluster_without_nodes(folder: Path) -> Iterator[ClusterAccess]:
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as supervisor:
         try:
             assert supervisor.stdout is not None
-            said = []
+            output = []
             for line in supervisor.stdout:
-                said.append(line)
+                output.append(line)
                 if kubeconfig.exists():
                     break
             else:
-                raise RuntimeError("the local cluster did not start:\n" + "".join(said))
+                raise RuntimeError("the local cluster did not start:\n" + "".join(output))
 
             def kubectl(*words: str | Path) -> None:
                 arguments = [CHECKOUT.localcluster, "--dir", folder, "kubectl", *words]
@@ -82,7 +82,7 @@ class NotYet(Exception):
 
 @dataclass
 class Api:
-    """What is asked of the API server, as its administrator."""
+    """An Api sends requests to the API server as its administrator."""
 
     access: ClusterAccess
     session: aiohttp.ClientSession
@@ -98,9 +98,12 @@ class Api:
             return found
 
     async def watch(self, path: str, note: Callable[[str, Body], None]) -> None:
-        """Tell `note` of every object of a collection, until cancelled. A fresh CRD answers after a moment."""
+        """Tell `note` of every object of a collection, until cancelled.
+
+        A fresh CRD answers after a moment, and so does a server that was restarted.
+        """
         while True:
-            with contextlib.suppress(NotYet):
+            with contextlib.suppress(NotYet, aiohttp.ClientError):
                 await self._watch(path, note)
             await asyncio.sleep(0.1)
 
@@ -137,7 +140,7 @@ class Operator:
             self.lines.append(json.loads(line) if line.startswith(b"{") else {"event": line.decode()})
             heard()
 
-    def said(self, event: str) -> list[Body]:
+    def logged(self, event: str) -> list[Body]:
         return [line for line in self.lines if line["event"] == event]
 
     async def kill(self) -> None:

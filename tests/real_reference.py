@@ -57,7 +57,7 @@ class RunningReference:
         return Endpoint(pod="job-reference-0-0", address="127.0.0.1", port=self.data_port)
 
     def seen(self, path: str) -> tuple[int, str]:
-        """Of the metrics port."""
+        """Return status and body of a page of the metrics port."""
         connection = http.client.HTTPConnection("127.0.0.1", self.metrics_port, timeout=60)
         try:
             connection.request("GET", path)

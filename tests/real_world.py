@@ -86,7 +86,9 @@ class World:
 
     @asynccontextmanager
     async def operator(self, lease: Mapping[str, str] = LEASE) -> AsyncIterator[Operator]:
-        """Until the context ends, by a kill. The next has its name, as a container started again, and so its Lease."""
+        """Run an operator until the context ends, by a kill. The next has its name, as a
+        container started again, and so its Lease.
+        """
         name = next(name for number in count(1) if (name := f"operator-{number}") not in self.operators)
         self.operators.add(name)
         try:

@@ -1,4 +1,4 @@
-"""What a local cluster could leave on the machine."""
+"""This module lists what a local cluster could leave on the machine."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def living(processes: set[Process]) -> set[Process]:
 
 
 def listens(directory: Path) -> bool:
-    """Whether the port of a cluster's API server is open."""
+    """Return whether the port of a cluster's API server is open."""
     port = json.loads((directory / "state.json").read_text())["Options"]["Port"]
     with socket.socket() as probe:
         return probe.connect_ex(("127.0.0.1", port)) == 0

@@ -82,7 +82,7 @@ class Command:
         self._environment = os.environ | ({} if kubeconfig is None else {"KUBECONFIG": str(kubeconfig)})
 
     def __call__(self, *words: str | Path, stdin: str | None = None) -> str:
-        """What it printed. Raises AssertionError with its error output when it fails."""
+        """Return the printed output. Raises AssertionError with the error output when the command fails."""
         done = self._run(*words, stdin=stdin)
         assert done.returncode == 0, f"{' '.join(map(str, words))}: {done.stderr or done.stdout}"
         return done.stdout
@@ -117,7 +117,7 @@ class Kubectl(Command):
 
 
 class Helm(Command):
-    """Without a kubeconfig it can only render."""
+    """Helm can only render without a kubeconfig."""
 
     def __init__(self, binary: Path, kubeconfig: Path | None = None) -> None:
         super().__init__(binary, "helm", kubeconfig)

@@ -1,4 +1,4 @@
-"""What the demo's small model must be able to do before it is trained, and must not."""
+"""These tests say what the demo's small model must be able to do before it is trained, and what it must not."""
 
 from math import sqrt
 

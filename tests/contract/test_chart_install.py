@@ -31,6 +31,7 @@ ACCOUNT = f"system:serviceaccount:{NAMESPACE}:rl-colocated-rl"
 CREATED, FORBIDDEN = 201, 403
 UNUSED = GARBAGE_COLLECTION | {
     Right(JOBS, names.GROUP, names.PLURAL, "delete"),  # of a job whose ttl is over
+    Right(JOBS, "apps", "controllerrevisions", "delete"),  # of a former start, once a job is resumed with other pods
     Right(JOBS, "events.k8s.io", "events", "create"),  # where a life is not as short
     Right(JOBS, "events.k8s.io", "events", "patch"),  # of one that comes again
 }
@@ -101,8 +102,8 @@ def test_notes_say_what_is_watched(kubectl: Kubectl, release: None) -> None:
 def test_helm_test_sees_the_operator_answer_and_leaves_nothing(
     plain_cluster: Cluster, kubectl: Kubectl, release: None
 ) -> None:
-    said = kubectl.helm("test", RELEASE, "--namespace", NAMESPACE, "--logs", "--timeout", "5m")
-    assert f"job {NAMESPACE}/rl-colocated-rl-test: Suspended" in said
+    output = kubectl.helm("test", RELEASE, "--namespace", NAMESPACE, "--logs", "--timeout", "5m")
+    assert f"job {NAMESPACE}/rl-colocated-rl-test: Suspended" in output
     jobs = ("-n", NAMESPACE, "get", names.SHORT_NAME, "-o", "name")
     plain_cluster.wait_for("no job is left", lambda: plain_cluster.kubectl(*jobs) == "", DEADLINE_S)
 
@@ -178,8 +179,8 @@ def test_jobs_and_crd_outlive_upgrade_uninstall_and_reinstall(kubectl: Kubectl, 
     kubectl.helm("upgrade", RELEASE, CHART, "--namespace", NAMESPACE, *INSTALL, "--set", "logLevel=DEBUG")
     assert before == uids()
     uninstall = ("uninstall", RELEASE, "--namespace", NAMESPACE, *WAITING)
-    said = kubectl.helm.refusal(*uninstall)
-    assert f"would be left half-way: {TEAM}/{job['metadata']['name']}" in said
+    output = kubectl.helm.refusal(*uninstall)
+    assert f"would be left half-way: {TEAM}/{job['metadata']['name']}" in output
     assert "1" == kubectl("-n", NAMESPACE, "get", DEPLOYMENT, "-o", "jsonpath={.status.readyReplicas}")
     kubectl.helm(*uninstall, "--no-hooks")
     assert before == uids()
@@ -194,7 +195,7 @@ def test_jobs_and_crd_outlive_upgrade_uninstall_and_reinstall(kubectl: Kubectl, 
 
 
 def images(kubectl: Kubectl) -> list[str]:
-    """Of the operator, and those that it gives to jobs."""
+    """Return the image of the operator, and those that it gives to jobs."""
     [container] = json.loads(kubectl("-n", NAMESPACE, "get", DEPLOYMENT, "-o", "json"))["spec"]["template"]["spec"][
         "containers"
     ]
@@ -202,7 +203,7 @@ def images(kubectl: Kubectl) -> list[str]:
 
 
 def test_chart_installs_and_upgrades_as_the_pages_say(kubectl: Kubectl, release: None, tmp_path: Path) -> None:
-    """With the names of this release. An upgrade without a word of values keeps those of the installation."""
+    """The commands carry the names of this release. An upgrade that names no values keeps those of the installation."""
     [page] = re.findall(
         r"^```yaml\n(images:.*?)^```", (CHECKOUT.root / "docs/install.md").read_text(), re.MULTILINE | re.DOTALL
     )
@@ -216,15 +217,15 @@ def test_chart_installs_and_upgrades_as_the_pages_say(kubectl: Kubectl, release:
         return [word for word in rest if word]
 
     install, upgrade = words("docs/install.md", "The chart"), words("docs/releases.md", "Upgrades")
-    said = kubectl.helm(*(RELEASE + "-2" if word == RELEASE else word for word in install), "--dry-run=client")
-    assert "registry.example.com/rl/operator:0.1.0" in said
+    output = kubectl.helm(*(RELEASE + "-2" if word == RELEASE else word for word in install), "--dry-run=client")
+    assert "registry.example.com/rl/operator:0.1.0" in output
     before = images(kubectl)
     kubectl.helm(*upgrade, *WAITING)
     assert before == images(kubectl)
     assert all(image.endswith(":dev") for image in before)
 
 
-def test_a_job_whose_operator_is_gone_for_good_is_let_go_as_the_runbook_says(kubectl: Kubectl, release: None) -> None:
+def test_a_job_whose_operator_is_gone_for_good_is_released_as_the_runbook_says(kubectl: Kubectl, release: None) -> None:
     job = yaml.safe_load((CHECKOUT.root / "crds/examples/minimal.yaml").read_text())
     name = job["metadata"]["name"]
     kubectl("-n", TEAM, "apply", "-f", "-", stdin=json.dumps(job))
@@ -251,7 +252,7 @@ def test_a_job_whose_operator_is_gone_for_good_is_let_go_as_the_runbook_says(kub
 
 
 def requests_of_operators(cluster: Cluster) -> list[Document]:
-    """By the API server's audit log."""
+    """Return the operators' requests, from the API server's audit log."""
     whole_lines, _, _ = (cluster.directory / "logs/audit.log").read_text().rpartition("\n")
     events = map(json.loads, whole_lines.splitlines())
     return [event for event in events if event["user"].get("username") == ACCOUNT and "objectRef" in event]
@@ -270,7 +271,7 @@ def used(requests: list[Document]) -> set[Right]:
 
 
 def test_every_right_is_used_and_none_is_missing(plain_cluster: Cluster, kubectl: Kubectl, release: None) -> None:
-    """In the short life of a job; what the operator does only for others is named."""
+    """One short job uses every right; those that the operator has only for other users are named."""
     job = yaml.safe_load((CHECKOUT.root / "crds/examples/minimal.yaml").read_text())
     one = ("-n", TEAM, f"{names.SHORT_NAME}/{job['metadata']['name']}")
     before = len(requests_of_operators(plain_cluster))  # of some that lost their rights before they ended
@@ -289,5 +290,5 @@ def test_second_release_leaves_the_crd_to_the_first(kubectl: Kubectl, release: N
         *("install", "second", CHART, "--namespace", NAMESPACE, "--dry-run=server", "--set", "crds.install=false"),
         *("--set", "rbac.aggregate=false", "--set", f"watch.namespaces={{{TEAM}}}"),
     )
-    said = kubectl.helm.refusal("install", "second", CHART, "--namespace", NAMESPACE, "--dry-run=server")
-    assert "cannot be imported into the current release" in said
+    output = kubectl.helm.refusal("install", "second", CHART, "--namespace", NAMESPACE, "--dry-run=server")
+    assert "cannot be imported into the current release" in output

@@ -57,7 +57,7 @@ def pods_of(objects: list[Document]) -> list[Document]:
 
 
 def environment(deployment: Document) -> dict[str, str]:
-    """As the process sees it."""
+    """Return the variables as the process sees them."""
     fields = {"metadata.namespace": NAMESPACE, "metadata.name": "rl-colocated-rl-0"}
     [container] = deployment["spec"]["template"]["spec"]["containers"]
     return {
@@ -142,7 +142,7 @@ def test_job_network_policies_recognize_the_operator() -> None:
 
 
 @pytest.mark.parametrize(
-    ("value", "says"),
+    ("value", "message"),
     [
         ("watch.namespace=research", "namespace"),
         ("replica=2", "replica"),
@@ -164,8 +164,8 @@ def test_job_network_policies_recognize_the_operator() -> None:
         (r"podLabels.app\.kubernetes\.io/component=hook", "app.kubernetes.io/component"),
     ],
 )
-def test_wrong_value_is_refused_by_name(value: str, says: str) -> None:
-    assert says in helm.refusal("template", "rl", CHART, "--set", value)
+def test_wrong_value_is_refused_by_name(value: str, message: str) -> None:
+    assert message in helm.refusal("template", "rl", CHART, "--set", value)
 
 
 @pytest.mark.parametrize("path", [value.path for value in documented()])
@@ -205,7 +205,7 @@ def test_server_takes_the_names_of_any_release(api: ApiServer, release: str) -> 
 
 
 class NoKeyTwice(yaml.SafeLoader):
-    """As YAML has it, and most readers do not."""
+    """This loader rejects a repeated key, as YAML demands and most readers do not."""
 
 
 def _mapping(loader: yaml.SafeLoader, node: yaml.MappingNode) -> dict[Any, Any]:
@@ -218,7 +218,7 @@ NoKeyTwice.add_constructor("tag:yaml.org,2002:map", _mapping)
 
 
 def named(part: Any) -> Iterator[Any]:
-    """What stands under a key that is a name's."""
+    """Yield each value under a key that names something."""
     if isinstance(part, dict):
         for key, value in part.items():
             if key.lower().endswith(("name", "namespace")) and not isinstance(value, dict):
@@ -251,8 +251,8 @@ def test_values_for_images_of_ones_own_are_as_the_page_writes_them(tmp_path: Pat
 
 
 def test_given_service_account_needs_its_name() -> None:
-    said = helm.refusal("template", "rl", CHART, "--set", "serviceAccount.create=false")
-    assert "serviceAccount.name is required with serviceAccount.create: false" in said
+    message = helm.refusal("template", "rl", CHART, "--set", "serviceAccount.create=false")
+    assert "serviceAccount.name is required with serviceAccount.create: false" in message
 
 
 def test_a_service_mesh_leaves_every_pod_of_the_chart_alone() -> None:
@@ -338,7 +338,7 @@ def test_rules_and_dashboard_are_the_files_and_runbooks_are_where_the_values_say
 
 # -------------------------------------------------------------------------------------------------------------- bundle
 def test_bundle_is_the_chart_and_kubectl_takes_it(kubectl: Kubectl, api: ApiServer) -> None:
-    """By plain `kubectl apply`, which keeps a copy of each object in an annotation of at most 256 KiB."""
+    """Plain `kubectl apply` takes it, which keeps a copy of each object in an annotation of at most 256 KiB."""
     script = (CHECKOUT.root / "charts/bundle.sh", CHECKOUT.localcluster, "helm")
     text = subprocess.run(script, capture_output=True, text=True, timeout=COMMAND_S, check=True).stdout
     namespace, *objects = [document for document in yaml.safe_load_all(text) if document]

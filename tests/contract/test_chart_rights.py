@@ -54,6 +54,9 @@ CALLS: dict[str, list[dict[str, Any]]] = {
     "delete_pod": [{"namespace": JOBS, "name": "some", "uid": "some"}],
     "apply": [{"namespace": JOBS, "body": {"apiVersion": api, "kind": kind, **THING}} for api, kind in APPLIED],
     "create_claim": [{"namespace": JOBS, "claim": THING}],
+    "read_revision": [{"namespace": JOBS, "name": "some"}],
+    "create_revision": [{"namespace": JOBS, "revision": THING}],
+    "delete_revision": [{"namespace": JOBS, "name": "some"}],
     "create_secret": [{"namespace": namespace, "secret": THING} for namespace in (JOBS, NAMESPACE)],
     "read_secret": [{"namespace": NAMESPACE, "name": "some"}],
     "create_event": [{"namespace": JOBS, "event": THING}],
@@ -66,7 +69,7 @@ CALLS: dict[str, list[dict[str, Any]]] = {
 
 
 def right_of(method: str, path: str) -> Right:
-    """What the API server would ask for."""
+    """Return the right that the API server would ask for."""
     parts = path.strip("/").split("/")
     group, rest = ("", parts[2:]) if parts[0] == "api" else (parts[1], parts[3:])
     assert rest[0] == "namespaces"

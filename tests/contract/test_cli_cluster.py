@@ -116,7 +116,9 @@ def cluster(plain_cluster: Cluster, kubectl: Kubectl, api: ApiServer) -> Iterato
 
 @pytest.fixture
 def run(cluster: None, kubectl: Kubectl, tmp_path: Path) -> Run:
-    """As one of the people, who logs in with a plugin of kubectl's: `run("viewer", "explain", "sums")`."""
+    """Return a function that runs a command as one of the users, who logs in with kubectl's
+    plugin: `run("viewer", "explain", "sums")`.
+    """
 
     def run(who: str, *words: str) -> subprocess.CompletedProcess[str]:
         token = kubectl("-n", NAMESPACE, "create", "token", who).strip()
@@ -211,7 +213,7 @@ def test_a_bundle_holds_what_its_maker_may_read_and_no_secret(run: Run, tmp_path
     assert not [name for name, text in read.items() if "hunter2" in text]
 
 
-def test_a_port_where_nobody_listens_is_told(run: Run, tmp_path: Path) -> None:
+def test_a_port_where_nobody_listens_is_reported(run: Run, tmp_path: Path) -> None:
     """The pod has no metrics."""
     assert Exit.FINE == run("editor", "bundle", "sums").returncode
     with tarfile.open(tmp_path / "sums-bundle.tar.gz") as archive:

@@ -1,4 +1,4 @@
-"""What people see of the CRD on a real API server."""
+"""These tests show what users see of the CRD on a real API server."""
 
 from __future__ import annotations
 
@@ -168,11 +168,16 @@ def test_crd_of_this_checkout_replaces_one_with_stored_jobs(kubectl: Kubectl, ap
         kubectl("apply", "--server-side", "--force-conflicts", "-f", CHECKOUT.root / crd.CRD_FILE)
 
 
-def test_a_pod_that_avoids_nodes_is_valid(api: ApiServer) -> None:
+@pytest.mark.parametrize("action", ["RetryStep", "ReplacePodElsewhere"])
+def test_a_pod_that_avoids_nodes_is_valid(api: ApiServer, action: str) -> None:
     """The API takes one name in each requirement on a node's name."""
-    body = pod(make_job(), "gpu-0", 3, PodImages("agent", "rollout", "gpu", "Always"), avoids=("node-1", "node-2"))
+    job = make_job(failurePolicy={"rules": [{"onCauses": ["TrainerDied"], "action": action}]})
+    body = pod(job, "gpu-0", 3, PodImages("agent", "rollout", "gpu", "Always"), avoids=("node-1", "node-2"))
     answer = api.request("POST", "/api/v1/namespaces/default/pods?dryRun=All&fieldValidation=Strict", body)
     assert answer.is_accepted, answer.message
     affinity = answer.body["spec"]["affinity"]["nodeAffinity"]
-    [term] = affinity["requiredDuringSchedulingIgnoredDuringExecution"]["nodeSelectorTerms"]
+    if action == "ReplacePodElsewhere":
+        [term] = affinity["requiredDuringSchedulingIgnoredDuringExecution"]["nodeSelectorTerms"]
+    else:
+        [term] = [each["preference"] for each in affinity["preferredDuringSchedulingIgnoredDuringExecution"]]
     assert [["node-1"], ["node-2"]] == [field["values"] for field in term["matchFields"]]

@@ -74,7 +74,7 @@ def is_served(api: ApiServer, version: str) -> bool:
 
 
 def storage_hash(api: ApiServer) -> str:
-    """Of the version in which the API server stores jobs now."""
+    """Return the hash of the version in which the API server stores jobs now."""
     kinds = api.request("GET", f"/apis/{GROUP}/{BEFORE}").body["resources"]
     [found] = [str(each["storageVersionHash"]) for each in kinds if each["name"] == PLURAL]
     return found
@@ -112,8 +112,8 @@ def test_stored_jobs_move_to_the_next_version_as_the_page_says(
     install(BEFORE, stored=BEFORE)
     made = api.request("POST", path(BEFORE), make_manifest() | {"apiVersion": f"{GROUP}/{BEFORE}", "kind": KIND})
     assert made.is_accepted, made.message
-    told = made.body | {"status": {"observedGeneration": 1, "phase": "Rollout", "epoch": 3, "operator": "a/b"}}
-    first = api.request("PUT", path(BEFORE, "sums") + "/status", told).body
+    with_status = made.body | {"status": {"observedGeneration": 1, "phase": "Rollout", "epoch": 3, "operator": "a/b"}}
+    first = api.request("PUT", path(BEFORE, "sums") + "/status", with_status).body
 
     install(BEFORE, AFTER, stored=BEFORE)
     assert [BEFORE] == stored_versions(api)

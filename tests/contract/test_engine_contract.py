@@ -1,4 +1,4 @@
-"""What an engine does, shown of the real one and of the fake by the same tests, so that the fake can't drift.
+"""These tests hold the real engine and the fake to the same behaviour, so that the fake can't drift.
 
 Numbers H… are those of the hazards that the agent is built around. One start of the real engine serves the whole file,
 so each test leaves it as it found it; the one that kills it comes last.
@@ -224,9 +224,10 @@ async def test_abort_of_all_hands_back_what_was_generated(engine: Engine) -> Non
         assert ("abort", None) == (reason_of(answer)["type"], reason_of(answer).get("status_code"))
         assert len(answer["output_ids"]) == len(answer["meta_info"]["output_token_logprobs"]) > 0
         assert answer["meta_info"]["weight_versions"][-1]["end"] == len(answer["output_ids"])
+        assert 0 == answer["meta_info"]["num_retractions"], "as resume.read_preemptions reads it"
 
 
-async def test_h11_idle_pause_tells_itself_by_ready(engine: Engine) -> None:
+async def test_h11_idle_pause_shows_by_ready(engine: Engine) -> None:
     await engine.pause()
     assert (True, False) == (await engine.is_up(), await engine.takes_requests())
     await engine.continue_()
@@ -325,7 +326,7 @@ async def test_engine_goes_through_a_switch_in_which_it_keeps_the_rest(
 async def test_f52_h52_checksum_is_of_the_weights_and_not_of_their_name(
     engine: Engine, server: Server, tmp_path: Path
 ) -> None:
-    """Also while the KV cache is released: that is when the agent asks."""
+    """The checksum can be read while the KV cache is released too, which is when the agent reads it."""
     started_on = (await engine.checksum())[0]
     await engine.pause()
     await engine.flush()
@@ -406,9 +407,9 @@ async def ask(engine: Engine, url: str, **body: Any) -> tuple[int, dict[str, Any
 async def streamed(engine: Engine, url: str, **body: Any) -> list[dict[str, Any]]:
     async with engine.session.post(url, json={**body, "stream": True}) as answer:
         assert answer.status == 200
-        said = [event async for event in events(answer.content)]
-    assert b"[DONE]" == said.pop()
-    return [json.loads(event) for event in said]
+        received = [event async for event in events(answer.content)]
+    assert b"[DONE]" == received.pop()
+    return [json.loads(event) for event in received]
 
 
 async def test_gate_forwards_counts_and_hands_back(engine: Engine, gate: str) -> None:
@@ -428,7 +429,7 @@ async def test_gate_forwards_counts_and_hands_back(engine: Engine, gate: str) ->
 
 
 async def test_what_an_engine_dies_of_is_refused_at_the_gate(engine: Engine, gate: str, server: Server) -> None:
-    """With all that it works on."""
+    """The engine keeps all other requests that it works on."""
     tokens = await engine.vocabulary()
     assert server.vocabulary == tokens
     short = {"max_new_tokens": 4}
@@ -452,9 +453,9 @@ async def test_what_the_rollout_controller_asks_through_a_gate_is_understood(eng
     """Stop string, seed and stream of a client's turn. An engine ignores what it does not know."""
     request = GenerateRequest(PROMPT, 24, 0.0, [END_TOKEN])
     async with engine.session.post(f"{gate}/generate", data=request.body(), headers=JSON) as answer:
-        said = await answer.json()
-    whole, _ = read_answer(said)
-    stop = next(letter for letter in said["text"] if letter != "\ufffd")
+        reply = await answer.json()
+    whole, _ = read_answer(reply)
+    stop = next(letter for letter in reply["text"] if letter != "\ufffd")
     request = dataclasses.replace(request, stops=[stop], seed=7)
     async with engine.session.post(f"{gate}/generate", data=request.body(stream=True), headers=JSON) as answer:
         assert answer.status == 200
@@ -469,7 +470,9 @@ async def test_what_the_rollout_controller_asks_through_a_gate_is_understood(eng
 async def test_log_probabilities_are_of_the_whole_distribution_whatever_is_left_to_draw_from(
     engine: Engine, gate: str
 ) -> None:
-    """So tokens of top-k, top-p or min-p are not to be trained: the one token that is left here has probability 1."""
+    """Tokens drawn by top-k, top-p or min-p must therefore not be trained: the only
+    token that is left here has probability 1.
+    """
     greedy = GenerateRequest(PROMPT, 12, 0.0, [])
     whole, _ = read_answer((await ask(engine, f"{gate}/generate", **json.loads(greedy.body())))[1])
     for left in ({"top_k": 1}, {"top_p": 1e-6}, {"min_p": 1.0}):
@@ -483,7 +486,7 @@ async def test_log_probabilities_are_of_the_whole_distribution_whatever_is_left_
 
 
 class Find(BaseModel):
-    """Where a thing is."""
+    """This tool finds where a thing is."""
 
     what: str
 
@@ -532,7 +535,7 @@ async def test_abort_ends_the_openai_routes_with_what_was_generated(engine: Engi
 
 @pytest.fixture
 async def client(engine: Engine, server: Server, hearing: Hearing, tmp_path: Path) -> AsyncIterator[openai.AsyncOpenAI]:
-    """Of the gateway of a rollout controller that has the engine, behind its gate."""
+    """Yield a client of the gateway of a rollout controller that has the engine, behind its gate."""
     job, model = JobOnDisk.write(tmp_path, make_spec()), tmp_path / "model"
     for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
         if (own := server.exports / str(OLD) / name).exists():  # the fake one has none
@@ -559,12 +562,12 @@ async def test_gateway_answers_what_openais_helpers_ask(client: openai.AsyncOpen
     (choice,) = whole.choices
     assert 0 < len(choice.logprobs.content) == whole.usage.completion_tokens
     pieces = [piece async for piece in await client.chat.completions.create(**asked, stream=True)]
-    said = "".join(piece.choices[0].delta.content or "" for piece in pieces if piece.choices)
-    assert (choice.message.content or "") == said
+    text = "".join(piece.choices[0].delta.content or "" for piece in pieces if piece.choices)
+    assert (choice.message.content or "") == text
 
 
 @pytest.mark.parametrize(("prompt_tokens", "limit"), [(5000, 8), (4090, 40)])
-async def test_prompt_that_is_too_long_is_told_in_words_that_the_gateway_knows(
+async def test_prompt_that_is_too_long_is_refused_in_words_that_the_gateway_knows(
     client: openai.AsyncOpenAI, prompt_tokens: int, limit: int
 ) -> None:
     """Alone, and together with what may be generated."""
@@ -591,7 +594,7 @@ async def test_h6_request_that_is_aborted_in_the_queue_has_no_tokens(engine: Eng
     await asyncio.gather(*running)
 
 
-async def test_pool_and_memory_of_an_engine_are_told(engine: Engine) -> None:
+async def test_pool_and_memory_of_an_engine_are_reported(engine: Engine) -> None:
     info = await engine.require_suitable(memory_saver=False, gpus=0)
     assert POOL_TOKENS == info.pool_tokens
     both = info.mapped_bytes((WEIGHTS, KV_CACHE))  # on a CPU the weights alone are lost in what other programs take
@@ -639,6 +642,6 @@ async def test_h2_release_while_busy_kills_the_engine_and_the_stream_keeps_what_
 
 
 async def stays_open(task: asyncio.Task[Any], seconds: float) -> None:
-    """What is shown is that nothing happens."""
+    """Check that the task does not end for so many seconds."""
     done, _ = await asyncio.wait({task}, timeout=seconds)
     assert not done

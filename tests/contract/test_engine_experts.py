@@ -1,4 +1,4 @@
-"""Which experts of a mixture each token went to: what the gateway hands out of a real engine is what torch says of it.
+"""The gateway hands out which experts of a mixture each token went to in a real engine, and torch says the same.
 
 A completion goes on over a switch. Each token is read by the weights that draw the next one; those before the switch,
 which the engine reads again, keep what was said of them first.
@@ -106,7 +106,7 @@ async def scene(tmp_path: Path) -> AsyncIterator[Scene]:
             gate.close()
 
 
-async def test_experts_that_the_gateway_tells_are_those_that_torch_finds(scene: Scene) -> None:
+async def test_experts_that_the_gateway_reports_are_those_that_torch_finds(scene: Scene) -> None:
     extras = {"return_token_ids": True, "return_routed_experts": True}
     asking = asyncio.create_task(
         scene.client.completions.create(model="job", prompt=PROMPT, max_tokens=LIMIT, temperature=0, extra_body=extras)
@@ -117,9 +117,9 @@ async def test_experts_that_the_gateway_tells_are_those_that_torch_finds(scene: 
     completion = await asking
     (choice,) = completion.choices
     ids = [*PROMPT, *(choice.model_extra or {})["token_ids"]]
-    said = extra(completion)
+    report = extra(completion)
 
-    spans = said["weight_versions"]
+    spans = report["weight_versions"]
     assert [str(OLD), str(NEW)] == [span["version"] for span in spans]
     routed = {str(version): routed_by(scene.exports / str(version), ids[:-1]) for version in VERSIONS}
     drawn_by = [span["version"] for span in spans for _ in range(span["start"], span["end"])]
@@ -127,8 +127,8 @@ async def test_experts_that_the_gateway_tells_are_those_that_torch_finds(scene: 
     expected, is_clear = (
         np.stack([routed[version][which][place] for place, version in enumerate(read_by)]) for which in range(2)
     )
-    told = np.frombuffer(base64.b64decode(said["routed_experts"]["data"]), "<i4").reshape(expected.shape)
-    is_told = (np.sort(told) == expected).all(axis=-1)
+    experts = np.frombuffer(base64.b64decode(report["routed_experts"]["data"]), "<i4").reshape(expected.shape)
+    is_told = (np.sort(experts) == expected).all(axis=-1)
     assert is_told[is_clear].all()
     for version in VERSIONS:
         is_as_by_it_alone = (routed[str(version)][0] == expected).all(axis=-1)
@@ -152,9 +152,9 @@ def routed_by(weights: Path, ids: list[int]) -> tuple[NDArray[np.int64], NDArray
     """
     model = AutoModelForCausalLM.from_pretrained(weights, local_files_only=True)
     with torch.no_grad():
-        said = torch.stack(model(torch.tensor([ids]), output_router_logits=True).router_logits, dim=1)
-    assert (len(ids), LAYERS) == said.shape[:2]
-    ranked = said.sort(dim=-1, descending=True)
+        router_logits = torch.stack(model(torch.tensor([ids]), output_router_logits=True).router_logits, dim=1)
+    assert (len(ids), LAYERS) == router_logits.shape[:2]
+    ranked = router_logits.sort(dim=-1, descending=True)
     last, next_one = (ranked.values[..., place] for place in (EXPERTS_OF_TOKEN - 1, EXPERTS_OF_TOKEN))
     chosen = ranked.indices[..., :EXPERTS_OF_TOKEN].sort(dim=-1).values
     return chosen.numpy(), (last - next_one > ROUNDING).numpy()

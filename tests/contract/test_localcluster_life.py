@@ -1,4 +1,4 @@
-"""How a local cluster begins and ends: on command, by a signal, by a kill -9; and that nothing of it is left behind."""
+"""A local cluster begins and ends on command, by a signal and by kill -9, and leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def run(*words: str | Path, keep_open: int | None = None) -> subprocess.Complete
 
 
 def test_cluster_in_the_background_is_started_once_and_ends_on_command(directory: Path) -> None:
-    """Also that a second start with other options is refused, and that objects are there again after a restart."""
+    """A second start with other options is refused, and the objects are there again after a restart."""
     before = traces(directory)
     up = ("up", "--detach", "--dir", directory, "--extended-resource", "nvidia.com/gpu=2")
     assert 3 == run("status", "--dir", directory).returncode

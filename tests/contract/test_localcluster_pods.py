@@ -1,4 +1,5 @@
-"""What a pod sees and may do in the local cluster: the parts that are not Kubernetes' own, and that others rely on.
+"""These tests show what a pod sees and may do in the local cluster, as far as the
+cluster does not take it from Kubernetes.
 
 One cluster of two nodes for all, whose pods are in localcluster_pods.yaml. Needs root: an ordinary user's cluster has
 one user.
@@ -149,7 +150,7 @@ def test_root_in_a_container_can_not_change_the_machine(cluster: Cluster) -> Non
 
 
 def test_requests_are_audited(cluster: Cluster) -> None:
-    """Of every request: who, what, which object, which answer; no bodies."""
+    """The log has user, verb, object and status of every request, and no bodies."""
     wait_for_log(cluster, "configured", "hello /srv 1234:1235\n")
     lines = (cluster.directory / "logs/audit.log").read_text().splitlines()
     events = [json.loads(line) for line in lines[:-1]]  # the last one may be in writing
@@ -387,7 +388,7 @@ def test_containers_share_a_claim_of_two_devices(cluster: Cluster) -> None:
 
 # ------------------------------------------------------------------------------- last, as it ends every pod of a node
 def test_pods_start_anew_after_the_runtime_was_killed(cluster: Cluster) -> None:
-    """Also that the other node's go on, and that nothing of the old ones is left."""
+    """The pods of the other node go on, and nothing of the old ones is left."""
     wait_until_ready(cluster, "web1", "web2", "user", "shared-processes")
     before = {name: cluster.get("pod", name)["status"]["containerStatuses"][0] for name in ("web1", "web2")}
     runtime = next(part["pid"] for part in cluster.status()["components"] if part["name"] == "cri-node1")
@@ -407,7 +408,7 @@ def test_pods_start_anew_after_the_runtime_was_killed(cluster: Cluster) -> None:
 
 
 def surplus_interfaces(cluster: Cluster) -> int:
-    """How many interfaces of pods there are more than living pods; fewer while a pod waits for its next try."""
+    """Return how many more interfaces of pods than living pods there are; fewer while a pod waits for its next try."""
     living = [
         pod
         for pod in cluster.get("pods", "--all-namespaces")["items"]

@@ -40,13 +40,13 @@ def directory() -> Iterator[Path]:
 
 
 def start(directory: Path, *before: str) -> subprocess.Popen[bytes]:
-    """`localcluster up` as that user, by way of the command `before`; what it says is in `said.txt`."""
-    with (directory / "said.txt").open("wb") as said:
+    """`localcluster up` as that user, by way of the command `before`; what it says is in `output.txt`."""
+    with (directory / "output.txt").open("wb") as output:
         return subprocess.Popen(
             [*before, directory / "localcluster", "up", "--dir", directory / "c", "--stop-on-eof"],
             stdin=subprocess.PIPE,
-            stdout=said,
-            stderr=said,
+            stdout=output,
+            stderr=output,
             cwd="/",
             env={"PATH": os.environ["PATH"]},
             user=USER,
@@ -58,17 +58,17 @@ def start(directory: Path, *before: str) -> subprocess.Popen[bytes]:
 
 @contextmanager
 def running(directory: Path, supervisor: subprocess.Popen[bytes]) -> Iterator[Cluster]:
-    """Until the end of the block, which may end it too; afterwards nothing of it is left."""
+    """Run the cluster until the end of the block, which may end it too. Afterwards nothing of it is left."""
 
-    def said() -> str:
-        return (directory / "said.txt").read_text()
+    def output() -> str:
+        return (directory / "output.txt").read_text()
 
     def is_ready() -> bool:
-        assert supervisor.poll() is None, said()
-        return "\nready after" in said()
+        assert supervisor.poll() is None, output()
+        return "\nready after" in output()
 
     with supervisor:
-        wait_until("it is ready", is_ready, deadline_s=READY_S, explain=said)
+        wait_until("it is ready", is_ready, deadline_s=READY_S, explain=output)
         cluster = Cluster(directory / "c", supervisor, directory / "localcluster")
         everyone = family(supervisor.pid)
         yield cluster
@@ -80,7 +80,7 @@ def running(directory: Path, supervisor: subprocess.Popen[bytes]) -> Iterator[Cl
 
 
 def wait_for_log(cluster: Cluster, pod: str, *lines: str) -> None:
-    """Of its first lines: a pod is ready once it runs, and may have said nothing yet."""
+    """Wait for the first lines of a pod's log: a pod is ready once it runs, and may have written nothing yet."""
     cluster.kubectl("wait", "--for=condition=Ready", f"pod/{pod}", f"--timeout={START_S:.0f}s")
     expected = list(lines)
     cluster.wait_for(
@@ -96,7 +96,7 @@ def test_user_without_other_ids_gets_a_cluster_whose_pods_run_as_that_user(direc
     before = traces(directory)
     supervisor = start(directory)
     with running(directory, supervisor) as cluster:
-        assert "pods can run as one user only" in (directory / "said.txt").read_text()
+        assert "pods can run as one user only" in (directory / "output.txt").read_text()
         cluster.kubectl(*run_as_itself("one"))
         wait_for_log(cluster, "one", "0", "0")  # in its namespace
         sleeping = cluster.wait_for(
@@ -123,7 +123,7 @@ def test_user_with_subordinate_ids_gets_pods_of_any_user(directory: Path) -> Non
 
 
 def start_with_ids(directory: Path) -> subprocess.Popen[bytes]:
-    """As `start`, in a user namespace where the user is root and has other ids."""
+    """Call `start` in a user namespace where the user is root and has other ids."""
     supervisor = start(directory, "unshare", "--user", "--", "sh", "-c", 'read -r go && exec "$@"', "sh")
     mine, its = (Path(f"/proc/{who}/ns/user") for who in ("self", supervisor.pid))
     wait_until("its own user namespace", lambda: its.readlink() != mine.readlink(), deadline_s=START_S)
@@ -135,7 +135,7 @@ def start_with_ids(directory: Path) -> subprocess.Popen[bytes]:
     return supervisor
 
 
-def test_machine_that_refuses_namespaces_is_told_in_one_line(directory: Path) -> None:
+def test_machine_that_refuses_namespaces_is_reported_in_one_line(directory: Path) -> None:
     """The kernel makes no user namespace for a process whose root is not that of its mounts."""
     elsewhere = directory / "root"
     elsewhere.mkdir()

@@ -11,10 +11,10 @@ from openapi_spec_validator import OpenAPIV31SpecValidator
 from colocated_rl_rollout.pages.interface import interface
 
 
-@pytest.mark.parametrize("said", [interface(), trainer()], ids=["rollout", "trainer"])
-def test_documents_are_openapi_3_1(said: dict[str, Any]) -> None:
-    assert said["openapi"].startswith("3.1.")
-    assert [] == [error.message for error in OpenAPIV31SpecValidator(said).iter_errors()]
+@pytest.mark.parametrize("document", [interface(), trainer()], ids=["rollout", "trainer"])
+def test_documents_are_openapi_3_1(document: dict[str, Any]) -> None:
+    assert document["openapi"].startswith("3.1.")
+    assert [] == [error.message for error in OpenAPIV31SpecValidator(document).iter_errors()]
 
 
 def test_what_is_no_document_is_found() -> None:

@@ -1,4 +1,6 @@
-"""What a user installs: our wheels, each with nothing but what it asks for, and what the images hold."""
+"""These tests install what users install: our wheels, each with its own requirements
+only, and the contents of the images.
+"""
 
 import json
 import os
@@ -40,7 +42,7 @@ def libraries(python: Path) -> set[str]:
 
 @pytest.fixture
 def python(tmp_path: Path) -> Path:
-    """Of an empty environment, outside the checkout."""
+    """Return the interpreter of an empty environment outside the checkout."""
     run(CHECKOUT.uv, "venv", "--python", CHECKOUT.python("dev").resolve(), tmp_path / "environment")
     return tmp_path / "environment/bin/python"
 
@@ -71,7 +73,7 @@ def test_command_line_is_installed_without_torch_or_the_operators_libraries(pyth
 
 
 def test_command_line_is_installed_from_a_checkout_as_its_page_says(python: Path, tmp_path: Path) -> None:
-    """In a copy: a build leaves files beside the sources."""
+    """It is installed from a copy, because a build leaves files beside the sources."""
     [command] = [command for block in blocks("docs/cli.md") if block.is_command for command in block.commands]
     pip, install, *folders = command.split()
     assert ("pip", "install") == (pip, install)

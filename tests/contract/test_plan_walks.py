@@ -50,5 +50,5 @@ def test_every_walk_under_any_policy_ends_and_no_invariant_breaks(**chosen: Any)
 @pytest.mark.parametrize("kind", FAULTS)
 @pytest.mark.parametrize("placement", IN_ONE_POD)
 def test_one_fault_in_any_round_is_healed(kind: str, placement: Placement) -> None:
-    for after_rounds in range(0, ROUNDS, 2):
+    for after_rounds in range(0, ROUNDS[placement], 2):
         must_heal(kind, after_rounds=after_rounds, placement=placement)

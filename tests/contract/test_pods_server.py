@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,11 +12,13 @@ import yaml
 from cluster import Cluster
 from contract.api_server import ApiServer, Document, Kubectl
 
-from builders import make_job
+from builders import OWN_ROLLOUT, make_job
+from colocated_rl_api.job import ColocatedRLJobSpec
 from colocated_rl_api.seats import ROLLOUT_SEAT, gpu_seat
 from colocated_rl_operator.loop.objects import IS_ENDING
 from colocated_rl_operator.manifests import belongings
 from colocated_rl_operator.manifests.resources import PodImages, pod
+from scenarios.corpus import GPU_EXAMPLES, Case
 from setup.layout import CHECKOUT
 
 pytestmark = pytest.mark.cluster
@@ -82,15 +85,19 @@ GATES: list[Document] = [  # what Kueue's webhook does to a pod with the label o
 
 
 def rendered(name: str, seat: str = "gpu-0", **spec: Any) -> Document:
-    body = pod(make_job(name, **spec), seat, 0, IMAGES)
-    del body["metadata"]["ownerReferences"]  # the job itself is not on this server
+    return of_this_server(pod(make_job(name, **spec), seat, 0, IMAGES))
+
+
+def of_this_server(body: Document) -> Document:
+    """A pod without its job, which is not there."""
+    del body["metadata"]["ownerReferences"]
     body["metadata"]["namespace"] = NAMESPACE
     return body
 
 
 @pytest.fixture(scope="module", autouse=True)
 def world(kubectl: Kubectl) -> Iterator[None]:
-    """What an admin has prepared, and claims of a job."""
+    """Create the objects that an admin has prepared, and the claims of a job."""
     kubectl("apply", "-f", "-", stdin=yaml.safe_dump_all([*CLUSTER, *GATES]))
     kubectl.wait_until_pods_may_come(NAMESPACE)
     yield
@@ -112,7 +119,21 @@ def test_pods_with_everything_that_a_template_may_say_are_admitted(api: ApiServe
 
 
 @pytest.mark.parametrize(
-    ("said", "words"),
+    "model",
+    [
+        {"huggingFace": {"name": "us/small", "revision": "a" * 40, "secretName": "hub"}},
+        {"huggingFace": {"name": "us/small", "revision": "a" * 40, "cacheClaimName": "models"}},
+        {"image": {"reference": "registry.example.com/models/small:1", "pullPolicy": "IfNotPresent"}},
+    ],
+    ids=["hub", "hub-with-cache", "image"],
+)
+@pytest.mark.parametrize("seat", [gpu_seat(0), "reference-0", ROLLOUT_SEAT])
+def test_pods_are_admitted_wherever_their_model_comes_from(api: ApiServer, seat: str, model: Document) -> None:
+    assert "" == dry_run(api, rendered("sourced", seat, model=model))
+
+
+@pytest.mark.parametrize(
+    ("template", "words"),
     [
         ({"priorityClassName": "nobody-knows"}, "no PriorityClass with name nobody-knows was found"),
         ({"affinity": {"podAffinity": {"typo": []}}}, 'unknown field "spec.affinity.podAffinity.typo"'),
@@ -123,13 +144,42 @@ def test_pods_with_everything_that_a_template_may_say_are_admitted(api: ApiServe
         ({"tolerations": [{"operator": "Sometimes"}]}, "spec.tolerations[0].operator"),
     ],
 )
-def test_what_the_schema_cannot_judge_the_server_does(api: ApiServer, said: Document, words: str) -> None:
-    body = rendered("judged", podTemplates={"gpu": {"spec": said}})
+def test_what_the_schema_cannot_judge_the_server_does(api: ApiServer, template: Document, words: str) -> None:
+    body = rendered("judged", podTemplates={"gpu": {"spec": template}})
     assert words in dry_run(api, body)
 
 
+def qos(api: ApiServer, seat: str, **spec: Any) -> str:
+    answer = api.request("POST", f"{PODS}?dryRun=All", rendered("classed", seat, **spec))
+    return str(answer.body["status"]["qosClass"])
+
+
+@pytest.mark.parametrize("seat", [gpu_seat(0), "reference-0", ROLLOUT_SEAT])
+def test_a_pod_whose_cpus_are_limited_is_guaranteed_and_others_may_use_what_is_idle(api: ApiServer, seat: str) -> None:
+    def spec(limits: Document) -> Document:
+        rollout = OWN_ROLLOUT | {"resources": {"limits": limits}}
+        rollout |= {"prompts": OWN_ROLLOUT["prompts"] | {"resources": {"limits": limits}}}
+        hub = {"huggingFace": {"name": "us/small", "revision": "a" * 40}}
+        return {"gpus": {"count": 1, "resources": {"limits": limits}}, "rollout": rollout, "model": hub}
+
+    assert "Guaranteed" == qos(api, seat, **spec({"cpu": "4", "memory": "8Gi"}))
+    assert "Burstable" == qos(api, seat, **spec({"memory": "8Gi"}))
+
+
+@pytest.mark.parametrize("example", GPU_EXAMPLES, ids=lambda case: case.name)
+def test_every_pod_of_the_jobs_for_gpu_nodes_is_accepted(api: ApiServer, example: Case) -> None:
+    manifest = yaml.safe_load(example.text)
+    spec = ColocatedRLJobSpec.model_validate(manifest["spec"])
+    job = replace(make_job(manifest["metadata"]["name"]), spec=spec)
+    for seat in job.seats.all:
+        answer = api.request(
+            "POST", f"{PODS}?dryRun=All&fieldValidation=Strict", of_this_server(pod(job, seat, 0, IMAGES))
+        )
+        assert answer.is_accepted, f"{seat}: {answer.message}"
+
+
 def test_devices_of_a_claim_come_to_the_pod_by_the_scheduler(plain_cluster: Cluster, api: ApiServer) -> None:
-    """Without a device plugin, by a ResourceClaimTemplate that an admin has written."""
+    """No device plugin is there: an admin has written a ResourceClaimTemplate."""
     template = {
         "apiVersion": "resource.k8s.io/v1",
         "kind": "ResourceClaimTemplate",
@@ -165,8 +215,8 @@ def test_devices_of_a_claim_come_to_the_pod_by_the_scheduler(plain_cluster: Clus
         plain_cluster.kubectl("delete", "pod", body["metadata"]["name"], *where, "--force", "--grace-period=0")
 
 
-def test_a_name_that_will_be_free_is_told_from_one_that_is_taken(api: ApiServer) -> None:
-    """By the server's words: the operator waits for the one, and says who has the other."""
+def test_a_name_that_will_be_free_is_distinguished_from_one_that_is_taken(api: ApiServer) -> None:
+    """The server's message distinguishes them: the operator waits for the one, and reports who has the other."""
     body = rendered("taken")
     body["metadata"]["finalizers"] = ["rl.colocate.dev/of-a-test"]
     place = f"{PODS}/{body['metadata']['name']}"
@@ -175,7 +225,9 @@ def test_a_name_that_will_be_free_is_told_from_one_that_is_taken(api: ApiServer)
     api.request("DELETE", f"{place}?gracePeriodSeconds=0")
     ending = api.request("POST", PODS, body)
     api.request("PATCH", place, {"metadata": {"finalizers": None}}, content_type="application/merge-patch+json")
-    assert [(409, False), (409, True)] == [(said.status, IS_ENDING in said.message) for said in (taken, ending)]
+    assert [(409, False), (409, True)] == [
+        (message.status, IS_ENDING in message.message) for message in (taken, ending)
+    ]
 
 
 def test_a_pod_in_a_queue_waits_for_admission_and_others_do_not(plain_cluster: Cluster, api: ApiServer) -> None:
@@ -198,6 +250,6 @@ def condition(body: Document, kind: str) -> tuple[str, ...]:
 
 
 def test_plain_json_is_all_that_a_pod_holds() -> None:
-    """What the models read as enums and numbers goes to the server as text and numbers."""
+    """Values that the models read as enums and numbers go to the server as text and numbers."""
     body = rendered("plain", podTemplates={"gpu": {"spec": {"tolerations": [{"tolerationSeconds": 3}]}}})
     assert body == json.loads(json.dumps(body))

@@ -43,6 +43,6 @@ def test_every_query_of_alerts_and_dashboard_is_one() -> None:
 
 
 def test_what_is_no_query_is_refused() -> None:
-    """Or the other test shows nothing."""
-    said = refused(["sum by (pod (up)", "rate(up)", "up > 0"], ["5 minutes"]).splitlines()
-    assert ["sum by (pod (up)", "rate(up)", "5 minutes"] == [line.split(": ")[0] for line in said]
+    """Otherwise the other test would show nothing."""
+    lines = refused(["sum by (pod (up)", "rate(up)", "up > 0"], ["5 minutes"]).splitlines()
+    assert ["sum by (pod (up)", "rate(up)", "5 minutes"] == [line.split(": ")[0] for line in lines]

@@ -1,4 +1,4 @@
-"""What a reference on devices of its own answers, shown of the real one and of the fake by the same tests."""
+"""These tests hold the real reference on its own devices and the fake to the same answers."""
 
 from __future__ import annotations
 
@@ -61,13 +61,13 @@ class Asked:
 def refusal(status: int, kind: str, body: bytes) -> tuple[int, str]:
     """Status and error."""
     assert kind == "application/json"
-    said = ScoreError.model_validate_json(body)
-    assert said.message
-    return status, said.error
+    error = ScoreError.model_validate_json(body)
+    assert error.message
+    return status, error.error
 
 
 @pytest.fixture(scope="module")
-def tls(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+def tls(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, names.JobUid]:
     """A directory as `names.TLS_DIR`, and the job that it is of."""
     folder = tmp_path_factory.mktemp("job")
     settings = only_rank(folder, folder, {}, has_reference=True, is_apart=True)
@@ -76,7 +76,7 @@ def tls(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
 
 
 @pytest.fixture(scope="module")
-def real(tls: tuple[Path, str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningReference]:
+def real(tls: tuple[Path, names.JobUid], tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningReference]:
     folder, directory = tmp_path_factory.mktemp("real"), tls[0]
     (folder / "trainer.json").write_text('{"threads": 1}')
     model = write_tiny_model(folder / "model")
@@ -88,7 +88,7 @@ def real(tls: tuple[Path, str], tmp_path_factory: pytest.TempPathFactory) -> Ite
 
 
 @pytest.fixture(params=["fake", "real"])
-async def reference(request: pytest.FixtureRequest, tls: tuple[Path, str]) -> AsyncIterator[Asked]:
+async def reference(request: pytest.FixtureRequest, tls: tuple[Path, names.JobUid]) -> AsyncIterator[Asked]:
     own = MemberTls.read(tls[0])
     way = own.client_context(), names.member_server_name(tls[1]), own.authorization
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=ANSWER_S)) as session:
@@ -107,7 +107,7 @@ async def test_every_token_from_the_start_on_has_a_log_probability(reference: As
 
 
 async def test_an_answer_follows_from_the_question_alone(reference: Asked) -> None:
-    """So it may be asked again, of any pod, from any place, while others ask."""
+    """Therefore it may be sent again, to any pod, from any place, while others send theirs."""
     alone = await reference.logp(*SAMPLE)
     again = await asyncio.gather(*(reference.logp(*SAMPLE, start=start) for start in range(1, len(SAMPLE))))
     for start, logp in enumerate(again, 1):
@@ -148,9 +148,9 @@ async def test_question_that_means_nothing_is_the_samples_fault(
     request: pytest.FixtureRequest, reference: Asked, query: str, body: bytes, words: str
 ) -> None:
     """400 says so: no other pod is asked. Its words are the real one's alone."""
-    status, kind, said = await reference.ask(SCORE_PATH + query, body)
-    assert (400, "BadRequest") == refusal(status, kind, said)
-    assert words in ScoreError.model_validate_json(said).message or "[fake" in request.node.name
+    status, kind, answer = await reference.ask(SCORE_PATH + query, body)
+    assert (400, "BadRequest") == refusal(status, kind, answer)
+    assert words in ScoreError.model_validate_json(answer).message or "[fake" in request.node.name
 
 
 async def test_other_paths_are_named(reference: Asked) -> None:

@@ -23,7 +23,7 @@ from colocated_rl_rollout.tasks.rows import (
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """With `samples.parquet`."""
+    """Return a folder with `samples.parquet`."""
     made = tmp_path_factory.mktemp("tables")
     store = Store(made / "state", job_uid=JOB)
     seal(store, [completed_group(store), completed_group(store)])
@@ -36,11 +36,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def told(folder: Path) -> dict[str, Any]:
-    """By the libraries."""
+def by_libraries(folder: Path) -> dict[str, Any]:
+    """Return the contents as the libraries read them."""
     answer = run_peer("tables.py", folder, HOME=str(folder / "home"))
-    said: dict[str, Any] = json.loads(answer.splitlines()[-1])
-    return said
+    contents: dict[str, Any] = json.loads(answer.splitlines()[-1])
+    return contents
 
 
 def read(path: Path, folder: Path) -> list[Row]:
@@ -50,25 +50,29 @@ def read(path: Path, folder: Path) -> list[Row]:
 
 @pytest.mark.parametrize("name", ["plain", "chosen", "shards", "chats"])
 def test_a_dataset_that_was_saved_is_read_as_its_library_loads_it(
-    folder: Path, told: dict[str, Any], name: str
+    folder: Path, by_libraries: dict[str, Any], name: str
 ) -> None:
-    assert told["saved"][name] == read(folder / name, folder)
+    assert by_libraries["saved"][name] == read(folder / name, folder)
 
 
 @pytest.mark.parametrize("name", ["plain", "chats"])
-def test_its_other_forms_are_read_alike(folder: Path, told: dict[str, Any], name: str) -> None:
-    assert told["saved"][name] == read(folder / f"{name}.parquet", folder) == read(folder / f"{name}.jsonl", folder)
+def test_its_other_forms_are_read_alike(folder: Path, by_libraries: dict[str, Any], name: str) -> None:
+    assert (
+        by_libraries["saved"][name]
+        == read(folder / f"{name}.parquet", folder)
+        == read(folder / f"{name}.jsonl", folder)
+    )
 
 
-def test_splits_are_named_and_a_dataset_without_a_row_is_said(folder: Path, told: dict[str, Any]) -> None:
+def test_splits_are_named_and_a_dataset_without_a_row_is_reported(folder: Path, by_libraries: dict[str, Any]) -> None:
     with pytest.raises(RowsUnusable, match="splits has several splits: set path to splits/train or splits/test"):
         data_files(folder / "splits")
-    assert told["saved"]["chats"] == read(folder / "splits/test", folder)
+    assert by_libraries["saved"]["chats"] == read(folder / "splits/test", folder)
     with pytest.raises(RowsUnusable, match="no rows"):
         read(folder / "empty", folder)
 
 
-def test_columns_of_any_type_become_plain_values(folder: Path, told: dict[str, Any]) -> None:
+def test_columns_of_any_type_become_plain_values(folder: Path, by_libraries: dict[str, Any]) -> None:
     first, _ = read(folder / "odd", folder)
     assert {
         "prompt": "a", "level": 0, "grid": [[0, 1], [2, 3]], "half": 0.5, "when": "2026-01-02T03:04:05.000678",
@@ -83,8 +87,8 @@ def test_columns_of_any_type_become_plain_values(folder: Path, told: dict[str, A
     assert (None, None, []) == (other["maybe"], other["when"], other["vector"])
 
 
-def test_samples_are_opened_by_pandas_and_datasets(told: dict[str, Any]) -> None:
-    found = told["found"]
+def test_samples_are_opened_by_pandas_and_datasets(by_libraries: dict[str, Any]) -> None:
+    found = by_libraries["found"]
     assert [*parquet.COLUMNS, *parquet.WORDS] == found["columns"]
     assert {"1.0": 1.0} == found["means"]
     assert found["tokens"] == [row["response_ids"] for row in found["rows"]]

@@ -112,7 +112,7 @@ async def test_a_tensor_that_an_update_lacked_is_found(engine: SGLang, versions:
 
 
 async def test_tensors_of_the_version_before_are_found(engine: SGLang, versions: TwoVersions) -> None:
-    """As of a shard that was not replaced."""
+    """They would be there if a shard had not been replaced."""
     old = load_file(versions.old / FILE)
     shard = {name: old[name] for name in old if name.startswith("model.layers.7.")}
     with pytest.raises(UpdateDoubted, match=r"first model\.layers\.7\."):
@@ -120,7 +120,7 @@ async def test_tensors_of_the_version_before_are_found(engine: SGLang, versions:
 
 
 async def test_an_update_writes_every_tensor_as_the_engines_load_does(engine: SGLang, versions: TwoVersions) -> None:
-    """So that a parameter which an update left out, or put in the place of another, is not taken for a loaded one."""
+    """Therefore a parameter that an update left out, or stored in place of another, can't pass for a loaded one."""
     _, loaded = await engine.checksum()
     await engine._call("POST", "/weights_checker", {"action": "reset_tensors"})
     _, reset = await engine.checksum()

@@ -68,7 +68,7 @@ def change(name: str, values: Values, kind: str | None = None) -> Callable[[Colu
 
 
 @pytest.mark.parametrize(
-    ("harm", "said"),
+    ("harm", "message"),
     [
         (lambda columns: columns.pop("reward"), "can't be read"),
         (change("reward", [1, 1, 1, 1], "int64"), "column reward is torch.int64"),
@@ -86,12 +86,14 @@ def change(name: str, values: Values, kind: str | None = None) -> Callable[[Colu
         (change("group_count", [float("inf")] * 4), "group_count must be finite"),
     ],
 )
-def test_shard_that_contradicts_itself_is_refused(tmp_path: Path, harm: Callable[[Columns], object], said: str) -> None:
+def test_shard_that_contradicts_itself_is_refused(
+    tmp_path: Path, harm: Callable[[Columns], object], message: str
+) -> None:
     content = columns(SAMPLES, {7: [1.0, 0.0], 9: [0.5, 0.5]})
     harm(content)
     write_shard(tmp_path / "shard", HEADER, content)
 
-    with pytest.raises(BadShard, match=said):
+    with pytest.raises(BadShard, match=message):
         read(tmp_path / "shard")
 
 

@@ -48,7 +48,7 @@ def samples() -> list[Example]:
 
 
 def choices(ids: list[int]) -> Tensor:
-    """Of each token, another expert and the next one, which routers seldom choose so; -1 here and there."""
+    """Return two experts for each token, a pair that routers seldom choose, and -1 here and there."""
     first = torch.tensor([[(token * 7 + layer) % NUMBER for layer in range(LAYERS)] for token in ids])
     chosen = torch.stack([first, (first + 1) % NUMBER], dim=-1).flatten(1)
     chosen[::UNKNOWN_EVERY] = -1
@@ -67,8 +67,8 @@ def name_experts(shard: Path, chosen: Mapping[int, Tensor] | None = None) -> Non
         for number, (start, end) in enumerate(zip([0, *ends], ends, strict=False))
     ]
     columns["experts"] = torch.cat([*of_each, torch.empty(0, LAYERS * OF_TOKEN, dtype=torch.int16)])
-    told = header.model_copy(update={"has_experts": True}).model_dump_json(by_alias=True)
-    save_file(columns, shard, metadata={HEADER_KEY: told})
+    header_text = header.model_copy(update={"has_experts": True}).model_dump_json(by_alias=True)
+    save_file(columns, shard, metadata={HEADER_KEY: header_text})
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +83,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def expected_gradient(model: Path, *, replays: bool) -> dict[str, Tensor]:
-    """Of the step's loss, by transformers, with routers whose softmax is over the chosen experts alone."""
+    """Return the gradient of the step's loss from transformers, with routers whose
+    softmax covers the chosen experts alone.
+    """
     plain = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     now: dict[str, Tensor] = {}
 
@@ -196,14 +198,14 @@ def test_the_reference_chooses_its_own_experts(model: Path, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(
-    ("chosen", "said"),
+    ("chosen", "message"),
     [
         (torch.full((1, LAYERS * OF_TOKEN), NUMBER), "experts must be 4 of each token, each below 4"),
         (torch.full((1, LAYERS * OF_TOKEN), -2), "experts must be 4 of each token, each below 4"),
         (torch.full((1, LAYERS * OF_TOKEN + 2), 0), "experts must be 4 of each token, each below 4"),
     ],
 )
-def test_experts_that_the_model_has_not_are_refused(model: Path, tmp_path: Path, chosen: Tensor, said: str) -> None:
+def test_experts_that_the_model_has_not_are_refused(model: Path, tmp_path: Path, chosen: Tensor, message: str) -> None:
     trainer = OneRank(tmp_path, model, replays=True, **CONFIG)
 
     def spoil(shard: Path) -> None:
@@ -214,7 +216,7 @@ def test_experts_that_the_model_has_not_are_refused(model: Path, tmp_path: Path,
         columns["experts"] = chosen.to(torch.int16).repeat(len(columns["tokens"]), 1)
         save_file(columns, shard, metadata=metadata)
 
-    with pytest.raises(BadShard, match=said):
+    with pytest.raises(BadShard, match=message):
         trainer.train(samples(), finish=spoil)
     assert [] == trainer.updates
 
@@ -251,7 +253,7 @@ def test_a_router_that_gets_its_own_choice_computes_the_same(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("config", "said"),
+    ("config", "message"),
     [
         (None, "Qwen3ForCausalLM has no router of experts: leave it out"),
         (
@@ -265,12 +267,12 @@ def test_a_router_that_gets_its_own_choice_computes_the_same(name: str) -> None:
     ],
 )  # fmt: skip
 def test_a_model_whose_choice_cannot_be_replayed_is_refused(
-    tmp_path: Path, config: PreTrainedConfig | None, said: str
+    tmp_path: Path, config: PreTrainedConfig | None, message: str
 ) -> None:
     if config is None:
         write_tiny_model(tmp_path / "model")
     else:
         AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
 
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=message):
         OneRank(tmp_path, tmp_path / "model", replays=True)

@@ -82,7 +82,7 @@ def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 @pytest.mark.parametrize("name", MODELS)
 def test_values_and_gradients_are_those_of_whole_logits(name: str, temperature: float) -> None:
-    """Of log-probabilities and of entropies, weighted differently for each token."""
+    """The sum weights log-probabilities and entropies differently for each token."""
     model = make(MODELS[name])
     results = []
     for compute in (of_whole_logits, of_hidden):
@@ -121,7 +121,7 @@ def test_model_whose_head_is_more_than_it_seems_computes_whole_logits(caplog: py
         score_without_logits(model)
 
     assert not isinstance(model.forward, ScoringForward)
-    assert ["whole logits are computed"] == [record.message for record in caplog.records]
+    assert ["whole logits computed"] == [record.message for record in caplog.records]
 
 
 def test_what_is_no_pass_over_targets_computes_as_before() -> None:

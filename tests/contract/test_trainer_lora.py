@@ -57,7 +57,7 @@ def exported(trainer: OneRank, folder: Path) -> Path:
 
 
 def ask_peft(folder: Path, model: Path, adapter: Path, batch: Sequence[Example], **more: object) -> dict[str, Tensor]:
-    """What peft computes: see `peers/peft_step.py`."""
+    """Return what peft computes: see `peers/peft_step.py`."""
     folder.mkdir(exist_ok=True)
     described = [
         {
@@ -301,7 +301,7 @@ def test_dropout_drops_inputs_of_adapters_while_gradients_are_computed(tmp_path:
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         ({"model": "other"}, "has adapters of another model than spec.model, 1 files differ, first model.safetensors"),
         ({"lora": {"rank": 8, "alpha": 6}}, "has adapters of rank 4 and alpha 6, and lora .* has 8 and 6"),
@@ -311,7 +311,7 @@ def test_dropout_drops_inputs_of_adapters_while_gradients_are_computed(tmp_path:
     ],
 )
 def test_a_checkpoint_of_other_adapters_or_another_model_is_refused(
-    tmp_path: Path, changes: dict[str, Any], said: str
+    tmp_path: Path, changes: dict[str, Any], message: str
 ) -> None:
     model = write_tiny_model(tmp_path / "model")
     trainer = OneRank(tmp_path, model, **CONFIG)
@@ -322,7 +322,7 @@ def test_a_checkpoint_of_other_adapters_or_another_model_is_refused(
         tensors["model.norm.weight"][3] += 1e-3
         save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
 
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=message):
         OneRank(tmp_path, model, **CONFIG | changes)
 
 
@@ -377,11 +377,10 @@ def test_seven_billion_parameters_take_of_one_device_what_the_documentation_says
 
     assert with_adapters.device is not None
     assert with_all.device is not None
-    said = (CHECKOUT.root / "docs/sizing.md").read_text().replace("\n", " ")
+    page = (CHECKOUT.root / "docs/sizing.md").read_text().replace("\n", " ")
     assert (
         f"one device holds {gib(with_adapters.device)} of this state while it trains, and of all weights "
-        f"{gib(with_all.device)}. Off the device, {gib(with_adapters.device)} become {gib(with_adapters.host)} of"
-        in said
+        f"{gib(with_all.device)}. Off the device, {gib(with_adapters.host)} of it are in host memory." in page
     )
 
 

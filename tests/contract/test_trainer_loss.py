@@ -92,6 +92,23 @@ def test_dual_clip_bounds_the_loss_of_a_bad_token_that_has_become_likely(log_rat
     assert [0.0, pytest.approx(2 * math.exp(4)) if log_ratio < 20 else 0.0, 0.0] == slopes
 
 
+@pytest.mark.parametrize(("ratio", "weight", "clipped"), [(1.0, 1.0, 0), (1.2, 1.2, 0), (1.5, 1.28, 1), (0.5, 0.8, 1)])
+def test_cispo_weighs_a_token_by_its_clipped_ratio_and_takes_no_gradient_away(
+    ratio: float, weight: float, clipped: int
+) -> None:
+    policy = logs(0.3 * ratio).requires_grad_()
+    result = policy_loss(
+        policy, logs(0.3), torch.tensor([2.0]), torch.tensor([0.5]), clip_low=LOW, clip_high=HIGH, loss="CISPO"
+    )
+    result.total.backward()
+    assert policy.grad is not None
+    assert [pytest.approx(-weight * math.log(0.3 * ratio)), clipped] == [
+        result.total.item(),
+        int(result.clipped_tokens),
+    ]
+    assert pytest.approx(-weight) == policy.grad.item()
+
+
 @pytest.mark.parametrize("level", ["Token", "Sequence", "SequenceMean"])
 def test_importance_mask_is_that_of_plain_numpy(level: MaskLevel) -> None:
     chance = np.random.default_rng(4)
@@ -121,7 +138,7 @@ def test_ratio_of_a_whole_sample_is_truncated_as_one() -> None:
 
 
 def test_penalty_with_its_ratio_has_the_value_and_gradient_of_the_divergence_on_stale_tokens() -> None:
-    """Over all tokens of a vocabulary, with the chances of a behaviour policy that is not the policy any more."""
+    """The divergence is taken over a whole vocabulary, and the behaviour policy is not the policy any more."""
     generator = torch.Generator().manual_seed(1)
     policy, proximal, behaviour, reference = (
         torch.randn(9, generator=generator, dtype=torch.float64).log_softmax(0) for _ in range(4)

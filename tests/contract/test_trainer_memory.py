@@ -1,4 +1,4 @@
-"""What the trainer's passes hold, by the allocator's own account."""
+"""These tests read from the allocator which tensors the trainer's passes hold."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def weights_held(trainer: Watched, *, with_gradient: bool) -> tuple[int, int, in
 def test_forward_pass_of_ranks_that_share_a_model_has_a_layer_whole_in_bfloat16_and_two_in_transit(
     tmp_path: Path, with_gradient: bool, checkpointing: bool
 ) -> None:
-    """Under autocast layers were gathered in float32, and what they were cast to was kept until the backward pass.
+    """Under autocast layers were gathered in float32, and their bfloat16 copies were kept until the backward pass.
 
     FSDP2 keeps the buffer of a gather until the next one is complete, and this rank's part of that is cast beside it.
     """
@@ -114,14 +114,14 @@ def test_what_ranks_load_is_the_model_also_where_its_files_have_another_form(
 
 
 @pytest.mark.parametrize(
-    ("spoil", "said"),
+    ("spoil", "message"),
     [
         ("lose", r"are not whole: 1 tensors of Qwen3ForCausalLM are missing, first model\.layers\.0\.mlp\.down_proj"),
         ("cut", r"are not those of its config\.json: 1 tensors have another shape, first model\.layers\.0\.mlp"),
         ("untie", r"can be read in two ways: .* another lm_head\.weight than model\.embed_tokens\.weight"),
     ],
 )
-def test_what_is_no_model_is_refused_by_ranks_that_share_it_too(tmp_path: Path, spoil: str, said: str) -> None:
+def test_what_is_no_model_is_refused_by_ranks_that_share_it_too(tmp_path: Path, spoil: str, message: str) -> None:
     model = write_tiny_model(tmp_path / "model")
     tensors = load_file(model / "model.safetensors")
     name = "model.layers.0.mlp.down_proj.weight"
@@ -133,6 +133,6 @@ def test_what_is_no_model_is_refused_by_ranks_that_share_it_too(tmp_path: Path, 
         tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"] + 1
     write_tensors(model / "model.safetensors", tensors)
 
-    for told in in_ranks(2, tmp_path, model, load_again):
-        assert isinstance(told, ConfigError)
-        assert re.search(said, str(told)), told
+    for error in in_ranks(2, tmp_path, model, load_again):
+        assert isinstance(error, ConfigError)
+        assert re.search(message, str(error)), error

@@ -97,7 +97,7 @@ def conformance(
 
 def processes_with(variable: str) -> list[str]:
     found = []
-    for path in Path("/proc").glob("[0-9]*/environ"):
+    for path in (place / "environ" for place in Path("/proc").glob("[0-9]*")):
         with contextlib.suppress(OSError):  # it has ended, or is another user's
             if variable.encode() in path.read_bytes().split(b"\0"):
                 found.append((path.parent / "cmdline").read_text())
@@ -148,7 +148,7 @@ def test_what_needs_a_rank_that_has_ended_is_not_made(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("command", [[sys.executable, TOY], ["sh", "-c", f"{sys.executable} {TOY}; exit"]])
 def test_trainer_that_conforms_is_told_so_in_one_line_for_each_check(tmp_path: Path, command: Sequence[str]) -> None:
-    """And nothing runs on: of a command that starts the trainer, that one alone was ended."""
+    """Nothing keeps running: the suite ends the command that it started, and that alone."""
     answer = conformance(tmp_path, *command)
 
     late = time.monotonic() + ANSWER_S
@@ -162,7 +162,7 @@ def test_trainer_that_conforms_is_told_so_in_one_line_for_each_check(tmp_path: P
 
 
 def test_command_of_the_page_says_that_its_example_conforms(tmp_path: Path) -> None:
-    """As the pages have it, in the folder of the example."""
+    """The command runs as the pages have it, in the folder of the example."""
     [written] = [block.text.strip() for block in blocks("examples/own_trainer/README.md") if block.is_command]
     same = [block.text for block in blocks("docs/bring-your-own.md") if block.is_command]
     assert [written.replace("python3 trainer.py", "python3 -m mine")] == [text.strip() for text in same]
@@ -203,7 +203,7 @@ def test_trainer_that_cannot_score_is_told_so_where_that_is_asked(tmp_path: Path
         (["--ranks", "0"], ["true"], "argument --ranks: 0 is no number of ranks: 1 at least"),
     ],
 )
-def test_what_can_not_be_started_is_said_in_a_line(
+def test_what_can_not_be_started_is_reported_in_a_line(
     tmp_path: Path, options: Sequence[str], command: Sequence[str], why: str
 ) -> None:
     """Each was a traceback, and exit code 1: that of a check that did not hold."""
@@ -215,7 +215,7 @@ def test_what_can_not_be_started_is_said_in_a_line(
 
 
 def test_trainer_may_end_over_a_torn_shard_whenever_that_is_seen(tmp_path: Path) -> None:
-    """Where it had ended between two questions, the suite called it broken: most of the time."""
+    """The suite reported a trainer as broken if it had ended between two requests, which was most of the time."""
     command = [sys.executable, str(CHECKOUT.root / "tests/fakes/broken_trainer.py"), "EndsOverATornShard"]
     started: list[EndsUnseen] = []
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 import errno
 import json
 import random
+import signal
 import socket
 import sys
 import threading
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -103,6 +105,27 @@ def test_batch_that_teaches_nothing_ends_its_step_on_every_rank(pair: Pair) -> N
 
     assert [0.0, 0.0] == [metrics["updates"] for metrics in together]
     assert {pair.one.step} == {rank.status.step for rank in pair.two.ranks}
+
+
+def test_a_rank_that_waits_for_a_peer_in_a_collective_says_where_until_the_peer_is_back(pair: Pair) -> None:
+    split = [number % 2 for number in range(SAMPLES)]
+    pair.train(make_samples(1), split)
+    waiting, stopped = pair.two.ranks
+    stopped.process.send_signal(signal.SIGSTOP)
+    try:
+        with ThreadPoolExecutor(1) as pool:
+            step = pool.submit(pair.train, make_samples(2), split)
+            standstill = waiting.wait_until(lambda status: status.standstill is not None).standstill
+            stopped.process.send_signal(signal.SIGCONT)
+            _, together = step.result(DEADLINE_S)
+    finally:
+        stopped.process.send_signal(signal.SIGCONT)
+    assert standstill is not None
+    assert standstill.usual_s is not None
+    assert "(distributed_c10d.py:" in standstill.where
+    assert "train (loop.py:" in standstill.where
+    assert together[0] == together[1]
+    assert waiting.status.standstill is None
 
 
 @pytest.mark.parametrize("state", ["Sharded", "Replicated"])
@@ -222,7 +245,7 @@ def test_news_that_does_not_come_is_not_waited_for_beyond_the_deadline() -> None
     assert ["by 0"] == done
 
 
-def test_failure_of_the_one_that_does_it_is_told_to_those_who_wait_and_is_not_the_last_word() -> None:
+def test_failure_of_the_one_that_does_it_is_reported_to_those_who_wait_and_is_not_the_last_word() -> None:
     """They waited for the whole deadline, and so did whoever asked them all."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     first, other, late = (Collectives(rank=rank, size=3, store=store) for rank in range(3))

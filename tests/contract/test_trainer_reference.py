@@ -43,7 +43,7 @@ def make_samples(seed: int) -> list[Example]:
 
 
 def own_forward(model: torch.nn.Module, shard: Shard) -> torch.Tensor:
-    """Of each token to be trained, sample by sample: [T], NaN elsewhere."""
+    """Return the log-probability of each token to be trained, sample by sample: [T], NaN elsewhere."""
     logp = torch.full_like(shard.behaviour_logp, torch.nan)
     for start, end in zip(shard.start.tolist(), shard.end.tolist(), strict=True):
         with torch.no_grad():
@@ -54,7 +54,7 @@ def own_forward(model: torch.nn.Module, shard: Shard) -> torch.Tensor:
 
 
 def scored(trainer: OneRank, samples: list[Example]) -> torch.Tensor:
-    """What is kept of the next step's batch, which is scored now."""
+    """Score the next step's batch now, and return the scores that are kept."""
     step = trainer.step + 1
     (file,) = write_shards(trainer.folder, samples, step=step, split=1, temperature=TEMPERATURE)
     trainer.loop.score(step, file, scores_beside(file), trainer)
@@ -65,7 +65,7 @@ def scored(trainer: OneRank, samples: list[Example]) -> torch.Tensor:
 def test_scores_are_those_of_the_trainers_own_forward_over_the_starting_weights(
     model: Path, tmp_path: Path, config: dict[str, object]
 ) -> None:
-    """Also when the policy has left them."""
+    """They are the same after the policy has left these weights."""
     trainer = OneRank(
         tmp_path, model, has_reference=True, learningRate=1e-2, klCoefficient=0.1, microBatchTokens=40, **config
     )
@@ -80,7 +80,7 @@ def test_scores_are_those_of_the_trainers_own_forward_over_the_starting_weights(
 
 
 def test_samples_that_teach_nothing_are_not_scored(model: Path, tmp_path: Path) -> None:
-    """Without a penalty there is nothing to measure them for."""
+    """The scores would not be used without a penalty."""
     found = scored(OneRank(tmp_path, model, has_reference=True), make_samples(1))
 
     (file,) = tmp_path.glob("step-1-*.safetensors")

@@ -71,14 +71,14 @@ def test_answers_are_those_of_the_trainers_own_forward_whoever_else_asks(
         answers = list(callers.map(partial(score, reference), samples))
     (file,) = write_shards(tmp_path, samples, step=1, split=1, temperature=TEMPERATURE)
     shard = Shard.read(file, step=1, shard=0, shards=1)
-    said = torch.full_like(shard.behaviour_logp, torch.nan)
+    scores = torch.full_like(shard.behaviour_logp, torch.nan)
     for sample, end, answer in zip(samples, shard.end.tolist(), answers, strict=True):
-        said[end - len(sample.response) : end] = torch.tensor(answer)
-    said = torch.where(shard.loss_mask, said, torch.nan)
+        scores[end - len(sample.response) : end] = torch.tensor(answer)
+    scores = torch.where(shard.loss_mask, scores, torch.nan)
 
-    torch.testing.assert_close(said, own_forward(load_model(model), shard), rtol=1e-5, atol=1e-5, equal_nan=True)
+    torch.testing.assert_close(scores, own_forward(load_model(model), shard), rtol=1e-5, atol=1e-5, equal_nan=True)
     trainers = scored(OneRank(tmp_path, model, has_reference=True, klCoefficient=0.1), samples)
-    torch.testing.assert_close(said, trainers, rtol=1e-5, atol=1e-5, equal_nan=True)
+    torch.testing.assert_close(scores, trainers, rtol=1e-5, atol=1e-5, equal_nan=True)
 
 
 @pytest.mark.parametrize("config", [{"packing": True}, {"microBatchTokens": 1}], ids=["packed", "one by one"])
@@ -106,15 +106,15 @@ def test_batch_that_was_sealed_with_scores_is_trained_as_one_that_the_trainer_sc
     own = OneRank(tmp_path / "own", model, has_reference=True, **config)
     apart = OneRank(tmp_path / "apart", model, reference_apart=True, **config)
     none = own.weights
-    told = own.train(samples, temperature=TEMPERATURE)
+    with_trainers_scores = own.train(samples, temperature=TEMPERATURE)
 
     with_scores = [
         dataclasses.replace(sample, reference_logp=np.where(sample.mask, score(reference, sample), 0).tolist())
         for sample in samples
     ]
-    said = apart.train(with_scores, temperature=TEMPERATURE)
+    with_own_scores = apart.train(with_scores, temperature=TEMPERATURE)
 
-    assert told["kl"] == pytest.approx(said["kl"], abs=1e-6)
+    assert with_trainers_scores["kl"] == pytest.approx(with_own_scores["kl"], abs=1e-6)
     assert any(not torch.equal(tensor, own.weights[name]) for name, tensor in none.items())
     for name, tensor in own.weights.items():
         torch.testing.assert_close(tensor, apart.weights[name], rtol=1e-5, atol=1e-6)

@@ -39,7 +39,7 @@ def record(folder: Path, *, seed: int) -> Path:
 
 
 def replay(folder: Path, recording: Path, model: Path) -> dict[str, torch.Tensor]:
-    """By one rank, which takes the place of two."""
+    """Replay the recording with one rank, which takes the place of two."""
     folder.mkdir()
     trainer = OneRank(folder, model, learningRate=1e-3)
     for step in range(1, STEPS + 1):
@@ -66,7 +66,7 @@ def test_another_recording_leaves_others(model: Path, tmp_path: Path) -> None:
 
 # ------------------------------------------------------------------------------------------------- more or fewer ranks
 def train_to(trainer: Watched, last: int) -> dict[str, torch.Tensor]:
-    """On the files of its job. Parameters and moments, whole."""
+    """Train to a step on the files of the trainer's job. Returns whole parameters and moments."""
     batches = trainer._settings.checkpoints.parent / "batches"
     for step in range(trainer.step + 1, last + 1):
         trainer.train(step, shard_path(batches, step, trainer.rank), trainer)
@@ -88,7 +88,7 @@ def train_all(trainer: Watched) -> dict[str, list[float]]:
 def test_a_job_goes_on_with_another_number_of_ranks_as_it_would_have_with_the_former(
     model: Path, tmp_path: Path, before: int, after: int
 ) -> None:
-    """After step 1, with batches that were sealed for the former."""
+    """The job continues after step 1, with batches that were sealed for the former number."""
     recording, config = record(tmp_path / "recording", seed=1), {"learningRate": 1e-3}
     taken = {}
     for name in ("undisturbed", "resized"):

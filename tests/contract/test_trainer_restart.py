@@ -84,8 +84,8 @@ class Run:
             exported = group.export(step)
             group.offload()
             if step and step % EVERY == 0:
-                told = group.save(step, KEEP)
-                self.replay_from = max(self.replay_from, min(status.replay_from or 0 for status in told))
+                saved = group.save(step, KEEP)
+                self.replay_from = max(self.replay_from, min(status.replay_from or 0 for status in saved))
                 if step == harm:
                     (group.checkpoints / f"step-{step:08d}" / "__1_0.distcp").write_bytes(b"damaged")
                     raise Lost

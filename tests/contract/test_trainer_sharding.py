@@ -191,30 +191,30 @@ def export_beside_a_full_volume(trainer: Watched) -> str:
 
 
 def test_rank_whose_volume_is_full_leaves_the_exports_of_its_peers_whole(tmp_path: Path) -> None:
-    told = in_ranks(2, tmp_path, write_tiny_model(tmp_path / "model"), export_beside_a_full_volume)
+    outcomes = in_ranks(2, tmp_path, write_tiny_model(tmp_path / "model"), export_beside_a_full_volume)
 
-    assert "EFBIG" == told[1]
-    assert re.fullmatch(r"[3-9] files", str(told[0]))
+    assert "EFBIG" == outcomes[1]
+    assert re.fullmatch(r"[3-9] files", str(outcomes[0]))
 
 
 def export_beside_a_full_volume_and_go_on(trainer: Watched) -> str:
     directory = trainer._settings.checkpoints.parent / f"export-{trainer.rank}"
     directory.mkdir()
-    told = "exported"
+    outcome = "exported"
     try:
         with disk_of(trainer):
             trainer.export(directory)
     except OSError as error:
-        told = errno.errorcode[error.errno or 0]
+        outcome = errno.errorcode[error.errno or 0]
     train(trainer)
-    return told
+    return outcome
 
 
 def test_rank_whose_volume_is_full_keeps_no_peer_waiting(tmp_path: Path) -> None:
     """Its peers went on to the probe, and waited there for its part of every layer."""
-    told = in_ranks(2, tmp_path, write_tiny_model(tmp_path / "model"), export_beside_a_full_volume_and_go_on)
+    outcomes = in_ranks(2, tmp_path, write_tiny_model(tmp_path / "model"), export_beside_a_full_volume_and_go_on)
 
-    assert ["exported", "EFBIG"] == told
+    assert ["exported", "EFBIG"] == outcomes
 
 
 # ---------------------------------------------------------------------------------------------------- what a job leaves
@@ -233,7 +233,7 @@ def train_and_leave(trainer: Watched) -> dict[str, list[float]]:
 
 
 def test_model_that_sharded_ranks_leave_is_an_ordinary_one(tmp_path: Path) -> None:
-    """With what the person's model had beside its weights."""
+    """It has the files that stood beside the weights of the user's model."""
     origin = write_tiny_model(tmp_path / "model")
     (origin / "generation_config.json").write_text('{"temperature": 0.5, "do_sample": true}')
 
@@ -271,28 +271,28 @@ def test_checkpoint_is_gone_on_from_by_another_number_of_ranks(tmp_path: Path, a
 
 
 def save_to_a_full_volume(trainer: Watched) -> tuple[str, int]:
-    """What it was told, and what was there then; once there is room, all save."""
+    """Return the error, and the checkpoint that existed then; once there is room, all ranks save."""
     train(trainer)
     try:
         with disk_of(trainer):
             trainer.save(1, 2)
     except (OSError, Refused) as error:
-        told, left = str(error), len(list(trainer._settings.checkpoints.iterdir()))
+        outcome, left = str(error), len(list(trainer._settings.checkpoints.iterdir()))
         trainer.save(1, 2)
-        return told, left
+        return outcome, left
     return "saved", 1
 
 
 def test_checkpoint_that_one_rank_cannot_write_is_nobodys_until_there_is_room(tmp_path: Path) -> None:
-    told = in_ranks(2, tmp_path, write_tiny_model(tmp_path / "model"), save_to_a_full_volume)
+    outcomes = in_ranks(2, tmp_path, write_tiny_model(tmp_path / "model"), save_to_a_full_volume)
 
-    assert ["File too large" in str(words) for words, _ in told] == [True, True], told
-    assert 0 == told[0][1], "no draft is left to fill the volume"
+    assert ["File too large" in str(words) for words, _ in outcomes] == [True, True], outcomes
+    assert 0 == outcomes[0][1], "no draft is left to fill the volume"
     assert ["step-00000001"] == [path.name for path in (tmp_path / "checkpoints").iterdir()]
 
 
 def save_what_one_rank_cannot_read_back(trainer: Watched) -> tuple[str, int]:
-    """What it was told, and the steps that are saved once it can."""
+    """Return the error, and the steps that are saved once the rank can read them back."""
     train(trainer)
     write = trainer._write_checkpoint
 
@@ -305,19 +305,19 @@ def save_what_one_rank_cannot_read_back(trainer: Watched) -> tuple[str, int]:
     try:
         trainer.save(1, 2)
     except (OSError, Refused) as error:
-        told = str(error)
+        error_text = str(error)
     trainer._write_checkpoint = write  # type: ignore[method-assign]
     trainer.save(1, 2)
-    return told, len(list(trainer._settings.checkpoints.iterdir()))
+    return error_text, len(list(trainer._settings.checkpoints.iterdir()))
 
 
 def test_checkpoint_that_one_rank_cannot_read_back_keeps_no_peer_waiting(tmp_path: Path) -> None:
     """Its peers waited for its digests until their deadline, and then for a new lineage."""
-    told = in_ranks(2, tmp_path, write_tiny_model(tmp_path / "model"), save_what_one_rank_cannot_read_back)
+    outcomes = in_ranks(2, tmp_path, write_tiny_model(tmp_path / "model"), save_what_one_rank_cannot_read_back)
 
-    assert [1, 1] == [saved for _, saved in told]
-    assert "rank 1: [Errno 21] Is a directory" in told[0][0]
-    assert "[Errno 21] Is a directory" in told[1][0]
+    assert [1, 1] == [saved for _, saved in outcomes]
+    assert "rank 1: [Errno 21] Is a directory" in outcomes[0][0]
+    assert "[Errno 21] Is a directory" in outcomes[1][0]
 
 
 def read_what_one_rank_does_not_see(trainer: Watched, *, blind: int) -> None:
@@ -330,10 +330,10 @@ def read_what_one_rank_does_not_see(trainer: Watched, *, blind: int) -> None:
 def test_checkpoint_that_one_rank_cannot_read_keeps_no_peer_waiting(tmp_path: Path, blind: int) -> None:
     """It ended before it met its peers, and they knew no more than that one was lost in a load."""
     model = write_tiny_model(tmp_path / "model")
-    told = in_ranks(2, tmp_path, model, partial(read_what_one_rank_does_not_see, blind=blind))
+    outcomes = in_ranks(2, tmp_path, model, partial(read_what_one_rank_does_not_see, blind=blind))
 
-    assert f"rank {blind}: " in str(told[1 - blind])
-    assert ["No such file" in str(each) for each in told] == [True, True], told
+    assert f"rank {blind}: " in str(outcomes[1 - blind])
+    assert ["No such file" in str(each) for each in outcomes] == [True, True], outcomes
 
 
 # ----------------------------------------------------------------------------------------------------------- lost peers

@@ -1,4 +1,4 @@
-"""What a step of the default trainer computes, against a plain implementation; and what a step may not do."""
+"""These tests compare a step of the default trainer with a plain implementation, and show what a step may not do."""
 
 from __future__ import annotations
 
@@ -173,7 +173,7 @@ def test_reference_is_where_the_job_began_also_after_a_restart(model: Path, tmp_
     assert 1e-4 < second.train(make_samples(2))["kl"]
 
 
-def test_progress_is_told_with_every_micro_batch(model: Path, tmp_path: Path) -> None:
+def test_progress_is_reported_with_every_micro_batch(model: Path, tmp_path: Path) -> None:
     """Two passes, and those of the reference and of the second minibatch's log-probabilities before them."""
     trainer = OneRank(tmp_path, model, minibatches=2, dataPasses=2, microBatchTokens=10_000, has_reference=True)
 
@@ -252,12 +252,16 @@ def test_state_that_never_fits_is_refused_before_a_weight_is_read(
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "tie_word_embeddings": False}
     transformers.LlamaConfig(**size, **heads).save_pretrained(tmp_path / "model")
 
-    with caplog.at_level(logging.INFO), pytest.raises(ConfigError, match=r"takes \d{4}\.\d GiB of host memory"):
+    with caplog.at_level(logging.INFO), pytest.raises(ConfigError, match=r"take \d{4}\.\d GiB of host memory"):
         OneRank(tmp_path, tmp_path / "model")
 
-    [told] = [record for record in caplog.records if record.getMessage() == "memory of the training state"]
-    assert isinstance(told.args, dict)
-    assert told.args["pod_host_bytes"] > 16 * 2 * size["vocab_size"] * size["hidden_size"] > told.args["host_has_bytes"]
+    [records] = [record for record in caplog.records if record.getMessage() == "memory of a step estimated"]
+    assert isinstance(records.args, dict)
+    assert (
+        records.args["pod_host_bytes"]
+        > 16 * 2 * size["vocab_size"] * size["hidden_size"]
+        > records.args["host_has_bytes"]
+    )
 
 
 def test_step_that_finds_no_memory_says_what_to_lower(model: Path, tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from setup.layout import CHECKOUT
 PARTS = ("operator", "workloads/trainer")
 
 
-def test_figures_of_a_step_that_is_done_again_are_told_once(tmp_path: Path) -> None:
+def test_figures_of_a_step_that_is_done_again_are_reported_once(tmp_path: Path) -> None:
     settings = only_rank(tmp_path, tmp_path, {"trackers": ["TensorBoard", "WandB"], "wandbProject": "sums"})
 
     answer = run_peer(

@@ -130,7 +130,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def both(folder: Path) -> Mapping[str, tuple[Ours, Mapping[str, Tensor]]]:
-    """By variant: ours, and trl's."""
+    """Return our results and trl's, by variant."""
     model = write_tiny_model(folder / "model")
     ours = {name: Ours(folder / f"ours-{name}", model, config) for name, (config, _) in VARIANTS.items()}
     for name, step in ours.items():
@@ -207,7 +207,7 @@ def test_importance_mask_leaves_out_what_trls_does(
 
 
 def test_dual_clip_takes_further_gradients_away(both: Mapping[str, tuple[Ours, Mapping[str, Tensor]]]) -> None:
-    """Or its comparison would say nothing: both second passes begin with the same weights."""
+    """Otherwise its comparison would show nothing: both second passes begin with the same weights."""
     assert both["dapo"][0].metrics["clip_fraction"] < both["dual-clip"][0].metrics["clip_fraction"]
 
 
@@ -239,7 +239,7 @@ def test_divergence_is_that_of_trl(both: Mapping[str, tuple[Ours, Mapping[str, T
 
 
 def test_second_pass_is_clipped(both: Mapping[str, tuple[Ours, Mapping[str, Tensor]]], name: str) -> None:
-    """Or the comparison would say nothing of it."""
+    """Otherwise the comparison would not cover clipping."""
     assert 0.02 < both[name][0].metrics["clip_fraction"]
 
 

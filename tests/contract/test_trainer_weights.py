@@ -1,4 +1,4 @@
-"""What the default trainer writes: weights that load back as they were, under the names that loaders look for."""
+"""The default trainer writes weights that load back as they were, under the names that loaders look for."""
 
 from __future__ import annotations
 
@@ -132,8 +132,8 @@ def test_export_of_any_architecture_is_what_transformers_loads(
 
     write_model(model, out, origin=origin, dtype=dtype, file_bytes=20_000)
 
-    again, told = AutoModelForCausalLM.from_pretrained(out, dtype="auto", output_loading_info=True)
-    assert not any(told.values()), told
+    again, loading = AutoModelForCausalLM.from_pretrained(out, dtype="auto", output_loading_info=True)
+    assert not any(loading.values()), loading
     assert dtype == again.dtype
     for expected, parameter in zip(model.parameters(), again.parameters(), strict=True):
         torch.testing.assert_close(parameter, expected.to(dtype), rtol=0, atol=0)
@@ -157,14 +157,14 @@ def test_large_export_is_divided_and_loads_as_one(origin: Path, out: Path) -> No
 def test_probe_is_of_each_token_given_those_before_it(origin: Path) -> None:
     model = load_model(origin)
 
-    told = probe(model, torch.float32)
+    logps = probe(model, torch.float32)
 
-    assert len(told.input_ids) - 1 == len(told.logp)
-    assert 10 < len(set(told.input_ids))
-    for place in (0, 7, len(told.logp) - 1):
-        logits = model(input_ids=torch.tensor([told.input_ids[: place + 1]])).logits[0, -1]
-        expected = torch.log_softmax(logits, -1)[told.input_ids[place + 1]].item()
-        assert expected == pytest.approx(told.logp[place], abs=1e-5)
+    assert len(logps.input_ids) - 1 == len(logps.logp)
+    assert 10 < len(set(logps.input_ids))
+    for place in (0, 7, len(logps.logp) - 1):
+        logits = model(input_ids=torch.tensor([logps.input_ids[: place + 1]])).logits[0, -1]
+        expected = torch.log_softmax(logits, -1)[logps.input_ids[place + 1]].item()
+        assert expected == pytest.approx(logps.logp[place], abs=1e-5)
 
 
 def test_probe_tells_changed_weights_apart(origin: Path) -> None:
@@ -189,18 +189,18 @@ def test_packing_is_refused_where_samples_would_see_each_other(tmp_path: Path) -
 
 
 @pytest.mark.parametrize(
-    ("key", "said"),
+    ("key", "message"),
     [
         ("quantization_config", "are quantized: give the original ones"),
         ("vision_config", r"more than text \(qwen3\): not supported yet"),
     ],
 )
-def test_model_that_cannot_be_trained_is_refused(tmp_path: Path, key: str, said: str) -> None:
+def test_model_that_cannot_be_trained_is_refused(tmp_path: Path, key: str, message: str) -> None:
     origin = write_tiny_model(tmp_path / "model")
     config = json.loads((origin / "config.json").read_bytes()) | {key: {}}
     (origin / "config.json").write_text(json.dumps(config))
 
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=message):
         load_model(origin)
 
 
@@ -239,7 +239,7 @@ def lose_all_files(origin: Path) -> None:
 
 
 def untie(origin: Path) -> None:
-    """As a training run leaves a tied model that had its head changed alone."""
+    """Leave the model as a training run leaves a tied model whose head alone was changed."""
     tensors = load_file(origin / "model.safetensors")
     write_tensors(origin / "model.safetensors", tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"] + 1})
 
@@ -250,7 +250,7 @@ def change_config(origin: Path, **changes: object) -> None:
 
 
 @pytest.mark.parametrize(
-    ("spoil", "said"),
+    ("spoil", "message"),
     [
         (cut_off, r"model\.safetensors is cut off, .*: copy the model again; "),
         (leave_a_pointer, r"model\.safetensors is cut off, or not what its name is \(a pointer of Git LFS\?\)"),
@@ -262,15 +262,15 @@ def change_config(origin: Path, **changes: object) -> None:
         (partial(change_config, model_type="own", auto_map={"AutoConfig": "own.Own"}), r"contains custom code"),
     ],
 )
-def test_model_that_can_not_be_loaded_is_said_with_what_to_do(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spoil: Callable[[Path], None], said: str
+def test_model_that_can_not_be_loaded_is_reported_with_what_to_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spoil: Callable[[Path], None], message: str
 ) -> None:
     """Said was what the loader raised: of a file that was cut off not which, and of custom code nothing for 15 s."""
     origin = write_tiny_model(tmp_path / "model")
     spoil(origin)
     monkeypatch.setattr("builtins.input", lambda _: pytest.fail("standard input is nobody's"))
 
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=message):
         load_model(origin)
 
 

@@ -23,18 +23,21 @@ def only_rank(
     has_reference: bool = False,
     is_apart: bool = False,
     replays: bool = False,
+    longest: int | None = None,
 ) -> RankSettings:
     """`folder` keeps its checkpoints: another one there goes on where this one saved. is_apart: the reference is.
 
-    replays: the engines' choice of experts.
+    replays: the engines' choice of experts. longest: limit of a sample, in tokens.
     """
     (folder / "checkpoints").mkdir(exist_ok=True)
     job = job_file(has_reference=has_reference)
     if is_apart:
         job["spec"] = {**cast(dict[str, object], job["spec"]), "reference": {"placement": "OwnDevices", "replicas": 1}}
+    rollout = cast(dict[str, dict[str, object]], job["spec"])["rollout"]
     if replays:
-        spec = cast(dict[str, dict[str, object]], job["spec"])
-        spec["rollout"]["routerReplay"] = True
+        rollout["routerReplay"] = True
+    if longest is not None:
+        rollout |= {"maxPromptTokens": 1, "maxResponseTokens": longest - 1}
     (folder / "job.json").write_text(json.dumps(job))
     (folder / "trainer.json").write_text(json.dumps(config))
     return RankSettings(
@@ -64,6 +67,7 @@ class OneRank:
         has_reference: object = False,
         reference_apart: object = False,
         replays: object = False,
+        longest: object = None,
         **config: object,
     ) -> None:
         self.folder = folder
@@ -75,6 +79,7 @@ class OneRank:
             has_reference=self.has_reference,
             is_apart=bool(reference_apart),
             replays=bool(replays),
+            longest=longest if isinstance(longest, int) else None,
         )
         self.loop = GRPOTrainer(settings, TrainerConfig.read(settings.config))
         self.step = self.loop.load()

@@ -39,7 +39,7 @@ class Watched(GRPOTrainer):
 def in_ranks(
     size: int, folder: Path, model: Path, do: Callable[[Watched], object], *, replays: object = False, **config: object
 ) -> list[Any]:
-    """What `do`, a function of a module, returned or raised on each rank. replays: as of `only_rank`."""
+    """Return what `do`, a function of a module, returned or raised on each rank. replays: as for `only_rank`."""
     settings = replace(
         only_rank(folder, model, config, replays=bool(replays)), world_size=size, master_port=free_port()
     )

@@ -1,4 +1,4 @@
-"""What pages show for people to copy: commands and manifests, in the order in which they stand."""
+"""This module yields the commands and manifests that pages show for users to copy, in their order."""
 
 from __future__ import annotations
 

@@ -10,12 +10,12 @@ from prometheus_client.metrics import MetricWrapperBase
 from prometheus_client.registry import Collector
 
 from colocated_rl_agent.metrics import AgentMetrics as AgentMetrics
-from colocated_rl_agent.metrics import BelowTarget, GpuSeconds, Unsaved
+from colocated_rl_agent.metrics import BelowTarget, ChildMemory, GpuSeconds, Unsaved
 from colocated_rl_api.holders import PodHolder
 from colocated_rl_member.metrics import ProblemGauge
 from colocated_rl_operator.metrics import OperatorMetrics as OperatorMetrics
 from colocated_rl_rollout.metrics import RolloutMetrics as RolloutMetrics
-from colocated_rl_rollout.metrics import StoreGauges
+from colocated_rl_rollout.metrics import StalenessHistogram, StoreGauges
 from colocated_rl_trainer.ref_policy.figures import ScoreCounts
 
 HEAD = """\
@@ -48,15 +48,22 @@ class Family(NamedTuple):
 
 
 def families() -> dict[str, list[Family]]:
-    """By whose they are."""
+    """Return the metric families by the process that has them."""
     return {
         "Operator": [*_held(OperatorMetrics(CollectorRegistry()))],
         "Agents and rollout controllers": [*_described(ProblemGauge())],
         "Agents": [
             *_held(AgentMetrics(CollectorRegistry())),
-            *(family for each in (BelowTarget(), GpuSeconds(), Unsaved()) for family in _described(each)),
+            *(
+                family
+                for each in (BelowTarget(), ChildMemory(), GpuSeconds(), Unsaved())
+                for family in _described(each)
+            ),
         ],
-        "Rollout controllers": [*_held(RolloutMetrics(CollectorRegistry())), *_described(StoreGauges(None))],
+        "Rollout controllers": [
+            *_held(RolloutMetrics(CollectorRegistry())),
+            *(family for each in (StalenessHistogram(), StoreGauges(None)) for family in _described(each)),
+        ],
         "References on devices of their own": [*_held(ScoreCounts(CollectorRegistry()))],
     }
 
@@ -95,5 +102,7 @@ def page() -> str:
         "```",
         COST,
         "```",
+        "",
+        "Without Prometheus, `kubectl crlj cost JOB` adds up what its pods have counted since their agents started.",
     ]
     return "\n".join(lines) + "\n"

@@ -1,4 +1,4 @@
-"""What may be called, as OpenAPI documents: of the rollout controller, and of whatever trains."""
+"""This module makes the OpenAPI documents of the rollout controller and of trainers."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ FAILED = {
 
 
 def trainer_operations() -> dict[Route, Operation]:
-    """With the words of the protocol."""
-    said = {
+    """Return the trainer's operations, described in the words of the protocol."""
+    meanings = {
         Route(found["method"], found["path"]): found["meaning"] for found in SAID.finditer(trainer_wire.__doc__ or "")
     }
     return {
@@ -39,7 +39,7 @@ def trainer_operations() -> dict[Route, Operation]:
             body=ROUTES[route.path] if route.method == "POST" else None,
             refusals=FAILED if route.method == "POST" else {},
         )
-        for route, meaning in said.items()
+        for route, meaning in meanings.items()
     }
 
 
@@ -65,5 +65,5 @@ def trainer_page() -> str:
     return _written(trainer())
 
 
-def _written(said: dict[str, Any]) -> str:
-    return json.dumps(said, indent=1, ensure_ascii=False) + "\n"
+def _written(schema: dict[str, Any]) -> str:
+    return json.dumps(schema, indent=1, ensure_ascii=False) + "\n"

@@ -36,21 +36,30 @@ HELM_S = 400.0
 CommandLine = Callable[..., str]
 
 
+LONGEST = ("test_two_pods.py", "test_trained_model.py", "test_kills.py")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begin with the longest files: two of them run at a time, and the last one would run alone."""
+    places = {name: place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: places.get(item.path.name, len(LONGEST)))
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[None]
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Beside a failure: what the operator said, of this run of it and of the one before."""
+    """Print the operator's log beside a failure, of this run of the operator and of the one before."""
     report = yield
     kubectl = getattr(item, "funcargs", {}).get("kubectl")
     is_async = asyncio.iscoroutinefunction(getattr(item, "obj", None))  # then so is its kubectl
-    if report.failed and kubectl is not None and not is_async:
+    if report.failed and callable(kubectl) and not is_async:  # other tests have fixtures of that name
         for which in ("--previous=false", "--previous"):
             try:
-                said = kubectl("-n", OPERATOR_NAMESPACE, "logs", "deploy/colocated-rl", "--tail=200", which)
+                output = kubectl("-n", OPERATOR_NAMESPACE, "logs", "deploy/colocated-rl", "--tail=200", which)
             except (CommandFailed, subprocess.SubprocessError) as error:
-                said = str(error)
-            report.sections.append((f"operator, {which}", said))
+                output = str(error)
+            report.sections.append((f"operator, {which}", output))
     return report
 
 
@@ -65,23 +74,27 @@ def installed(
     with Cluster.up(place, images=images, options=options) as cluster:
         for node in cordoned:
             cluster.kubectl("cordon", node)
+        prepare(cluster)
         chart = CHECKOUT.root / "charts/colocated-rl"
-        cluster.kubectl("create", "namespace", OPERATOR_NAMESPACE)
-        cluster.kubectl("create", "namespace", NAMESPACE)
-        for namespace in (OPERATOR_NAMESPACE, NAMESPACE):
-            cluster.kubectl("label", "namespace", namespace, "pod-security.kubernetes.io/enforce=restricted")
         cluster.helm(
             *("install", "colocated-rl", chart, "--namespace", OPERATOR_NAMESPACE, "--wait"),
             *("--values", chart / "ci/local-values.yaml"),
             deadline_s=HELM_S,
         )
-        for claim, path in (
-            ("arithmetic-model", MODEL),
-            ("trained-model", CHECKOUT.trained_model),
-            ("own-prompts", SCENARIOS / "own_prompts"),
-        ):
-            cluster.kubectl("apply", "-f", "-", stdin=volume(claim, path))
         yield cluster
+
+
+def prepare(cluster: Cluster) -> None:
+    """Make the namespaces of operator and jobs, both restricted, and the claims that jobs of these tests name."""
+    for namespace in (OPERATOR_NAMESPACE, NAMESPACE):
+        cluster.kubectl("create", "namespace", namespace)
+        cluster.kubectl("label", "namespace", namespace, "pod-security.kubernetes.io/enforce=restricted")
+    for claim, path in (
+        ("arithmetic-model", MODEL),
+        ("trained-model", CHECKOUT.trained_model),
+        ("own-prompts", SCENARIOS / "own_prompts"),
+    ):
+        cluster.kubectl("apply", "-f", "-", stdin=volume(claim, path))
 
 
 @pytest.fixture(scope="session")
@@ -92,7 +105,8 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster | None
         return
     place = tmp_path_factory.mktemp("cluster")
     images = place / "images.yaml"
-    images.write_text(with_images({"colocated-rl/environment:dev": environment_image()}))
+    further = {"environment": environment_image(), "old-engine": old_engine_image(), "arithmetic-model": model_image()}
+    images.write_text(with_images({f"colocated-rl/{name}:dev": image for name, image in further.items()}))
     with installed(place / "c", images=images) as cluster:
         yield cluster
 
@@ -105,12 +119,29 @@ def with_images(further: dict[str, Any]) -> str:
 
 def environment_image() -> dict[str, Any]:
     """The rollout controller's with verifiers, with the environment of these tests, and with the example's `uv`."""
-    image: dict[str, Any] = json.loads(CHECKOUT.images.read_text())["images"]["colocated-rl/rollout:dev"]
+    image = image_of("rollout")
     (libraries,) = CHECKOUT.environment(FRAMEWORKS).glob("lib/python*/site-packages")
     ours, example = SCENARIOS / "own_environment", CHECKOUT.root / "examples/environments"
     binds = [f"{libraries}:/opt/libraries:ro", f"{ours}:/opt/environments:ro", f"{example}:/opt/programs:ro"]
     path = {"PATH": f"/opt/programs:{image['env']['PATH']}", "PYTHONPATH": "/opt/environments:/opt/libraries"}
     return image | {"binds": [*image["binds"], *binds], "env": image["env"] | path}
+
+
+def old_engine_image() -> dict[str, Any]:
+    """The GPU image with an engine that takes itself for an older one."""
+    image = image_of("gpu")
+    binds = [*image["binds"], f"{SCENARIOS / 'old_engine'}:/opt/old-engine:ro"]
+    path = ":".join(filter(None, ("/opt/old-engine", image["env"].get("PYTHONPATH"))))
+    return image | {"binds": binds, "env": image["env"] | {"PYTHONPATH": path}}
+
+
+def model_image() -> dict[str, Any]:
+    return {"root": str(MODEL)}
+
+
+def image_of(name: str) -> dict[str, Any]:
+    image: dict[str, Any] = json.loads(CHECKOUT.images.read_text())["images"][f"colocated-rl/{name}:dev"]
+    return image
 
 
 @pytest.fixture(scope="session")
@@ -136,7 +167,7 @@ def command_line(cluster: Cluster | None) -> CommandLine:
 
 @pytest.fixture(scope="session")
 def terminal(cluster: Cluster | None, kubectl: Kubectl, tmp_path_factory: pytest.TempPathFactory) -> Terminal:
-    """In the namespace of these tests."""
+    """Return a terminal in the namespace of these tests."""
     folder = tmp_path_factory.mktemp("terminal")
     kubeconfig = folder / "kubeconfig"
     kubeconfig.write_text(kubectl("config", "view", "--raw", "--minify", "--flatten"))
@@ -156,8 +187,9 @@ def volume(claim_name: str, path: Path, *, namespace: str = NAMESPACE) -> str:
     return yaml.safe_dump_all(model_volume(claim_name, path, namespace=namespace))
 
 
-def apply(kubectl: Kubectl, file: str) -> RunningJob:
-    """Create the job of a file beside the tests."""
-    text = (SCENARIOS / file).read_text()
-    kubectl("-n", NAMESPACE, "apply", "-f", "-", stdin=text)
-    return RunningJob(kubectl, namespace=NAMESPACE, name=yaml.safe_load(text)["metadata"]["name"])
+def apply(kubectl: Kubectl, file: str, **instead: object) -> RunningJob:
+    """Create the job of a file beside the tests, with other fields of its spec."""
+    manifest = yaml.safe_load((SCENARIOS / file).read_text())
+    manifest["spec"] |= instead
+    kubectl("-n", NAMESPACE, "apply", "-f", "-", stdin=json.dumps(manifest))
+    return RunningJob(kubectl, namespace=NAMESPACE, name=manifest["metadata"]["name"])

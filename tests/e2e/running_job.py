@@ -40,7 +40,7 @@ class Line:
 
     @property
     def began(self) -> float:
-        """For lines that say how long something took: when it began."""
+        """Return when the work began whose duration this line reports."""
         return self.ts - float(self.fields.get("took_s", 0.0))
 
 
@@ -92,7 +92,7 @@ class RunningJob:
         return next((c["status"] for c in self.status.get("conditions", []) if c["type"] == kind), None)
 
     def pods(self, role: str) -> list[dict[str, Any]]:
-        """By name, of one role."""
+        """Return the pods of one role, sorted by name."""
         selector = f"{names.JOB_NAME_LABEL}={self.name},{names.ROLE_LABEL}={role}"
         found: list[dict[str, Any]] = json.loads(self.kubectl("get", "pods", "-l", selector, "-o", "json"))["items"]
         return sorted(found, key=lambda pod: str(pod["metadata"]["name"]))
@@ -131,7 +131,7 @@ class RunningJob:
         )
 
     def describe(self) -> str:
-        """What a person would look at first."""
+        """Return the output that a person would look at first."""
         pods = self.kubectl("get", "pods", "-o", "wide")
         events = self.kubectl("get", "events", "--sort-by=.lastTimestamp")
         return f"status: {json.dumps(self.status, indent=1)}\n{pods}\n{events[-3000:]}"
@@ -143,7 +143,7 @@ class RunningJob:
         return [Line(line["ts"], line["event"], pod, line) for line in read if line is not None and "event" in line]
 
     def agent_lines(self, event: str | None = None) -> list[Line]:
-        """Of all agents, in the order of time."""
+        """Return the lines of all agents, ordered by time."""
         found = [line for pod in self.gpu_pods for line in self.lines(pod, names.AGENT_CONTAINER)]
         return sorted((line for line in found if event in (None, line.event)), key=lambda line: line.ts)
 
@@ -188,7 +188,7 @@ class RunningJob:
 
 
 def reached(lines: list[Line], pod: str, rung: Rung) -> float:
-    """When a pod first stood at a rung or above, among these lines."""
+    """Return when a pod first stood at a rung or above, among these lines."""
     times = [line.ts for line in lines if line.pod == pod and TIME_SLICED.reaches(Rung(line.fields["rung"]), rung)]
     if not times:
         raise AssertionError(f"{pod} never reached {rung}: {[(line.pod, line.fields['rung']) for line in lines]}")

@@ -21,7 +21,9 @@ class Terminal:
 
     @classmethod
     def opened(cls, folder: Path, kubeconfig: Path, *, is_local: bool = True) -> Self:
-        """In an empty folder. is_local: kubectl and Helm are those of the local cluster, else those of the machine."""
+        """Open a terminal in an empty folder. is_local: kubectl and Helm are those of the
+        local cluster, else the machine's.
+        """
         if is_local:
             for name in ("kubectl", "helm"):
                 (folder / name).symlink_to(CHECKOUT.localcluster)
@@ -29,7 +31,9 @@ class Terminal:
         return cls(folder, {**os.environ, "PATH": search, "KUBECONFIG": str(kubeconfig), "HOME": str(folder)})
 
     def __call__(self, command: str, *, at: Path | None = None, **names: str) -> str:
-        """What it printed. names: what is written for words of the page. Raises AssertionError when it fails."""
+        """Return the printed output. names: replacements for words of the page. Raises
+        AssertionError when the command fails.
+        """
         for word, name in names.items():
             command = re.sub(rf"\b{word}\b", name, command)
         done = subprocess.run(

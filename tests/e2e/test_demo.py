@@ -44,23 +44,23 @@ def out() -> Iterator[Path]:
 
 @contextmanager
 def demo(out: Path, job: Path = JOB) -> Iterator[subprocess.Popen[bytes]]:
-    """What it says is in `said.txt`."""
+    """Run the demo; its output is in `output.txt`."""
     with (
-        (out / "said.txt").open("wb") as said,
-        started(out, job, stdin=subprocess.DEVNULL, output=said.fileno()) as one,
+        (out / "output.txt").open("wb") as output,
+        started(out, job, stdin=subprocess.DEVNULL, output=output.fileno()) as one,
     ):
         yield one
 
 
 @contextmanager
 def demo_on_a_terminal(out: Path) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
-    """Also where to type. What it says is in `said.txt`."""
+    """Run the demo on a terminal that can be typed into; its output is in `output.txt`."""
     typed, terminal = pty.openpty()
 
     def write_down() -> None:
-        with (out / "said.txt").open("wb", buffering=0) as said, contextlib.suppress(OSError):  # the terminal is closed
+        with (out / "output.txt").open("wb", buffering=0) as output, contextlib.suppress(OSError):  # when it closes
             while text := os.read(typed, 1 << 16):
-                said.write(text)
+                output.write(text)
 
     writer = threading.Thread(target=write_down)
     writer.start()
@@ -87,19 +87,19 @@ def started(out: Path, job: Path, *by_way_of: str, stdin: int, output: int) -> I
             process.kill()
 
 
-def said(out: Path) -> str:
-    return (out / "said.txt").read_text()
+def output_of(out: Path) -> str:
+    return (out / "output.txt").read_text()
 
 
 def family_at_work(out: Path, process: subprocess.Popen[bytes], *shown: str) -> set[Process]:
     """All processes of the demo, once its job's trainers are among them and it has shown these words."""
 
     def works() -> bool:
-        assert process.poll() is None, said(out)
+        assert process.poll() is None, output_of(out)
         starts = any("colocated_rl_trainer" in one.words for one in family(process.pid))
-        return starts and all(words in said(out) for words in shown)
+        return starts and all(words in output_of(out) for words in shown)
 
-    wait_until("trainers start", works, deadline_s=STARTED_S, explain=lambda: said(out))
+    wait_until("trainers start", works, deadline_s=STARTED_S, explain=lambda: output_of(out))
     assert listens(out / "cluster")
     return family(process.pid)
 
@@ -126,13 +126,13 @@ def test_demo_ends_with_a_table_a_report_and_what_it_falls_short_of(out: Path) -
     """Two steps and 64 questions are too few for the verdict, which is how it is known to be asked."""
     before = traces(out)
     with demo(out, changed_job(out, steps=STEPS)) as process:
-        assert 1 == process.wait(STEPS_S), said(out)
+        assert 1 == process.wait(STEPS_S), output_of(out)
     records = Records.read(out / "records.json")
     assert "Complete" == records.job["status"]["phase"]
     figures = read_figures(records.lines)
     assert [1, 2] == [batch.step for batch in figures.batches]
     assert [0, 2] == [one.step for one in figures.evaluations]
-    text = said(out)
+    text = output_of(out)
     for name, value in summary(records):
         assert any(line.startswith(name) and value in line for line in text.splitlines()), f"{name} {value}\n{text}"
     for short in shortfalls(records):
@@ -157,8 +157,8 @@ def test_demo_that_is_interrupted_in_its_live_view_leaves_nothing(out: Path) -> 
     with demo_on_a_terminal(out) as (process, typed):
         everyone = family_at_work(out, process, "default/arithmetic", POD)  # the title of the view, and what is in it
         os.write(typed, b"\x03")  # Ctrl-C
-        assert 130 == process.wait(GONE_S), said(out)
-    assert said(out).splitlines()[-1].endswith("demo: interrupted")
+        assert 130 == process.wait(GONE_S), output_of(out)
+    assert output_of(out).splitlines()[-1].endswith("demo: interrupted")
     assert_nothing_stays(out, everyone, before)
 
 
@@ -168,14 +168,14 @@ def test_demo_whose_cluster_is_killed_says_so_and_leaves_nothing(out: Path) -> N
     with demo(out) as process:
         everyone = family_at_work(out, process, POD)  # it follows the job: that is what it is in the middle of
         os.kill(json.loads((out / "cluster/state.json").read_text())["PID"], signal.SIGKILL)
-        assert 1 == process.wait(GONE_S), said(out)
-    assert "ended with code -9 while it was in use: start again" in said(out)
+        assert 1 == process.wait(GONE_S), output_of(out)
+    assert "ended with code -9 while it was in use: start again" in output_of(out)
     assert_nothing_stays(out, everyone, before)
 
 
 def test_demo_whose_job_is_refused_says_why_and_leaves_nothing(out: Path) -> None:
     before = traces(out)
     with demo(out, changed_job(out, steps=0)) as process:
-        assert 1 == process.wait(STARTED_S), said(out)
-    assert "spec.steps" in said(out)
+        assert 1 == process.wait(STARTED_S), output_of(out)
+    assert "spec.steps" in output_of(out)
     assert_nothing_stays(out, set(), before)

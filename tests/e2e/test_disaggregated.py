@@ -55,7 +55,7 @@ def test_trainers_never_touched_an_engine_nor_engines_a_trainer(job: RunningJob)
 
 
 def test_gates_closed_only_for_weights_that_were_written(job: RunningJob) -> None:
-    """In the last step: an engine that comes back in an earlier one starts on its weights."""
+    """This is checked in the last step, because an engine that comes back in an earlier one starts on its weights."""
     lines = list(job.rungs(job.step))
     written = [line.ts for line in lines if "-trainer-" in line.pod and line.fields["rung"] == Rung.SERVING]
     engine = [line for line in lines if "-engine-" in line.pod]
@@ -67,8 +67,8 @@ def test_gates_closed_only_for_weights_that_were_written(job: RunningJob) -> Non
     assert {Rung.EXPORTED, Rung.UPDATED, Rung.SERVING} <= {*rungs}
 
 
-def test_batches_came_to_the_trainers_with_what_the_reference_says_of_them(job: RunningJob) -> None:
-    """Of what a pod of its own computed."""
+def test_batches_came_to_the_trainers_with_the_references_scores_of_them(job: RunningJob) -> None:
+    """A reference pod of its own computed them."""
     trained = job.agent_lines("step trained")
     divergence = {line.fields["step"]: line.fields["metrics"]["kl"] for line in trained}
     assert {*range(1, job.step + 1)} == {*divergence}

@@ -30,9 +30,9 @@ def tiny_job(claim: str) -> dict[str, Any]:
 
 
 def test_helm_test_runs_a_tiny_job_to_its_end(cluster: Cluster | None, tmp_path: Path) -> None:
-    """On a cluster of yours: with the values that it was installed with."""
+    """On a cluster that is not the local one, it runs with the values that the chart was installed with."""
     if cluster is None:
-        said = subprocess.run(["helm", *TEST], capture_output=True, text=True, timeout=HELM_S + 60, check=True).stdout
+        output = subprocess.run(["helm", *TEST], capture_output=True, text=True, timeout=HELM_S + 60, check=True).stdout
     else:
         cluster.kubectl("apply", "-f", "-", stdin=volume("helm-test-model", MODEL, namespace=OPERATOR_NAMESPACE))
         values = tmp_path / "values.yaml"
@@ -43,5 +43,5 @@ def test_helm_test_runs_a_tiny_job_to_its_end(cluster: Cluster | None, tmp_path:
             *("--wait", "--timeout", f"{UPGRADE_S}s"),
             deadline_s=UPGRADE_S + 60,
         )
-        said = cluster.helm(*TEST, deadline_s=HELM_S + 60)
-    assert "Complete: Completed" in said
+        output = cluster.helm(*TEST, deadline_s=HELM_S + 60)
+    assert "Complete: Completed" in output

@@ -1,16 +1,18 @@
 """A job of two pods that releases the KV cache alone, and whose engines are compared by checksum; with real ones.
 
-It ends once it was looked into, however quick it is: a complete job has no engines.
+It ends once it was looked into, however quick it is: a complete job has no engines. Its model comes from an image.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from e2e.conftest import apply
 from e2e.running_job import Kubectl, RunningJob
 
+from colocated_rl_api import names
 from colocated_rl_api.facts import TagState
 
 pytestmark = pytest.mark.slow  # `make test-slow`
@@ -20,7 +22,7 @@ STEPS_S = 600
 
 @pytest.fixture(scope="module")
 def job(kubectl: Kubectl) -> Iterator[RunningJob]:
-    running = apply(kubectl, "kept-weights.yaml")
+    running = apply(kubectl, "kept-weights.yaml", model={"image": {"reference": "colocated-rl/arithmetic-model:dev"}})
     yield running
     running.delete()
 
@@ -28,6 +30,7 @@ def job(kubectl: Kubectl) -> Iterator[RunningJob]:
 def test_its_engines_keep_their_weights_and_the_job_completes(job: RunningJob) -> None:
     job.wait_for_step(1, deadline_s=START_S)
     (engine,) = job.member(job.gpu_pods[0])["facts"]["engines"]
+    assert {"image"} == {kind for pod in job.pods(names.ROLE_GPU) for kind in of_the_model(pod) if kind != "name"}
     assert (TagState.KEPT, TagState.KEPT) == (engine["weights"], engine["cudaGraph"])
     job.end_soon()
     job.wait_for_condition("Complete", deadline_s=STEPS_S)
@@ -45,3 +48,8 @@ def test_its_engines_held_the_same_weights_in_each_version(job: RunningJob) -> N
     assert {f"{step}-1" for step in range(job.step + 1)} == {*held}
     assert {1} == {len(checksums) for checksums in held.values()}
     assert len(held) == len(set.union(*held.values())), "training changed them"
+
+
+def of_the_model(pod: dict[str, Any]) -> dict[str, Any]:
+    """Return the volume that a pod has its model from."""
+    return next(volume for volume in pod["spec"]["volumes"] if volume["name"] == "model")

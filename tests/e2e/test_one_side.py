@@ -27,7 +27,7 @@ COPIER_IMAGE = "colocated-rl/rollout:dev"
 
 @pytest.fixture(scope="module")
 def recorded(kubectl: Kubectl, terminal: Terminal) -> Iterator[RunningJob]:
-    """By the commands of the page, of a job that is looked into: it has both sides, and no pods."""
+    """Record a job by the page's commands, from the spec of a job that has both sides and no pods."""
     whole = apply(kubectl, "one-side.yaml")
     begin, look = under(PAGE, "Record")
     terminal(begin.replace("--steps 20", f"--steps {STEPS}"), sums=whole.name)
@@ -58,31 +58,31 @@ def actions(job: RunningJob) -> set[str]:
 
 
 def sealed(job: RunningJob) -> list[tuple[object, ...]]:
-    said = ("step", "samples", "loss_tokens", "reward_mean", "staleness")
-    return [tuple(line.fields[name] for name in said) for line in job.rollout_lines("batch sealed")]
+    columns = ("step", "samples", "loss_tokens", "reward_mean", "staleness")
+    return [tuple(line.fields[name] for name in columns) for line in job.rollout_lines("batch sealed")]
 
 
 def test_a_job_without_a_trainer_seals_its_batches(recorded: RunningJob) -> None:
-    told, batches = recorded.status, [batch[0] for batch in sealed(recorded)]
-    assert ("RolloutOnly", "0-1", 0) == tuple(told[n] for n in ("placement", "weightVersion", "restarts"))
+    status, batches = recorded.status, [batch[0] for batch in sealed(recorded)]
+    assert ("RolloutOnly", "0-1", 0) == tuple(status[n] for n in ("placement", "weightVersion", "restarts"))
     assert [*range(1, len(batches) + 1)] == batches
-    assert recorded.get()["spec"]["steps"] <= told["step"] <= len(batches)
+    assert recorded.get()["spec"]["steps"] <= status["step"] <= len(batches)
     assert "StartEngine" in actions(recorded)
     assert not {"StartTrainers", "Train", "Export", "Release"} & actions(recorded)
 
 
 def test_a_job_without_an_engine_trains_them(recorded: RunningJob, trained: RunningJob) -> None:
-    """As many as were asked for in the end; there may be more."""
-    told, steps = trained.status, recorded.get()["spec"]["steps"]
+    """It trains as many steps as were asked for in the end; the recording may have more."""
+    status, steps = trained.status, recorded.get()["spec"]["steps"]
     expected = (steps, "TrainOnly", f"{steps}-1", 0)
-    assert expected == tuple(told[n] for n in ("step", "placement", "weightVersion", "restarts"))
+    assert expected == tuple(status[n] for n in ("step", "placement", "weightVersion", "restarts"))
     assert sealed(recorded)[:steps] == sealed(trained)
     assert {"StartTrainers", "Train", "Export", "Save"} <= actions(trained)
     assert not {"StartEngine", "OpenGate", "Release", "Update"} & actions(trained)
 
 
 def figures(job: RunningJob) -> dict[int, object]:
-    """What each step computed: on a CPU the same to the bit where weights, moments and batch are the same."""
+    """Return the figures that each step computed: on a CPU equal to the bit for equal weights, moments and batch."""
     return {line.fields["step"]: line.fields["metrics"] for line in job.agent_lines("step trained")}
 
 
@@ -94,9 +94,10 @@ def copier(claim: str) -> str:
 def test_a_lost_job_goes_on_from_a_copy_of_its_checkpoints_as_if_it_had_never_ended(
     recorded: RunningJob, trained: RunningJob, kubectl: Kubectl, terminal: Terminal
 ) -> None:
-    """By the commands of the runbook. What was lost had trained all steps: the copy of its first is gone on from."""
+    """The runbook's commands restore it. The lost job had trained all steps, the new job begins at the oldest copy."""
     steps, uid, known = trained.step, trained.uid, figures(trained)
     manifest = trained.get()
+    oldest = max(1, steps - manifest["spec"]["checkpoint"]["keep"] + 1)
     former, new = f"{trained.name}-checkpoints-{uid[:8]}", "restored"
     (terminal.folder / "copier.yaml").write_text(copier(former))
     for command in under(BACKUP, "Back up"):
@@ -113,15 +114,15 @@ def test_a_lost_job_goes_on_from_a_copy_of_its_checkpoints_as_if_it_had_never_en
     (terminal.folder / "copier.yaml").write_text(copier(new))
     for command in under(BACKUP, "Restore"):
         terminal(command)
-    restore = {"claimName": new, "step": 1}
+    restore = {"claimName": new, "step": oldest}
     again = RunningJob(kubectl, namespace=trained.namespace, name="again")
     manifest = {**manifest, "metadata": {"name": again.name}, "spec": manifest["spec"] | {"restoreFrom": restore}}
     del manifest["status"]
     trained.kubectl("apply", "-f", "-", stdin=json.dumps(manifest))
     again.wait_for_condition("Complete", deadline_s=TRAIN_S)
 
-    assert (steps, "restored/step-00000001") == (again.step, again.status["restoredFrom"])
-    assert {step: known[step] for step in range(2, steps + 1)} == figures(again)
+    assert (steps, f"restored/step-{oldest:08}") == (again.step, again.status["restoredFrom"])
+    assert {step: known[step] for step in range(oldest + 1, steps + 1)} == figures(again)
     again.delete()
 
 

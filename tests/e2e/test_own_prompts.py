@@ -20,11 +20,11 @@ def test_job_trains_on_a_mix_and_its_reward_function_gets_no_keys_store_or_answe
     job = apply(kubectl, "own-prompts.yaml")
     job.wait_for_condition("Complete", deadline_s=DONE_S)
     assert 0 <= job.status["rollout"]["reward"] <= 1
-    said = of_rewards(job)
-    made = {line["made"] for line in said if "made" in line}
+    lines = of_rewards(job)
+    made = {line["made"] for line in lines if "made" in line}
     assert made, "no row that the function made was rewarded"
     assert made <= {*range(ROWS)}
-    found: dict[str, Any] = next(line["spied"] for line in said if "spied" in line)
+    found: dict[str, Any] = next(line["spied"] for line in lines if "spied" in line)
     assert not found.pop("target").startswith("HTTP"), "without a certificate there is no answer"
     [(link, generation)] = found.pop("agents").values()
     assert not link.startswith("HTTP"), "nor from an agent, for who would send it a target"
@@ -54,6 +54,6 @@ def assert_scored(job: RunningJob) -> None:
 
 
 def of_rewards(job: RunningJob) -> list[dict[str, Any]]:
-    """What the two reward functions say in the log of their container."""
+    """Return what the two reward functions wrote into the log of their container."""
     log = job.kubectl("logs", job.rollout_pod, "-c", names.REWARDS_CONTAINER)
     return [json.loads(line) for line in log.splitlines() if line.startswith(('{"made"', '{"spied"'))]

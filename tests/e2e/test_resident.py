@@ -1,28 +1,65 @@
 """A job whose engine and trainer both stay on the device, from its first climb to its end, with real ones.
 
-It ends once it was looked at, however quick it is: at its end nothing is shared any more.
+It ends once it was looked at, however quick it is: at its end nothing is shared any more. Its model comes from a hub,
+which is a pod of the cluster.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
-from e2e.conftest import apply
+from e2e.conftest import NAMESPACE, apply
 from e2e.running_job import Kubectl, RunningJob, wait_for
 
+import fakes.hub
+from colocated_rl_api import names
 from colocated_rl_api.ladder import SCORED_RESIDENT
 from colocated_rl_api.rungs import Rung
+from colocated_rl_operator.manifests.resources import RESTRICTED
 
 pytestmark = pytest.mark.slow  # `make test-slow`
 START_S = 900  # an engine and a trainer start on two cores
 STEPS_S = 600
 
 
+HUB_PORT = 8000
+MODEL = "us/arithmetic"
+CACHE = "hub-cache"
+
+
 @pytest.fixture(scope="module")
-def job(kubectl: Kubectl) -> Iterator[RunningJob]:
-    running = apply(kubectl, "resident.yaml")
+def hub(kubectl: Kubectl) -> Iterator[str]:
+    """Yield the address of a hub that has the arithmetic model."""
+    container = {
+        "name": "hub",
+        "image": "colocated-rl/rollout:dev",
+        "command": ["python3", "-c", Path(fakes.hub.__file__).read_text(), str(HUB_PORT), "/model", MODEL],
+        "securityContext": RESTRICTED,
+        "volumeMounts": [{"name": "model", "mountPath": "/model", "readOnly": True}],
+    }
+    spec = {
+        "containers": [container],
+        "volumes": [{"name": "model", "persistentVolumeClaim": {"claimName": "arithmetic-model", "readOnly": True}}],
+        "securityContext": {"runAsUser": 65532, "runAsNonRoot": True, "seccompProfile": {"type": "RuntimeDefault"}},
+    }
+    pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "hub"}, "spec": spec}
+    size = {"accessModes": ["ReadWriteOnce"], "resources": {"requests": {"storage": "1Gi"}}}
+    claim = {"apiVersion": "v1", "kind": "PersistentVolumeClaim", "metadata": {"name": CACHE}, "spec": size}
+    for each in (pod, claim):
+        kubectl("-n", NAMESPACE, "apply", "-f", "-", stdin=json.dumps(each))
+    kubectl("-n", NAMESPACE, "wait", "pod/hub", "--for=condition=Ready", f"--timeout={START_S}s")
+    yield f"http://{kubectl('-n', NAMESPACE, 'get', 'pod', 'hub', '-o', 'jsonpath={.status.podIP}')}:{HUB_PORT}"
+    kubectl("-n", NAMESPACE, "delete", "pod/hub", f"pvc/{CACHE}", "--wait=false")
+
+
+@pytest.fixture(scope="module")
+def job(kubectl: Kubectl, hub: str) -> Iterator[RunningJob]:
+    source = {"name": MODEL, "revision": fakes.hub.COMMIT, "endpoint": hub, "cacheClaimName": CACHE}
+    running = apply(kubectl, "resident.yaml", model={"huggingFace": source})
     yield running
     running.delete()
 
@@ -43,6 +80,12 @@ def test_a_resident_job_completes_and_releases_nothing(job: RunningJob) -> None:
     assert (f"{job.step}-1", 0) == (job.status["weightVersion"], job.status["restarts"])
     (sharing,) = [item for item in seen[0]["conditions"] if item["type"] == "GPUSharingReady"]
     assert ("True", "Resident") == (sharing["status"], sharing["reason"])
+
+
+def test_all_its_pods_have_the_model_of_the_hub(job: RunningJob) -> None:
+    for pod in (job.pods(names.ROLE_GPU)[0]["metadata"]["name"], job.rollout_pod):
+        (line,) = job.kubectl("logs", pod, "-c", names.MODEL_CONTAINER).splitlines()
+        assert json.loads(line)["event"] in ("model fetched", "model found")
 
 
 def test_it_leaves_its_model_beside_its_checkpoints(job: RunningJob) -> None:

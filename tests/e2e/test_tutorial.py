@@ -25,14 +25,14 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 def test_every_command_of_the_tutorial_does_what_it_says(cluster: Cluster, tmp_path: Path) -> None:
     terminal = Terminal.opened(tmp_path, cluster.kubeconfig)
-    said: list[str] = []
+    outputs: list[str] = []
     for block in BLOCKS:
         try:
-            said.append(terminal(block, at=CHECKOUT.root))
+            outputs.append(terminal(block, at=CHECKOUT.root))
         except AssertionError as error:
-            error.add_note(f"before:\n{''.join(said)}")
+            error.add_note(f"before:\n{''.join(outputs)}")
             raise
-    everything = "".join(said)
+    everything = "".join(outputs)
     assert 3 == everything.count("colocatedrljob.rl.colocate.dev/arithmetic condition met")
     assert "HOLDER" in everything
     assert re.search(r"^0 +0\.\d+ ", everything, re.MULTILINE), "the evaluation of a pod that is gone"

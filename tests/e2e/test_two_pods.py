@@ -32,8 +32,17 @@ TRAINER = "colocated_rl_trainer"
 SUCCEEDED_S = 240  # kubelet may look at a pod once a minute
 DELETED_S = 240
 
-FIRST_ACTION_AFTER = {Rung.PAUSED: "Flush", Rung.DRAINED: "Release", Rung.RELEASED: "Train", Rung.TRAINED: "Export"}
-"""For a barrier, the first action beyond it: no pod may begin it before every pod stands at the barrier."""
+BEYOND = {
+    Rung.PAUSED: ["Flush"],
+    Rung.DRAINED: ["Release"],
+    Rung.RELEASED: ["Onload", "Train"],
+    Rung.TRAINED: ["Export"],
+    Rung.EXPORTED: ["Offload", "Resume", "Update"],
+    Rung.UPDATED: ["Continue", "CheckProbe"],
+}
+"""These actions lie beyond a barrier: no pod may begin one before every pod stands at the barrier."""
+WAY_BACK = ["Resume", "Update", "Resume", "Continue", "CheckProbe"]
+"""An engine of this job goes through these once in each switch after its release, in this order."""
 
 
 @pytest.fixture(scope="module")
@@ -48,6 +57,69 @@ def job(kubectl: Kubectl) -> RunningJob:
 def test_every_step_climbs_the_ladder_in_order_over_both_pods(job: RunningJob) -> None:
     for step in (1, 2, 3):
         assert_climbed_in_order(job, step)
+
+
+def test_f31_f39_every_engine_is_updated_once_in_each_step_and_in_the_same_order(job: RunningJob) -> None:
+    lines = job.agent_lines("action ended")
+    for step in (1, 2, 3):
+        for pod in job.gpu_pods:
+            done = [line for line in lines if line.pod == pod and line.fields.get("step") == step]
+            ordered = [line.fields["action"] for line in sorted(done, key=lambda line: line.began)]
+            assert WAY_BACK == [action for action in ordered if action in WAY_BACK], f"{pod} in step {step}"
+
+
+def test_f10_no_process_is_started_again_from_one_step_to_the_next(job: RunningJob) -> None:
+    first = processes_of(job)
+    assert all(found["first"] for found in first.values()), first
+    for pod in job.gpu_pods:
+        assert first[f"{pod}/{names.GPU_CONTAINER}"].keys() == {"first", "engine", "trainer"}
+        assert all(first[f"{pod}/{names.GPU_CONTAINER}"].values()), first
+    job.wait_for_step(job.step + 2, deadline_s=STEPS_S)
+    assert first == processes_of(job)
+    started = [line.pod for line in job.agent_lines("engine started")]
+    assert job.gpu_pods == sorted(started), "each engine was started once in its job's life"
+
+
+def test_f4_requests_in_flight_are_aborted_at_the_engines_when_a_switch_begins(job: RunningJob) -> None:
+    """The gate is closed, so nothing comes in between; what was aborted comes back, and is resumed."""
+    aborts = [line for line in job.agent_lines("action ended") if line.fields["action"] == "AbortAll"]
+    assert aborts, "no switch of this job had anything in flight"
+    assert {0} == {line.fields["in_flight"] for line in aborts}
+    for line in aborts:
+        lines = [rung for rung in job.rungs(line.fields["step"]) if rung.pod == line.pod]
+        assert reached(lines, line.pod, Rung.CLOSED) <= line.began + CLOCK_S
+        assert reached(lines, line.pod, Rung.SETTLED) >= line.began - CLOCK_S, "answers may come before the abort's own"
+    assert wait_for(
+        "an interrupted sample in a batch",
+        lambda: resumed_samples(job),
+        deadline_s=STEPS_S,
+        explain=job.describe,
+    )
+
+
+def test_f13_f73_columns_and_status_show_the_step_and_what_it_has_collected(job: RunningJob) -> None:
+    seen: dict[int, set[int]] = {}
+
+    def progress_is_seen() -> bool:
+        status = job.status
+        ended = status["rollout"]["samples"].get("completed", 0)
+        seen.setdefault(status["step"], set()).add(ended)
+        return any(len(counts) > 1 for counts in seen.values())
+
+    wait_for("a count that grows within a step", progress_is_seen, deadline_s=STEPS_S, explain=lambda: str(seen))
+
+    def row_between_two_looks() -> list[str] | None:
+        before, table, after = job.status, job.kubectl("get", names.PLURAL, job.name, "-o", "wide"), job.status
+        header, row = (line.split() for line in table.splitlines())
+        shown = dict(zip(header, row, strict=True))
+        columns = {"STEP": "step", "READY": "readyReplicas", "REPLICAS": "replicas", "VERSION": "weightVersion"}
+        assert columns.keys() | {"PHASE", "HOLDER", "RUNG", "REWARD", "STALENESS", "LAST-SWITCH"} <= shown.keys()
+        found = [shown[column] for column in columns]
+        return found if [str(before[key]) for key in columns.values()] == found == [
+            str(after[key]) for key in columns.values()
+        ] else None  # fmt: skip
+
+    wait_for("columns of one moment", row_between_two_looks, deadline_s=STEPS_S, explain=job.describe)
 
 
 def test_processes_of_a_pod_have_what_its_job_says_of_it(job: RunningJob) -> None:
@@ -159,11 +231,11 @@ print(ask(context))
 
 
 def test_the_data_token_and_a_members_own_keys_send_no_target(job: RunningJob) -> None:
-    """What a rollout controller has that somebody else has taken over."""
+    """A rollout controller that somebody else has taken over holds only these."""
     address = job.pods(names.ROLE_GPU)[0]["status"]["podIP"]
-    arguments = (address, names.member_server_name(job.uid))
-    told = job.python(job.rollout_pod, names.ROLLOUT_CONTAINER, ASK_FOR_TARGETS, *arguments)
-    without, with_own = told.splitlines()
+    arguments = (address, names.member_server_name(names.JobUid(job.uid)))
+    output = job.python(job.rollout_pod, names.ROLLOUT_CONTAINER, ASK_FOR_TARGETS, *arguments)
+    without, with_own = output.splitlines()
     assert {without, with_own} <= HUNG_UP, "no certificate but the operator's gets an answer"
 
 
@@ -222,7 +294,9 @@ def test_an_engine_killed_while_the_trainer_holds_the_gpu_is_absent_until_offloa
 
 
 def test_commands_of_runbooks_and_pages_look_at_the_job(job: RunningJob, terminal: Terminal) -> None:
-    """As they stand, after an engine was lost: the first of them asks for the line that says so."""
+    """The commands run as they stand, after an engine was lost: the first of them
+    searches for the line that reports it.
+    """
     job.wait_for_step(job.step + 1, deadline_s=STEPS_S)
     runbooks = [f"docs/runbooks/{page.name}" for page in sorted((CHECKOUT.root / "docs/runbooks").glob("*.md"))]
     looks = [
@@ -265,7 +339,7 @@ def test_an_operator_killed_in_the_middle_of_a_switch_is_taken_over(job: Running
 def test_a_suspended_job_has_no_pods_and_goes_on_in_fewer_with_the_samples_that_it_had(
     job: RunningJob, terminal: Terminal
 ) -> None:
-    """By the commands of the runbook."""
+    """The commands of the runbook suspend and resume it."""
     before, admitted = job.status, read_accounts(job)["admitted_ever"]
     suspend, change_replicas, resume = under("docs/runbooks/operations.md", "More or fewer GPUs")
     terminal(suspend, JOB=job.name)
@@ -284,12 +358,12 @@ def test_a_suspended_job_has_no_pods_and_goes_on_in_fewer_with_the_samples_that_
 
 # -------------------------------------------------------------------------------------------------------------- ending
 def test_the_job_completes_after_its_last_step_and_frees_its_pods(job: RunningJob) -> None:
-    """That of its spec, or the one that it is at when the operator sees that fewer are enough."""
+    """Its last step is that of the spec, or the one that it is at when the operator sees that fewer are enough."""
     job.end_soon()
     changed = job.get()
     seen = wait_for(
         "the operator to see it",
-        lambda: told if (told := job.status)["observedGeneration"] == changed["metadata"]["generation"] else None,
+        lambda: status if (status := job.status)["observedGeneration"] == changed["metadata"]["generation"] else None,
         deadline_s=SEEN_S,
         explain=job.describe,
     )
@@ -333,12 +407,15 @@ def assert_climbed_in_order(job: RunningJob, step: int) -> None:
         assert sorted(rungs, key=TIME_SLICED.place) == rungs, f"{pod} in step {step}"
         assert {Rung.RELEASED, Rung.TRAINED, Rung.EXPORTED, Rung.SERVING} <= set(rungs), f"{pod} in step {step}"
     actions = [line for line in job.agent_lines("action ended") if line.fields.get("step") == step]
-    for barrier, action in FIRST_ACTION_AFTER.items():
+    for barrier, beyond in BEYOND.items():
         all_there = max(reached(lines, pod, barrier) for pod in pods)
-        began = [line.began for line in actions if line.fields["action"] == action]
-        assert began, f"no {action} in step {step}"
-        assert min(began) >= all_there - CLOCK_S, f"{action} before every pod was {barrier}, step {step}"
-    assert set(FIRST_ACTION_AFTER) < TIME_SLICED.barriers < set(TIME_SLICED.rungs)
+        for action in beyond:
+            began = [line.began for line in actions if line.fields["action"] == action]
+            assert began, f"no {action} in step {step}"
+            assert min(began) >= all_there - CLOCK_S, f"{action} before every pod was {barrier}, step {step}"
+    updated = max(reached(lines, pod, Rung.UPDATED) for pod in pods)
+    assert min(reached(lines, pod, Rung.SERVING) for pod in pods) >= updated, "no gate opens before all are updated"
+    assert set(BEYOND) < TIME_SLICED.barriers < set(TIME_SLICED.rungs)
 
 
 CLOCK_S = 0.002  # log lines are written just after what they tell
@@ -359,14 +436,37 @@ def first(lines: list[Line], event: str, **fields: Any) -> Line:
 
 
 def since_loss(job: RunningJob, pod: str) -> list[Line]:
-    """What its agent has said since it lost its engine the last time, in order."""
+    """Return what the pod's agent has logged since it last lost its engine, in order."""
     lines = job.lines(pod, names.AGENT_CONTAINER)
     first(lines, "engine lost")
     return lines[lines.index(only(lines, "engine lost")[-1]) + 1 :]
 
 
+PROCESSES = """
+import json, pathlib
+found = {}
+for path in pathlib.Path('/proc').glob('[0-9]*'):
+    try:
+        command = (path / 'cmdline').read_bytes().decode(errors='replace')
+        began = int((path / 'stat').read_text().rpartition(')')[2].split()[19])
+    except (FileNotFoundError, ProcessLookupError):
+        continue
+    kind = 'first' if path.name == '1' else next((kind for kind, part in KINDS.items() if part in command), None)
+    found.setdefault(kind, []).append((int(path.name), began))
+print(json.dumps({kind: sorted(found.get(kind, [])) for kind in ('first', *KINDS)}))
+"""
+
+
+def processes_of(job: RunningJob) -> dict[str, dict[str, list[list[int]]]]:
+    """Return, for each container of the job, ids and start times of its first process, its engine and its ranks."""
+    places = [(pod, container) for pod in job.gpu_pods for container in (names.GPU_CONTAINER, names.AGENT_CONTAINER)]
+    places.append((job.rollout_pod, names.ROLLOUT_CONTAINER))
+    code = f"KINDS = {json.dumps({'engine': ENGINE, 'trainer': TRAINER})}{PROCESSES}"
+    return {f"{pod}/{container}": json.loads(job.python(pod, container, code)) for pod, container in places}
+
+
 def resumed_samples(job: RunningJob) -> int:
-    """Of all batches that its rollout controller has sealed."""
+    """Return the number of resumed samples in all batches that the rollout controller has sealed."""
     return sum(line.fields["resumed_samples"] for line in job.rollout_lines("batch sealed"))
 
 
@@ -479,7 +579,9 @@ def slowed(job: RunningJob, pod: str) -> Iterator[None]:
 
 
 def stopped_off_device(job: RunningJob, pod: str) -> bool:
-    """Whether the signal came before its turn. In an export or a save it would keep the group from training again."""
+    """Stop the trainer, and return whether it was off the device. In an export or a
+    save it would block the group's training.
+    """
     every = job.get()["spec"]["checkpoint"]["everySteps"]
     assert job.signal(pod, names.GPU_CONTAINER, command_contains=TRAINER, signal="SIGSTOP") > 0
     trainer = job.member(pod)["facts"]["trainers"][0]

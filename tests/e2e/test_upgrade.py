@@ -102,7 +102,7 @@ def test_an_upgrade_with_the_defaults_of_before_misses_a_new_value_by_name(clust
 
 
 def test_a_node_is_drained_and_the_job_goes_on_after_it(cluster: Cluster, job: RunningJob, tmp_path: Path) -> None:
-    """By the commands of the runbook. It is the only node, so the operator goes with it."""
+    """The commands of the runbook drain it. It is the only node, so the operator goes with it."""
     terminal = Terminal.opened(tmp_path, cluster.kubeconfig)
     [node] = cluster.get("nodes")["items"]
     leader, restarts = operator(cluster), job.status["restarts"]

@@ -41,7 +41,7 @@ class FakeApiServer:
         self.panics: Callable[[str, str], bool] = lambda method, path: False  # answered with 500, and no object
         self.refused_trial: Callable[[Body], str | None] = lambda body: None  # words for who asks with a dry run
         self._held: Callable[[str, Any], bool] = lambda path, body: False
-        self._let_go = asyncio.Event()
+        self._released = asyncio.Event()
         app = web.Application()
         app.router.add_route("*", "/{path:.*}", self._answer)
         self._server = TestServer(app)
@@ -64,13 +64,13 @@ class FakeApiServer:
         self._refusals.extend(codes)
 
     def hold(self, what: Callable[[str, Any], bool]) -> None:
-        """Changes of which it is so, by path and body, wait until `let_go`."""
+        """Changes of which it is so, by path and body, wait until `release`."""
         self._held = what
-        self._let_go.clear()
+        self._released.clear()
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         self._held = lambda path, body: False
-        self._let_go.set()
+        self._released.set()
 
     def watch(self, plural: str, watcher: Watcher) -> None:
         """Tell the watcher of every object of that kind, present ones first."""
@@ -121,7 +121,7 @@ class FakeApiServer:
             return web.Response(status=500, text=PANIC)
         body = json.loads(await request.text() or "null")
         if request.method != "GET" and self._held(path, body):
-            await self._let_go.wait()
+            await self._released.wait()
         match request.method:
             case "GET":
                 return self._get(path, request.query.get("labelSelector"))

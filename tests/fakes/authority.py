@@ -13,6 +13,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
 from colocated_rl_api import names
+from colocated_rl_operator.clients.authority import CLOCK_TOLERANCE
 
 
 def _name(common_name: str) -> x509.Name:
@@ -21,16 +22,16 @@ def _name(common_name: str) -> x509.Name:
 
 @dataclass(frozen=True)
 class Authority:
-    """Issues certificates that hold for `life`."""
+    """Issues certificates that hold for `life`, and from as long before as the operator's."""
 
     key: ec.EllipticCurvePrivateKey = field(default_factory=lambda: ec.generate_private_key(ec.SECP256R1()))
-    life: timedelta = timedelta(hours=1)
+    life: timedelta = timedelta(days=2)
 
     @property
     def certificate(self) -> x509.Certificate:
         return self._sign("test authority", self.key, authority=True)
 
-    def member_directory(self, directory: Path, *, job_uid: str, token: str) -> Path:
+    def member_directory(self, directory: Path, *, job_uid: names.JobUid, token: str) -> Path:
         """Files of `names.TLS_DIR` for a member of the job."""
         directory.mkdir(parents=True, exist_ok=True)
         self._write(directory, common_name=job_uid[:64], server_name=names.member_server_name(job_uid))
@@ -38,7 +39,9 @@ class Authority:
         return directory
 
     def client_context(self, directory: Path, *, common_name: str = names.OPERATOR_CLIENT_NAME) -> ssl.SSLContext:
-        """Of a caller that trusts the authority and shows a certificate of it; `directory` keeps the files."""
+        """Return the context of a caller that trusts the authority and presents its
+        certificate; `directory` keeps the files.
+        """
         directory.mkdir(parents=True, exist_ok=True)
         self._write(directory, common_name=common_name, server_name=None)
         context = ssl.create_default_context(cafile=str(directory / names.CA_FILE))
@@ -46,7 +49,9 @@ class Authority:
         return context
 
     def server_context(self, directory: Path, *, server_name: str) -> ssl.SSLContext:
-        """Of a server under that name; `directory` keeps the files, the authority's certificate among them."""
+        """Return the context of a server with that name; `directory` keeps the files, the
+        authority's certificate among them.
+        """
         directory.mkdir(parents=True, exist_ok=True)
         self._write(directory, common_name=server_name, server_name=server_name)
         context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
@@ -81,7 +86,7 @@ class Authority:
             .issuer_name(_name("test authority"))
             .public_key(key.public_key())
             .serial_number(x509.random_serial_number())
-            .not_valid_before(now - timedelta(minutes=5))
+            .not_valid_before(now - CLOCK_TOLERANCE)
             .not_valid_after(now + self.life)
             .add_extension(x509.BasicConstraints(ca=authority, path_length=None), critical=True)
             .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)

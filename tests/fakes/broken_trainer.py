@@ -38,10 +38,10 @@ class ForgetsItsMomentum(ToyLoop):
     _momentum = 0.0
 
     def train(self, step: int, shard: Path, watch: Watch) -> Mapping[str, float]:
-        told = super().train(step, shard, watch)
+        figures = super().train(step, shard, watch)
         self._momentum = 0.9 * self._momentum + step
         self._numbers = [number + self._momentum for number in self._numbers]
-        return told
+        return figures
 
 
 class TakesATornShard(ToyLoop):
@@ -53,7 +53,7 @@ class TakesATornShard(ToyLoop):
 
 
 class EndsOverATornShard(ToyLoop):
-    """As it may."""
+    """This trainer ends when it reads a torn shard, which the protocol permits."""
 
     def train(self, step: int, shard: Path, watch: Watch) -> Mapping[str, float]:
         try:
@@ -65,9 +65,9 @@ class EndsOverATornShard(ToyLoop):
 class NeverLearns(ToyLoop):
     def train(self, step: int, shard: Path, watch: Watch) -> Mapping[str, float]:
         before = self._numbers
-        told = super().train(step, shard, watch)
+        figures = super().train(step, shard, watch)
         self._numbers = before
-        return told
+        return figures
 
 
 class ReturnsNothing(ToyLoop):
@@ -122,7 +122,7 @@ class PromisesWhatItHasNotYet(ToyLoop):
 
 
 class RefusesInWebPages(ToyLoop):
-    """As many a web framework does where nobody says otherwise."""
+    """This trainer sends errors as web pages, the default of many web frameworks."""
 
     def __init__(self, settings: RankSettings) -> None:
         super().__init__(settings)

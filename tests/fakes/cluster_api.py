@@ -34,7 +34,7 @@ class Link:
 
 @dataclass
 class ClusterApi:
-    """What it holds; changed freely before and while it serves."""
+    """A ClusterApi serves the objects that it holds; tests change them before and while it serves."""
 
     jobs: dict[str, Body] = field(default_factory=dict)
     pods: list[Body] = field(default_factory=list)
@@ -110,7 +110,7 @@ class ClusterApi:
         return web.json_response(job)
 
     async def _watch(self, request: web.Request, objects: Any) -> web.StreamResponse:
-        """What is there, and all of it again at each change."""
+        """Send all objects, and all of them again at each change."""
         answer = web.StreamResponse()
         await answer.prepare(request)
         while True:
@@ -153,7 +153,7 @@ class ClusterApi:
         return link
 
     async def _join(self, link: web.WebSocketResponse, port: int) -> web.StreamResponse:
-        """To a member of this machine, until either end closes."""
+        """Connect to a member on this machine, until either end closes."""
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
 
         async def answer() -> None:
@@ -173,7 +173,7 @@ class ClusterApi:
 
 
 def page(body: object, status: str = "200 OK") -> str:
-    """What a member answers."""
+    """Return the answer of a member."""
     return f"HTTP/1.1 {status}\nContent-Type: application/json\n\n{json.dumps(body)}"
 
 

@@ -33,13 +33,15 @@ from colocated_rl_api.rungs import WeightVersion
 from colocated_rl_member.data import DataClient
 from colocated_rl_member.tls import MemberTls
 from colocated_rl_rollout.engines.engine_client import (
+    BEGIN_AT_ONCE,
     EngineClient,
     GateClosed,
+    GateConnector,
     GenerateRequest,
-    gate_connector,
 )
 from fakes.authority import Authority
 from fakes.idle_member import JOB_UID, idle_member
+from fakes.silent import silence
 
 SOFT = 1024
 VERSION = WeightVersion(1, 1)
@@ -53,7 +55,7 @@ ANSWER = f"data: {json.dumps({'text': 'x', 'output_ids': [5, 2], 'meta_info': ME
 
 
 async def gate(directory: Path, engine: str) -> None:
-    """Until its standard input ends. Says its ports first."""
+    """Serve a gate until standard input ends. It prints its ports first."""
     descriptors.raise_limit()
     tls = MemberTls.read(directory / "tls")
 
@@ -75,6 +77,7 @@ class Crowd:
         self.arrived = self.refused = 0
         self.statuses: collections.Counter[str] = collections.Counter()
         self.all_are_there = asyncio.Event()
+        self.beginning = asyncio.Semaphore(BEGIN_AT_ONCE)
 
     def look(self) -> None:
         if self.arrived + self.refused >= self.count:
@@ -99,7 +102,8 @@ class Crowd:
 
     async def _status(self, port: int, context: ssl.SSLContext) -> str:
         name = names.member_server_name(JOB_UID)
-        reader, writer = await asyncio.open_connection("127.0.0.1", port, ssl=context, server_hostname=name)
+        async with self.beginning:
+            reader, writer = await asyncio.open_connection("127.0.0.1", port, ssl=context, server_hostname=name)
         body = json.dumps({"input_ids": [5, 6, 7], "sampling_params": {"max_new_tokens": 8}}).encode()
         head = f"POST /generate HTTP/1.1\r\nHost: gate\r\nAuthorization: {self.tls.authorization}\r\n"
         head += f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\nConnection: close\r\n\r\n"
@@ -145,10 +149,10 @@ async def callers(directory: Path, files: int, count: int, silent: int) -> dict[
         reading = asyncio.create_task(heard(link))
         lost = 0
         async with asyncio.timeout(PATIENCE_S):
-            for _ in range(silent):
-                _, writer = await asyncio.open_connection("127.0.0.1", data)
-                stack.callback(writer.transport.abort)
-            if silent:  # as the rollout controller calls, which comes again when it was refused
+            if silent:
+                await stack.enter_async_context(
+                    silence(data, silent)
+                )  # and as the rollout controller calls, which comes again when it was refused
                 lost = await samples(crowd, tls, data)
             else:
                 context = tls.client_context()
@@ -171,7 +175,7 @@ async def callers(directory: Path, files: int, count: int, silent: int) -> dict[
 
 
 async def heard(link: aiohttp.ClientWebSocketResponse) -> None:
-    """Until the link ends."""
+    """Read until the link ends."""
     async for _ in link:
         pass
 
@@ -181,7 +185,7 @@ async def samples(crowd: Crowd, tls: MemberTls, port: int) -> int:
     crowd.all_are_there.set()
     lost = 0
     known = asyncio.Event()
-    async with aiohttp.ClientSession(connector=gate_connector()) as session:
+    async with aiohttp.ClientSession(connector=GateConnector()) as session:
 
         def changed() -> None:
             nonlocal lost
@@ -223,7 +227,7 @@ def main() -> None:
         case ["callers", directory, files, count, silent]:
             _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
             resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-            needed = 2 * int(count) + int(silent) + 256
+            needed = 2 * int(count) + 256
             if hard != resource.RLIM_INFINITY and hard < needed:
                 sys.exit(f"{needed} open files are needed, and {hard} are allowed")
             json.dump(asyncio.run(callers(Path(directory), int(files), int(count), int(silent))), sys.stdout)

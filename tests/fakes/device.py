@@ -25,7 +25,7 @@ class Device:
 
     @property
     def environment(self) -> dict[str, str]:
-        """Of a runner whose container has the devices; its children inherit it."""
+        """Return the environment of a runner whose container has the devices; its children inherit it."""
         found = {"LD_LIBRARY_PATH": str(self._libraries), "FAKE_DEVICE": str(self._held)}
         return found | {"FAKE_DEVICES": str(self._count)}
 

@@ -115,19 +115,19 @@ class FakeEngine:
 
     # ------------------------------------------------------------------------------------------------- the scheduler
     def die(self, reason: str) -> None:
-        """As a scheduler that hits an assertion: the whole server goes."""
+        """End the whole server, as a scheduler does that hits an assertion."""
         print(f"Scheduler hit an exception: {reason}", flush=True)  # noqa: T201 - the last words of a process
         os._exit(1)
 
     def show_memory(self, *, leaked: bool = False) -> None:
-        """What this process maps of the device, for `fakes/device.c`."""
+        """Write down how much of the device this process maps, for `fakes/device.c`."""
         if (directory := os.environ.get("FAKE_DEVICE")) is not None:
             mapped = sum(gb for tag, gb in MAPPED_GB.items() if leaked or tag not in self.released)
             (Path(directory) / str(os.getpid())).write_text(str(int((CONTEXT_GB + mapped) * 2**30)))
 
     @property
     def running(self) -> list[Sample]:
-        """What its scheduler has, waiting requests included."""
+        """Return the samples that the scheduler has, waiting requests included."""
         return [sample for sample in self.samples.values() if not sample.parked]
 
     async def generate(self, sample: Sample) -> None:
@@ -428,7 +428,7 @@ class FakeEngine:
 
     @contextlib.asynccontextmanager
     async def making(self, sample: Sample) -> AsyncIterator[asyncio.Task[None]]:
-        """While its request is being served; a client that leaves gets its sample aborted."""
+        """Generate a sample while its request is being served; if the client leaves, the sample is aborted."""
         self.samples[sample.rid] = sample
         made = asyncio.create_task(self.generate(sample))
         try:
@@ -517,6 +517,7 @@ class FakeEngine:
             "finish_reason": sample.reason,
             "prompt_tokens": len(sample.prompt),
             "completion_tokens": len(sample.output),
+            "num_retractions": 0,
             "cached_tokens": 0,
         }
         if self.version:

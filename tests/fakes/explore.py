@@ -17,7 +17,7 @@ from itertools import islice
 from builders import PLACED, make_job
 from colocated_rl_api.rungs import Placement
 from colocated_rl_operator.planner.reasons import Cause
-from fakes.model import MORTAL, Model, State
+from fakes.model import FAULTS, MORTAL, Model, State
 from fakes.model_pod import Broken, must
 from fakes.packed import Moves, Packing
 from fakes.values import Values
@@ -44,10 +44,17 @@ class Explored:
 
 
 def bounds_of(model: Model) -> str:
-    """For people."""
+    """Return the bounds of the search, for people."""
     job, who = model.job, ", ".join(model.mortal) or "nobody"
     pods = f"{'with a reference, ' if job.ladder.scores else ''}pods: {len(job.gpu_seats)}"
     return f"{job.ladder.placement}, {pods}, deaths: {model.deaths} of {who}, suspensions: {model.suspensions}"
+
+
+def all_must_be_well(explored: Explored) -> None:
+    """All states were looked at, and from each the job can complete: deaths cost no more restarts than there are."""
+    assert 0 == explored.frontier
+    assert [] == explored.hopeless
+    assert {Cause.ALL_STEPS_DONE} == explored.ends.keys()
 
 
 def explore(model: Model, *, limit: int) -> Explored:
@@ -87,7 +94,7 @@ class Search:
         return map(self._packing.unpack, self._found)
 
     def look(self, limit: int) -> None:
-        """At so many more, or at all that are left."""
+        """Look at so many more states, or at all that are left."""
         for number in range(self.looked_at, self.looked_at + limit):
             if not self.frontier:
                 break
@@ -119,7 +126,7 @@ class Search:
         return Explored(len(self._found), len(self._after), Counter(self._ends.values()), self.frontier, ways)
 
     def _hopeful(self) -> bytearray:
-        """Of each that was looked at, whether an end can be reached from it."""
+        """Return, for each state that was looked at, whether an end can be reached from it."""
         hopeful, grows = bytearray(len(self._found)), True
         for number in self._ends:
             hopeful[number] = True
@@ -159,7 +166,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--placement", type=Placement, choices=[*Placement], default=Placement.TIME_SLICED)
     parser.add_argument("--pods", type=int, default=2)
     parser.add_argument("--deaths", type=int, default=0)
-    parser.add_argument("--of", nargs="*", choices=MORTAL, default=MORTAL, help="what may die")
+    parser.add_argument("--of", nargs="*", choices=FAULTS, default=MORTAL, help="what may die, or fail")
     parser.add_argument("--suspensions", type=int, default=0)
     parser.add_argument("--retries", type=int, default=0, help="after failures, each of which then ends the job")
     parser.add_argument("--limit", type=int, default=50_000_000, help="states; each takes about 300 bytes")

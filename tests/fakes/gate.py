@@ -29,11 +29,11 @@ from colocated_rl_member.tls import MemberTls
 from fakes import serving
 
 Response = Callable[[Sequence[int]], tuple[Sequence[int], Sequence[int]]]
-"""From what an engine was sent, prompt and tokens so far, to the whole response and the part of it that was sent."""
+"""This function maps prompt and tokens so far to the whole response and the part of it that was sent."""
 
 
 class Fault(Enum):
-    """What happens to the next request, instead of an answer."""
+    """A Fault happens to the next request instead of an answer."""
 
     ERROR_500 = "error 500"
     BUSY = "busy"
@@ -84,6 +84,7 @@ class FakeGate:
     def __init__(self, name: str, tls: MemberTls, respond: Response) -> None:
         self.name = name
         self.pace: int | None = None
+        self.preemptions = 0  # of each attempt
         self.faults: deque[Fault] = deque()
         self.requests: list[dict[str, Any]] = []
         self.refused = 0
@@ -178,7 +179,7 @@ class FakeGate:
             await self._until_it_is_not(sent)
 
     async def _until_it_is_not(self, sent: GateState) -> None:
-        """Until the state is another one, or a heartbeat is due."""
+        """Wait until the state is another one, or a heartbeat is due."""
         async with self._changed:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(GATE_LINE_S):
@@ -264,6 +265,7 @@ class FakeGate:
             "finish_reason": attempt.reason,
             "weight_version": str(version),
             "completion_tokens": len(ids),
+            "num_retractions": self.preemptions,
             "output_token_logprobs": [[logp_of(version, token), token, None] for token in ids],
         }
         if attempt.reason is not None:  # a finished answer has spans, what was read before a crash has not

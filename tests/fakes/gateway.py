@@ -42,7 +42,7 @@ TOOLS_TEMPLATE = (
 
 
 def openai_client(port: int) -> openai.AsyncOpenAI:
-    """On the loopback of the rollout pod. Does not try again by itself, so that a test sees what was said."""
+    """Return a client on the loopback of the rollout pod. It does not retry, so that a test sees the first answer."""
     http = httpx.AsyncClient(trust_env=False, timeout=60, transport=Checked())
     return openai.AsyncOpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0, http_client=http)
 
@@ -137,6 +137,6 @@ def text_of(completion: ChatCompletion) -> str | None:
 
 
 def extra(answer: Any) -> dict[str, Any]:
-    """What an answer says beyond OpenAI's API."""
+    """Return the part of an answer that is not in OpenAI's API."""
     found: dict[str, Any] = answer.model_extra["colocated_rl"]
     return found

@@ -1,82 +1,81 @@
-"""A whole job as a value that moves: pods, agents, trainers, rollout controller and operator, without time or sockets.
+"""A whole job that moves: pods, agents, trainers, rollout controller and operator, without time or sockets.
 
-`Group` keeps the truth. Members move by single actions, as the contract of an agent allows. `Simulation` adds the
-operator with its real plan: what it sees of members is what they last reported, possibly less than the truth, and its
-targets take their time and may be overtaken. Each move is checked for what must never happen:
+`Group` keeps the truth. GPU pods are the values of `fakes.model_pod`, and move by single actions of the real table
+(`fakes.model_moves`), which check what must never happen; real operators drive them too (`fakes.member`). `Simulation`
+adds an operator with its real plan: what it sees of members is what they last reported, possibly less than the truth,
+and its targets take their time and may be overtaken. Beside what the moves check:
 
-* a member passes no barrier before every member of the group has stood at it in the same epoch (I2)
+* a target asks for no barrier before every pod has stood at the one before it (I2)
 * an epoch is recorded before a target carries it, and an older target changes nothing (I5)
-* a trainer computes only while its pod's engine maps nothing (I1)
-* a batch is trained once in each lineage, in order, and is still there when it is needed
+* a batch is trained once in each lineage, in order
+
+The search through all states (`fakes.model`) has an operator of its own. There a state must not hold its history, so
+what the operator remembers is made up from the state, a report is a rung, and time passes only when nothing else can
+happen. This one keeps what it has seen (`remember`), a clock, whole reports, all targets on their way, nodes,
+evaluations and other replicas: with them, the number of states has no bound. Hence one pod and one set of moves, but
+two operators.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+import random
+from collections.abc import Iterator
+from dataclasses import replace
 from functools import cache, partial
 from itertools import count
 from operator import is_
 
-from builders import absent_engine, absent_trainer, released_engine, rollout_facts
-from colocated_rl_api.facts import (
-    EngineFacts,
-    EngineState,
-    EvaluationResult,
-    GateFacts,
-    PodFacts,
-    RejectedWeights,
-    RolloutFacts,
-    TagState,
-    TrainerFacts,
-    TrainerState,
-)
+from builders import rollout_facts
+from colocated_rl_agent.planner import actions as do
+from colocated_rl_agent.settings import kept_tags, rules_for
+from colocated_rl_api import names
+from colocated_rl_api.facts import EvaluationResult, PodFacts, RolloutFacts
 from colocated_rl_api.failure import FailureCause
-from colocated_rl_api.ladder import Ladder
-from colocated_rl_api.member_wire import (
-    Goal,
-    PodTarget,
-    RolloutTarget,
-)
+from colocated_rl_api.member_wire import Goal, PodTarget, RolloutTarget
 from colocated_rl_api.rungs import Rung, WeightVersion
-from colocated_rl_api.seats import ROLLOUT_SEAT
+from colocated_rl_api.seats import ROLLOUT_SEAT, role_of
 from colocated_rl_operator.planner.actions import CreatePod
 from colocated_rl_operator.planner.failure_policy import MAX_AVOIDED
-from colocated_rl_operator.planner.observation import (
-    Climb,
-    Job,
-    Member,
-    Memory,
-    Observation,
-    PodPhase,
-    remember,
-)
+from colocated_rl_operator.planner.observation import Climb, Job, Member, Memory, Observation, PodPhase, remember
 from colocated_rl_operator.planner.plan import Plan, plan
+from fakes.model_moves import (
+    Durable,
+    carried_out,
+    is_alone,
+    must_close_late,
+    must_have_stood,
+    must_rise_together,
+    without_peers,
+)
+from fakes.model_pod import (
+    FIRST,
+    OTHER,
+    Pod,
+    Target,
+    admit,
+    agent_restarts,
+    check,
+    chosen,
+    facts_of,
+    last_barrier,
+    must,
+    standing_of,
+)
 
-GONE = absent_engine()
-NO_TRAINER = absent_trainer()
 
-
-class Broken(AssertionError):
-    """An invariant does not hold."""
-
-
-def must(holds: bool, what: str) -> None:
-    if not holds:
-        raise Broken(what)
-
-
-@dataclass
 class SimPod:
-    """What both kinds of pod have. reported: what the operator knows of its member; None while not connected."""
+    """Hold what both kinds of pod have. reported: what the operator knows of its member; None while not connected."""
 
-    seat: str
-    attempt: int
-    uid: str
-    alive: bool = True
-    fate: FailureCause = FailureCause.POD_FAILED  # once it is not
-    stopped: bool = False
-    reported: PodFacts | RolloutFacts | None = None
-    known: tuple[tuple[object, ...], Member] | None = None  # as the operator saw it last, and what that was made of
+    def __init__(self, seat: str, attempt: int, uid: str) -> None:
+        self.seat, self.attempt, self.uid = seat, attempt, uid
+        self.alive = True
+        self.fate = FailureCause.POD_FAILED  # once it is not
+        self.reported: PodFacts | RolloutFacts | None = None
+        self.known: tuple[tuple[object, ...], Member] | None = None  # as the operator saw it last, and of what
+
+    @property
+    def stopped(self) -> bool:
+        raise NotImplementedError
 
     @property
     def facts(self) -> PodFacts | RolloutFacts:
@@ -86,25 +85,36 @@ class SimPod:
         self.reported = None
 
 
-@dataclass
 class GpuPod(SimPod):
-    """One agent with its engine and trainer. `durable_epoch` survives the agent's restart, `target` does not."""
+    """One agent with its engine and trainer.
 
-    durable_epoch: int = 0
-    target: PodTarget | None = None
-    gate: GateFacts = field(default_factory=lambda: GateFacts(open=False, settled=True))
-    engine: EngineFacts = GONE
-    trainer: TrainerFacts = NO_TRAINER
-    engine_failures: int = 0  # since it last served
-    agreed: tuple[WeightVersion, str] | None = None  # newest checksum of the group that its agent was told
-    doubted: WeightVersion | None = None  # weights that an engine was not shown to hold
-    spoils: int = 0  # loads to come that leave other weights in memory than they say
-    export: WeightVersion | None = None  # newest
-    sent: PodTarget | None = None  # newest over the present connection
-    inbox: list[PodTarget] = field(default_factory=list)
-    ending: bool = False  # its container was signalled to end, as in a drain
-    told: tuple[tuple[object, ...], PodFacts] | None = None  # its newest facts, and what they were made of
-    rungs: dict[WeightVersion, Rung] = field(default_factory=dict)  # where it stands by them, of those who asked
+    state: the truth. engine_failures: since it last served. sent: newest target over the present connection.
+    """
+
+    def __init__(self, seat: str, attempt: int, uid: str, state: Pod | None = None) -> None:
+        self.state = state or Pod()
+        super().__init__(seat, attempt, uid)
+        self.target: PodTarget | None = None
+        self.engine_failures = 0
+        self.sent: PodTarget | None = None
+        self.inbox: list[PodTarget] = []
+        self._facts: tuple[Pod, int, PodFacts] | None = None  # the newest, and what they were made of
+
+    @property
+    def alive(self) -> bool:
+        return self.state.alive
+
+    @alive.setter
+    def alive(self, is_alive: bool) -> None:
+        self.state = self.state._replace(alive=is_alive)
+
+    @property
+    def stopped(self) -> bool:
+        return self.state.stopped
+
+    @property
+    def durable_epoch(self) -> int:
+        return self.state.durable.epoch
 
     def disconnect(self) -> None:
         super().disconnect()
@@ -114,39 +124,30 @@ class GpuPod(SimPod):
     @property
     def facts(self) -> PodFacts:
         """The same ones, as long as nothing has moved: most who ask want to know that."""
-        epoch = self.target.epoch if self.target else 0
-        parts = (epoch, self.gate, self.engine, self.engine_failures, self.trainer, self.stopped, self.ending)
-        if self.told is None or not all(map(is_, self.told[0], parts)):
-            engine = self.engine.model_copy(update={"failures": self.engine_failures})
-            facts = PodFacts(
-                epoch=epoch,
-                gate=self.gate,
-                engines=(engine,),
-                trainers=(self.trainer,),
-                stopped=self.stopped,
-                ending=self.ending,
-            )
-            self.told, self.rungs = (parts, facts), {}
-        return self.told[1]
+        if self._facts is None or self._facts[0] is not self.state or self._facts[1] != self.engine_failures:
+            facts = facts_of(self.state, engine_failures=self.engine_failures)
+            self._facts = self.state, self.engine_failures, facts
+        return self._facts[2]
 
-    def rejects(self, version: WeightVersion) -> bool:
-        return self.engine.rejected is not None and self.engine.rejected.version == version
-
-    def standing(self, ladder: Ladder, at: WeightVersion) -> Rung:
-        facts = self.facts
-        if at not in self.rungs:
-            self.rungs[at] = ladder.standing(facts, at)
-        return self.rungs[at]
+    @property
+    def rung(self) -> Rung:
+        """Return the rung at which it stands towards its target."""
+        return standing_of(self.state)
 
 
-@dataclass
 class RolloutPod(SimPod):
     """The rollout controller; what it has sealed and trained is in the store, and survives it."""
 
-    target: RolloutTarget | None = None
-    sealed: int = 0
-    trained: int = 0
-    evaluated: int | None = None
+    def __init__(self, seat: str, attempt: int, uid: str, *, sealed: int, trained: int) -> None:
+        super().__init__(seat, attempt, uid)
+        self.target: RolloutTarget | None = None
+        self.sealed, self.trained = sealed, trained
+        self.evaluated: int | None = None
+        self.has_stopped = False
+
+    @property
+    def stopped(self) -> bool:
+        return self.has_stopped
 
     @property
     def facts(self) -> RolloutFacts:
@@ -168,11 +169,14 @@ class Group:
         self.incarnations = count(1)
         self.pods: list[GpuPod] = []
         self.rollouts: list[RolloutPod] = []
-        self.checkpoints: set[int] = set()
+        self.saved = 0  # newest checkpoint
         self.kept_after = 0  # batches up to here were dropped by the store
         self.sealed = self.store_trained = 0  # durable in the store
         self.trained_in: dict[int, list[int]] = {}  # by lineage, in order
-        self.stood: dict[int, dict[str, Rung]] = {}  # by epoch and seat: the highest rung since it was accepted
+        self.served: WeightVersion | None = None  # newest version that every engine served at once
+        self.stood: dict[int, dict[str, Rung]] = {}  # by epoch and seat: the highest barrier since it was accepted
+        self._nobody = Pod(alive=False, there=False, rules=rules_for(job.spec))
+        self._former: dict[str, Pod] = {}  # by seat: the last pod, once its object is gone
 
     def resize(self, replicas: int) -> None:
         """A person writes spec.replicas, which the API server takes while there are no pods."""
@@ -187,6 +191,12 @@ class Group:
     def everybody(self) -> list[SimPod]:
         return [*self.pods, *self.rollouts]
 
+    @property
+    def states(self) -> dict[str, Pod]:
+        """Return the truth about the pod in each GPU seat, also about one that is gone or was never there."""
+        found = self._former | {pod.seat: pod.state for pod in self.pods}
+        return {seat: found.get(seat, self._nobody) for seat in self.job.gpu_seats}
+
     def add(self, seat: str, attempt: int, uid: str) -> GpuPod | RolloutPod:
         """A pod begins to run."""
         must(not any(pod.alive and pod.seat == seat for pod in self.everybody), f"two pods in seat {seat}")
@@ -194,267 +204,95 @@ class Group:
             rollout = RolloutPod(seat, attempt, uid, sealed=self.sealed, trained=self.store_trained)
             self.rollouts.append(rollout)
             return rollout
-        pod = GpuPod(seat, attempt, uid)
+        spec, is_first = self.job.spec, seat == self.job.lineage_seats[0]
+        state = Pod(
+            rules=rules_for(spec),
+            keeps=kept_tags(spec.rollout.offload),
+            role=role_of(seat),
+            rank=FIRST if is_first else OTHER,
+            stood=self.states[seat].stood,
+        )
+        pod = GpuPod(seat, attempt, uid, state)
         self.pods.append(pod)
         return pod
 
+    def remove(self, uid: str) -> None:
+        """A pod's object is deleted."""
+        for pod in self.everybody:
+            if pod.uid == uid:
+                pod.alive = False
+                pod.disconnect()
+        self._former |= {pod.seat: pod.state for pod in self.pods if pod.uid == uid}
+        self.pods = [pod for pod in self.pods if pod.uid != uid]
+        self.rollouts = [pod for pod in self.rollouts if pod.uid != uid]
+
     def accept(self, pod: GpuPod, target: PodTarget) -> None:
-        """A target that passed the fence."""
-        pod.durable_epoch, pod.target = target.epoch, target
-        if target.checksum is not None:
-            pod.agreed = target.version, target.checksum
-        self._note(pod)
+        """A target arrives; one of an older epoch changes nothing."""
+        after = admit(pod.state, Target.of(target), has_fence=True)
+        if after.target == Target.of(target):
+            pod.target = target
+        self._change(pod, after)
+
+    def _change(self, pod: GpuPod, after: Pod) -> None:
+        """Note where the pod has stood. What it holds of epochs under which nobody acts any more is dropped."""
+        if after.stood:
+            epoch, rung = after.stood[-1]
+            self.stood.setdefault(epoch, {})[pod.seat] = rung
+        oldest = min((each.state.epoch for each in self.pods if each.alive), default=0)
+        if after.stood and after.stood[0][0] < oldest:
+            after = after._replace(stood=tuple(item for item in after.stood if item[0] >= oldest))
+        pod.state = after
 
     # ---------------------------------------------------------------------------------------------------- an agent
-    def agent_moves(self, pod: GpuPod) -> bool:
-        """The next safe action towards the target; False if there is none."""
-        if pod.ending:
-            return self._end(pod)
-        if not pod.alive or pod.target is None or pod.stopped:
+    def agent_moves(self, pod: GpuPod, rng: random.Random | None = None) -> bool:
+        """Carry out the next safe action towards the target. rng: chooses among several. False if nothing is done."""
+        before = pod.state
+        if not pod.alive or before.stopped:
             return False
-        before = pod.standing(self.ladder, pod.target.version)
-        if not self._move(pod, pod.target, before):
-            return False
-        if pod.target.goal is Goal.CLIMB:
-            after = pod.standing(self.ladder, pod.target.version)
-            if not self.ladder.reaches(before, after):
-                # an engine that starts on the export is Updated and Restored at once
-                self.must_have_stood(pod.target.epoch, before, f"{pod.seat} went on to {after}")
-            self._note(pod)
-        uses = pod.trainer.state in (TrainerState.ONLOADED, TrainerState.SCORING, TrainerState.TRAINING)
-        shares = not self.ladder.takes_turns
-        must(self.ladder.serves or pod.engine.is_absent, f"{pod.seat}: an engine where nothing is generated")
-        must(self.ladder.trains or not pod.trainer.is_alive, f"{pod.seat}: a trainer where nothing is trained")
-        must(shares or not uses or _maps_nothing(pod.engine), f"{pod.seat}: trainer and engine are both on the device")
-        return True
+        if before.ending and pod.reported is not None and pod.reported != pod.facts:
+            return False  # an agent that was told to end says so first
+        actions = [*chosen(before)]
+        if rng is not None:
+            rng.shuffle(actions)
+        return any(self._carry_out(pod, action) for action in actions)
 
-    def _move(self, pod: GpuPod, target: PodTarget, rung: Rung) -> bool:
-        if target.goal is Goal.STOP:
-            pod.gate, pod.engine, pod.trainer = GateFacts(open=False, settled=True), GONE, NO_TRAINER
-            pod.stopped = True
-            return True
-        if not self.ladder.trains:
-            return self._serve_alone(pod, target)
-        if self.ladder.serves_on and self._serve_on(pod, target):
-            return True
-        if self.ladder.reaches(rung, target.rung):
-            return rung is self.ladder.top and self._save(pod, target)
-        if not self.ladder.takes_turns:
-            is_due = self._lets_trainers_work(target) and not _is_done(pod, target)
-            return is_due and self._train(pod, target)
-        holds_it = pod.engine.version == target.version and pod.engine.weights_mapped
-        if self.ladder.reaches(target.rung, Rung.CLOSED) and not holds_it and self._go_down(pod, target):
-            return True
-        if self._lets_trainers_work(target) and _maps_nothing(pod.engine) and not _is_done(pod, target):
-            return self._train(pod, target)
-        if self.ladder.reaches(target.rung, Rung.UPDATED) and _is_done(pod, target):
-            return self._go_up(pod, target)
-        return False
-
-    def _end(self, pod: GpuPod) -> bool:
-        """Of a drain that nobody but its agent knows of: all in it ends, it says so, others' collectives break."""
-        if not pod.alive or (pod.reported is not None and pod.reported is not pod.facts):
-            return False
-        if pod.engine.is_absent and not pod.trainer.is_alive:
-            for other in self.pods:
-                if other is not pod and other.trainer.state in (TrainerState.ONLOADED, TrainerState.STARTING):
-                    self.trainer_dies(other)
-            return self.pod_is_evicted(pod)
-        pod.gate, pod.engine = GateFacts(open=False, settled=True), GONE
-        self.trainer_dies(pod)
-        self._note(pod)
-        return True
-
-    def _serve_on(self, pod: GpuPod, target: PodTarget) -> bool:
-        """The engine of a resident pod: it serves what there is, and takes what all have."""
-        engine, at = pod.engine, target.version
-        asks = partial(self.ladder.reaches, target.rung)
-        if engine.is_absent:
-            if pod.export is None or pod.rejects(pod.export) or (pod.export == at and not asks(Rung.UPDATED)):
+    def _carry_out(self, pod: GpuPod, action: do.Action) -> bool:
+        before, pods = pod.state, [*self.states.values()]
+        peers = partial(self._peers, pod)
+        check(before, action)
+        must_close_late(pods, before, action)
+        durable = Durable(self.kept_after, self.sealed, self.saved)
+        done = carried_out(before, action, peers=peers, durable=durable)
+        if done is None:
+            if not is_alone(before.rank, peers()):
                 return False
-            pod.engine = self._new_engine(pod.export)
-        elif engine.state is EngineState.STARTING:
-            if engine.starts_on == at and not asks(Rung.UPDATED):
-                return False
-            assert engine.starts_on is not None
-            pod.engine = self._loaded(pod, engine.starts_on, state=EngineState.READY, starts_on=None)
-        elif engine.version != at and _is_done(pod, target) and (asks(Rung.PAUSED) or engine.paused):
-            return self._push(pod, target)
-        elif engine.version == at and not asks(Rung.SERVING):
-            return False
-        else:
-            return not pod.gate.open and self._open(pod)
-        return True
-
-    def _serve_alone(self, pod: GpuPod, target: PodTarget) -> bool:
-        """The engine of a job that trains nothing serves the model as it is."""
-        engine = pod.engine
-        if target.rung is not Rung.SERVING or pod.gate.open:
-            return False
-        if engine.is_absent:
-            pod.engine = self._new_engine(target.version)
-        elif engine.state is EngineState.STARTING:
-            pod.engine = self._loaded(pod, target.version, state=EngineState.READY, starts_on=None)
-        else:
-            return self._open(pod)
-        return True
-
-    def _loaded(self, pod: GpuPod, version: WeightVersion, **changes: object) -> EngineFacts:
-        """With the weights of an export, or what it takes for them."""
-        spoilt = f", spoilt {next(self.incarnations)}" if pod.spoils else ""
-        pod.spoils = max(0, pod.spoils - 1)
-        checksum = f"{version}{spoilt}" if self.compares else None
-        return pod.engine.model_copy(update={"version": version, "checksum": checksum, **changes})
-
-    def _open(self, pod: GpuPod) -> bool:
-        """Of an engine that holds some weights, all of it mapped."""
-        engine = pod.engine
-        if self.compares and pod.agreed != (engine.version, engine.checksum):
-            if pod.agreed is None or pod.agreed[0] != engine.version:
-                return False
-            rejected = (
-                RejectedWeights(version=pod.agreed[0], message="spoilt") if pod.doubted == pod.agreed[0] else None
-            )
-            pod.engine, pod.doubted = GONE.model_copy(update={"rejected": rejected}), pod.agreed[0]
-            pod.engine_failures += 1
-        elif engine.paused:
-            pod.engine = engine.model_copy(update={"paused": False, "drained": False})
-        else:
-            must("spoilt" not in (engine.checksum or ""), f"{pod.seat} serves other weights than it says")
-            pod.gate, pod.engine_failures = GateFacts(open=True, settled=False), 0
-        return True
-
-    def _push(self, pod: GpuPod, target: PodTarget) -> bool:
-        engine = pod.engine
-        if pod.gate.open:
-            self.must_have_stood(target.epoch, Rung.EXPORTED, f"{pod.seat} closed its gate")
-            pod.gate = GateFacts(open=False, settled=False)
-        elif not pod.gate.settled:
-            pod.gate = GateFacts(open=False, settled=True)
-        elif not engine.paused:
-            pod.engine = engine.model_copy(update={"paused": True})
-        elif self.ladder.reaches(target.rung, Rung.DRAINED) and not engine.drained:
-            pod.engine = engine.model_copy(update={"drained": True})
-        elif self.ladder.reaches(target.rung, Rung.UPDATED):
-            must(engine.drained and pod.gate.settled, f"{pod.seat} was updated before it was drained")
-            pod.engine = self._loaded(pod, target.version)
-        else:
-            return False
-        return True
-
-    def _go_down(self, pod: GpuPod, target: PodTarget) -> bool:
-        engine = pod.engine
-        if pod.gate.open:
-            pod.gate = GateFacts(open=False, settled=False)
-        elif not pod.gate.settled:
-            pod.gate = GateFacts(open=False, settled=True)
-        elif engine.state is EngineState.STARTING and engine.starts_on != target.version:
-            pod.engine = GONE
-        elif engine.is_absent or engine.state is EngineState.STARTING:
-            return False
-        elif self.ladder.reaches(target.rung, Rung.PAUSED) and not engine.paused:
-            pod.engine = engine.model_copy(update={"paused": True})
-        elif self.ladder.reaches(target.rung, Rung.DRAINED) and not engine.drained:
-            pod.engine = engine.model_copy(update={"drained": True})
-        elif self.ladder.reaches(target.rung, Rung.RELEASED) and not engine.is_released and not _is_done(pod, target):
-            pod.engine = released_engine().model_copy(update={"incarnation": engine.incarnation})
-        else:
-            return False
-        return True
-
-    def _lets_trainers_work(self, target: PodTarget) -> bool:
-        return self.ladder.reaches(target.rung, Rung.SCORED if self.ladder.scores else Rung.TRAINED)
-
-    def _train(self, pod: GpuPod, target: PodTarget) -> bool:
-        rank = pod.trainer
-        if rank.lineage != target.lineage or not rank.is_alive:
-            if rank.is_alive:
-                pod.trainer = NO_TRAINER.model_copy(update={"lineage": rank.lineage})
-            elif rank.lineage == target.lineage and rank.exit_code is not None:
-                return False  # it died: the operator raises the lineage
-            else:
-                pod.trainer = self._new_trainer(TrainerState.STARTING, target.lineage)
+            self._change(pod, without_peers(before))
             return True
-        if rank.step is None:
-            if not self._others_joined(pod, -1):
-                return False
-            newest = max((step for step in self.checkpoints if step <= target.step), default=0)
-            pod.trainer = rank.model_copy(update={"step": newest, "state": TrainerState.OFFLOADED})
-        elif rank.state is TrainerState.OFFLOADED:
-            pod.trainer = rank.model_copy(update={"state": TrainerState.ONLOADED})
-        elif rank.step < target.step:
-            return self._step(pod, target, rank.step + 1)
-        elif self.ladder.reaches(target.rung, Rung.EXPORTED):
-            pod.trainer = rank.model_copy(update={"exported": target.version})
-            pod.export = target.version
-        else:
-            return False
+        after, self.saved = done
+        must_rise_together(pods, before, after, action, served=self.served)
+        self._change(pod, after)
+        match action:
+            case do.Train(step=step):
+                self._note_training(before.rank.lineage or 0, step)
+            case do.KillEngine(is_fault=is_fault) if is_fault or before.belief.broken:
+                pod.engine_failures += 1
+            case do.OpenGate():
+                pod.engine_failures = 0
+            case do.EndPod() if before.ending:
+                self.pod_is_evicted(pod)
+            case _:
+                pass
         return True
 
-    def _step(self, pod: GpuPod, target: PodTarget, step: int) -> bool:
-        rank = pod.trainer
-        if not self._others_joined(pod, step - 1):
-            return False
-        must(self.kept_after < step <= self.sealed, f"batch {step} is not there ({self.kept_after}, {self.sealed}]")
-        if self.ladder.scores and rank.scored != step:
-            pod.trainer = rank.model_copy(update={"scored": step})
-            return True
-        if step == target.step and not self.ladder.reaches(target.rung, Rung.TRAINED):
-            return False
-        pod.trainer = rank.model_copy(update={"step": step})
-        trained = self.trained_in.setdefault(target.lineage, [])
+    def _note_training(self, lineage: int, step: int) -> None:
+        trained = self.trained_in.setdefault(lineage, [])
         if not trained or trained[-1] < step:
-            must(not trained or step == trained[-1] + 1, f"{target.lineage} trained {trained}, then {step}")
+            must(not trained or step == trained[-1] + 1, f"{lineage} trained {trained}, then {step}")
             trained.append(step)
-        return True
 
-    def _new_engine(self, version: WeightVersion) -> EngineFacts:
-        incarnation = f"e{next(self.incarnations)}"
-        return EngineFacts(name="engine-0", state=EngineState.STARTING, incarnation=incarnation, starts_on=version)
-
-    def _new_trainer(self, state: TrainerState, lineage: int) -> TrainerFacts:
-        return TrainerFacts(rank=0, state=state, incarnation=f"t{next(self.incarnations)}", lineage=lineage)
-
-    def _others_joined(self, pod: GpuPod, step: int) -> bool:
-        """Collectives need every rank of the lineage, at that step or just beyond it."""
-        others = [other.trainer for other in self.pods if other.alive and other is not pod]
-        return len(others) == self.job.spec.replicas - 1 and all(
-            other.is_alive
-            and other.lineage == pod.trainer.lineage
-            and (-1 if other.step is None else other.step) >= step
-            for other in others
-        )
-
-    def _go_up(self, pod: GpuPod, target: PodTarget) -> bool:
-        engine, version = pod.engine, target.version
-        if not pod.trainer.is_offloaded:
-            pod.trainer = pod.trainer.model_copy(update={"state": TrainerState.OFFLOADED})
-        elif engine.is_absent:
-            if pod.rejects(version):
-                return False
-            pod.engine = self._new_engine(version)
-        elif engine.state is EngineState.STARTING:
-            pod.engine = self._loaded(pod, version, state=EngineState.READY, starts_on=None)
-        elif engine.version != version:
-            pod.engine = self._loaded(pod, version, weights=TagState.MAPPED)
-        elif target.rung is not Rung.SERVING:
-            return False
-        elif not engine.is_mapped:
-            mapped = TagState.MAPPED
-            pod.engine = engine.model_copy(update={"kv_cache": mapped, "cuda_graph": mapped})
-        else:
-            return self._open(pod)
-        return True
-
-    def _save(self, pod: GpuPod, target: PodTarget) -> bool:
-        step = target.step
-        due = target.is_last or step % self.job.spec.checkpoint.every_steps == 0
-        rank = pod.trainer
-        if not due or not rank.is_alive or rank.step != step or rank.saved == step:
-            return False
-        pod.trainer = rank.model_copy(update={"saved": step})
-        self.checkpoints.add(step)
-        return True
+    def _peers(self, pod: GpuPod) -> Iterator[Pod]:
+        """Other pods with trainers."""
+        return (each for seat, each in self.states.items() if seat != pod.seat and seat in self.job.trainer_seats)
 
     # -------------------------------------------------------------------------------------- the rollout controller
     def rollout_moves(self, pod: RolloutPod) -> bool:
@@ -462,7 +300,7 @@ class Group:
         if not pod.alive or pod.stopped or target is None:
             return False
         if target.goal is Goal.STOP:
-            pod.stopped = True
+            pod.has_stopped = True
         elif pod.trained < target.trained_step:
             pod.trained = self.store_trained = target.trained_step
         elif self.kept_after < target.saved_step:
@@ -477,31 +315,35 @@ class Group:
 
     def _may_seal(self, pod: RolloutPod) -> bool:
         """A batch that is made waits to be trained, if it ever is; one that was recorded is there at once."""
-        is_made = not self.ladder.serves or any(gpu.alive and gpu.gate.open for gpu in self.pods)
+        is_made = not self.ladder.serves or any(gpu.alive and gpu.state.gate_open for gpu in self.pods)
         is_wanted = pod.sealed <= pod.trained if self.ladder.trains else pod.sealed < self.job.spec.steps
         return is_made and is_wanted
 
     # --------------------------------------------------------------------------------------------------------- faults
     def engine_dies(self, pod: GpuPod) -> bool:
-        if not pod.alive or pod.engine.is_absent:
+        if not pod.alive or pod.state.engine is None:
             return False
-        pod.engine, pod.gate = GONE, GateFacts(open=False, settled=True)
+        self._change(pod, pod.state.without_engine().noted())  # absent satisfies what lies below Updated
         pod.engine_failures += 1
-        self._note(pod)  # absent satisfies what lies below Updated
         return True
 
     def trainer_dies(self, pod: GpuPod) -> bool:
-        if not pod.alive or not pod.trainer.is_alive:
+        if not pod.alive or not pod.state.rank.is_alive:
             return False
-        pod.trainer = NO_TRAINER.model_copy(update={"lineage": pod.trainer.lineage, "exit_code": -9})
+        pod.state = pod.state.without_trainer()
+        return True
+
+    def weights_spoil(self, pod: GpuPod, loads: int) -> bool:
+        """The next loads of the pod's engines leave other weights in memory than they say."""
+        spoilt = tuple(f"spoilt {next(self.incarnations)}" for _ in range(loads))
+        pod.state = pod.state._replace(spoilt=spoilt)
         return True
 
     def agent_restarts(self, pod: GpuPod) -> bool:
         """The journal keeps the epoch and what was agreed on; target and connection are lost."""
         if not pod.alive:
             return False
-        pod.target = pod.doubted = None
-        pod.engine = pod.engine.model_copy(update={"rejected": None})
+        pod.state, pod.target = agent_restarts(pod.state), None
         pod.disconnect()
         return True
 
@@ -510,9 +352,9 @@ class Group:
         return self.pod_is_lost(pod)
 
     def pod_is_drained(self, pod: GpuPod) -> bool:
-        """As by kubelet, which tells the API server after the pod itself."""
-        is_first = pod.alive and not pod.ending
-        pod.ending = True
+        """End the pod as kubelet does, which informs the API server after the pod itself."""
+        is_first = pod.alive and not pod.state.ending
+        pod.state = pod.state._replace(ending=True)
         return is_first
 
     def pod_is_lost(self, pod: SimPod) -> bool:
@@ -528,22 +370,6 @@ class Group:
         pod.disconnect()
         return True
 
-    # ----------------------------------------------------------------------------------------------------- invariants
-    def _note(self, pod: GpuPod) -> None:
-        if pod.target is None or pod.target.goal is Goal.STOP:
-            return
-        stood = self.stood.setdefault(pod.target.epoch, {})
-        rung = pod.standing(self.ladder, pod.target.version)
-        stood[pod.seat] = max(rung, stood.get(pod.seat, Rung.UNKNOWN), key=self.ladder.place)
-
-    def must_have_stood(self, epoch: int, rung: Rung, what: str) -> None:
-        """Every pod, at the last barrier up to `rung`."""
-        ladder, stood = self.ladder, self.stood.get(epoch, {})
-        passed = [each for each in ladder.rungs[: ladder.place(rung)] if each in ladder.barriers]
-        for seat in self.job.gpu_seats if passed else ():
-            has = ladder.reaches(stood.get(seat, Rung.UNKNOWN), passed[-1])
-            must(has, f"{what} in epoch {epoch} before {seat} stood at {passed[-1]}")
-
 
 class Simulation(Group):
     """A group with its operator: the real plan, members that report late, targets that arrive late."""
@@ -553,7 +379,6 @@ class Simulation(Group):
         self.now = 0.0
         self.climb: Climb | None = None  # as recorded
         self.trained_step = 0
-        self.served: WeightVersion | None = None
         self.is_over = False
         self.memory = Memory()
         self.sent = 0
@@ -586,7 +411,7 @@ class Simulation(Group):
                 if action.seat not in self.blocked:
                     self.add(action.seat, action.attempt, f"uid-{next(self.incarnations)}")
             else:
-                self._delete(action.uid)
+                self.remove(action.uid)
         if seen.climb is not None:
             if seen.is_finished:
                 self.trained_step = max(self.trained_step, seen.climb.step)
@@ -616,7 +441,7 @@ class Simulation(Group):
                 seat=pod.seat,
                 attempt=pod.attempt,
                 name=f"{pod.seat}-{pod.attempt}",
-                uid=pod.uid,
+                uid=names.PodUid(pod.uid),
                 phase=PodPhase.RUNNING if pod.alive else PodPhase.FAILED,
                 node=f"node-{pod.uid}",
                 fate=None if pod.alive else pod.fate,
@@ -639,21 +464,13 @@ class Simulation(Group):
                     self.sent += 1
             return
         if target.goal is Goal.CLIMB:
-            below = (Rung.UNKNOWN, *self.ladder.rungs)[self.ladder.place(target.rung) - 1]
-            self.must_have_stood(target.epoch, below, f"target {target.rung}")
+            below = last_barrier(self.ladder, self.ladder.place(target.rung) - 1)
+            must_have_stood([*self.states.values()], target.epoch, below, f"a target asks for {target.rung}")
         for pod in self.pods:
             if pod.alive and name == f"{pod.seat}-{pod.attempt}" and pod.sent != target:
                 pod.sent = target
                 pod.inbox.append(target)
                 self.sent += 1
-
-    def _delete(self, uid: str) -> None:
-        for pod in self.everybody:
-            if pod.uid == uid:
-                pod.alive = False
-                pod.disconnect()
-        self.pods = [pod for pod in self.pods if pod.uid != uid]
-        self.rollouts = [pod for pod in self.rollouts if pod.uid != uid]
 
     def suspend(self, is_asked: bool) -> None:
         """A person writes spec.suspend."""
@@ -669,14 +486,11 @@ class Simulation(Group):
         """The oldest target on its way reaches the agent."""
         if not pod.inbox or not pod.alive:
             return False
-        target = pod.inbox.pop(0)
-        if target.epoch < pod.durable_epoch:
-            return True  # refused: an older epoch changes nothing
-        self.accept(pod, target)
+        self.accept(pod, pod.inbox.pop(0))
         return True
 
     def report(self, pod: SimPod) -> bool:
-        """What the operator knows of the member becomes the truth of now."""
+        """Let the operator know the member's present facts."""
         facts = pod.facts
         if not pod.alive or pod.reported is facts or pod.reported == facts:
             return False
@@ -684,28 +498,14 @@ class Simulation(Group):
         return True
 
     def operator_restarts(self) -> None:
-        """Only what is recorded remains; what was on its way to members still arrives."""
+        """Keep only what is recorded; targets that were on their way to members still arrive."""
         self.memory = Memory()
         for pod in self.pods:
             pod.sent = None
 
     @property
     def outcome(self) -> str | None:
-        """How the job ended; None while it runs."""
+        """Return how the job ended; None while it runs."""
         if not self.is_over or self.climb is None:
             return None
         return str(self.climb.cause)
-
-
-def _maps_nothing(engine: EngineFacts) -> bool:
-    return engine.is_absent or engine.is_released
-
-
-def _is_done(pod: GpuPod, target: PodTarget) -> bool:
-    rank = pod.trainer
-    return (
-        rank.is_alive
-        and rank.lineage == target.lineage
-        and rank.step == target.step
-        and rank.exported == target.version
-    )

@@ -13,7 +13,7 @@ from colocated_rl_api.member_wire import Hello, PodTarget
 from colocated_rl_member.server import MemberServer, Ports
 from colocated_rl_member.tls import MemberTls
 
-JOB_UID = "2f6c1f5e-0f0e-4a39-8f0f-1f2e3d4c5b6a"
+JOB_UID = names.JobUid("2f6c1f5e-0f0e-4a39-8f0f-1f2e3d4c5b6a")
 
 
 def idle_member(

@@ -63,21 +63,21 @@ class Interface:
                 events = [event for event in body.split(b"\n\n") if event.startswith(b"data: {")]
                 assert events
                 for event in events:
-                    said = json.loads(event.removeprefix(b"data: "))
+                    event_body = json.loads(event.removeprefix(b"data: "))
                     refused = (*place, "responses", "default", "content", "application/json", "schema")
-                    self._validate(refused if "error" in said else answer, said)
+                    self._validate(refused if "error" in event_body else answer, event_body)
             case _:
                 pass
         if status == 200 and asked:
             self._validate((*place, "requestBody", "content", "application/json", "schema"), json.loads(asked))
 
-    def _validate(self, place: tuple[str, ...], said: Any) -> None:
+    def _validate(self, place: tuple[str, ...], value: Any) -> None:
         if place not in self._validators:
             pointer = "/".join(
                 part.replace("~", "~0").replace("/", "~1").replace("{", "%7B").replace("}", "%7D") for part in place
             )
             self._validators[place] = Draft202012Validator({"$ref": f"{NAME}#/{pointer}"}, registry=self._registry)
-        for error in self._validators[place].iter_errors(said):
+        for error in self._validators[place].iter_errors(value):
             raise AssertionError(f"{'/'.join(place[1:3])} {error.json_path}: {error.message}"[:500])
 
 
@@ -87,7 +87,7 @@ def rollout_interface() -> Interface:
 
 
 class Checked(httpx.AsyncBaseTransport):
-    """Of a client of the rollout controller: what it is answered is as the document says."""
+    """A Checked transport serves a client of the rollout controller: it checks each answer against the document."""
 
     def __init__(self, **options: Any) -> None:
         self._inner = httpx.AsyncHTTPTransport(**options)
@@ -138,11 +138,11 @@ def _routes(served: object) -> Iterator[tuple[str, str]]:
             yield route.method, route.resource.canonical
 
 
-def _closed(said: Any) -> Any:
-    """With objects that have no members but those that are named, so that nothing is answered which nobody reads of."""
-    if isinstance(said, dict):
-        made = {name: _closed(value) for name, value in said.items()}
+def _closed(schema: Any) -> Any:
+    """Return the schema with no members but those that it names: no answer may have another one."""
+    if isinstance(schema, dict):
+        made = {name: _closed(value) for name, value in schema.items()}
         if isinstance(made.get("properties"), dict) and made.get("type") == "object":
             made.setdefault("additionalProperties", False)
         return made
-    return [_closed(part) for part in said] if isinstance(said, list) else copy.copy(said)
+    return [_closed(part) for part in schema] if isinstance(schema, list) else copy.copy(schema)

@@ -1,4 +1,4 @@
-"""Whether what a search of `fakes.model` leaves out differs in nothing from what it looks at."""
+"""These checks compare a search of `fakes.model` that leaves states out with one that looks at all of them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MOST_STATES = 1_000_000
 
 
 def searched(job: Job, *, of: tuple[str, ...], in_all_orders: bool) -> Search:
-    """With one death of these."""
+    """Search with one death among these."""
     search = Search(Model(job, deaths=bool(of), of=of, in_all_orders=in_all_orders))
     search.look(MOST_STATES)
     assert 0 == search.frontier
@@ -25,7 +25,7 @@ def searched(job: Job, *, of: tuple[str, ...], in_all_orders: bool) -> Search:
 
 
 def must_mean_the_same(few: Search, each: Search) -> None:
-    """Before the end it is the same states: with rank 0 in any pod, where nobody has it yet, and the others in order.
+    """Compare the states before the end: rank 0 in any pod where nobody has it yet, and the other pods in order.
 
     Beside the end it is the same of each pod.
     """

@@ -30,7 +30,7 @@ def resident_kib() -> int:
 
 async def measure(authority: Authority, ports: Sequence[int]) -> tuple[float, float]:
     heard = asyncio.Event()
-    addresses = [Address(f"pod-{port}", "uid-0", names.ROLE_GPU, "127.0.0.1", port) for port in ports]
+    addresses = [Address(f"pod-{port}", names.PodUid("uid-0"), names.ROLE_GPU, "127.0.0.1", port) for port in ports]
     async with Members(authority.operator_context(), lambda job_uid, *, hurry=True: heard.set()) as members:
 
         async def answered(number: int, epoch: int) -> int:
@@ -49,6 +49,6 @@ async def measure(authority: Authority, ports: Sequence[int]) -> tuple[float, fl
 
 
 if __name__ == "__main__":
-    told = json.loads(sys.stdin.readline())
-    files = {name: text.encode() for name, text in told["authority"].items()}
-    print(*run(measure(Authority.read(files), told["ports"])))  # noqa: T201
+    setup = json.loads(sys.stdin.readline())
+    files = {name: text.encode() for name, text in setup["authority"].items()}
+    print(*run(measure(Authority.read(files), setup["ports"])))  # noqa: T201

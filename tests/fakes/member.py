@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 
 from prometheus_client import CollectorRegistry
 
+from colocated_rl_agent.files.journal import EpochAccepted
 from colocated_rl_api import names
 from colocated_rl_api.member_wire import Hello, PodTarget, RolloutTarget
 from colocated_rl_member.server import MemberServer, Ports
@@ -27,7 +28,7 @@ Body = dict[str, Any]
 class FakeMember:
     """One member of a job, while it lives.
 
-    holds: whether it stays where it stands under a target. told: called when it has another one.
+    holds: whether it stays where it stands under a target. on_target: called when it has another one.
     """
 
     def __init__(
@@ -36,7 +37,7 @@ class FakeMember:
         self.group = group
         self.pod = pod
         self.holds: Callable[[PodTarget | RolloutTarget], bool] = lambda target: False
-        self.told: Callable[[], None] = lambda: None
+        self.on_target: Callable[[], None] = lambda: None
         self.seen: list[PodTarget | RolloutTarget] = []
         self.listens = False
         self._moved = asyncio.Event()
@@ -66,23 +67,23 @@ class FakeMember:
 
     def _remember(self, epoch: int) -> None:
         if isinstance(self.pod, GpuPod):
-            self.pod.durable_epoch = epoch
+            self.pod.state = self.pod.state.wrote(EpochAccepted(epoch=epoch))
 
     def _accept_pod(self, target: PodTarget) -> None:
         assert isinstance(self.pod, GpuPod)
         self.seen.append(target)
         self.group.accept(self.pod, target)
-        self.poke()
-        self.told()
+        self.wake()
+        self.on_target()
 
     def _accept_rollout(self, target: RolloutTarget) -> None:
         assert isinstance(self.pod, RolloutPod)
         self.seen.append(target)
         self.pod.target = target
-        self.poke()
-        self.told()
+        self.wake()
+        self.on_target()
 
-    def poke(self) -> None:
+    def wake(self) -> None:
         """Something changed: move on, and tell the operator."""
         self._moved.set()
 
@@ -190,7 +191,7 @@ class FakeKubelet:
             self.moved.set()
 
     async def _stay(self, pod: Body) -> NoReturn:
-        """Of a reference, which is no member: it runs, and is ready once it has loaded."""
+        """Run a reference, which is no member: the pod runs, and is ready once it has loaded."""
         host = f"{self._net}.{next(self._hosts)}"
 
         async def tell(*, is_ready: bool) -> None:
@@ -215,25 +216,25 @@ class FakeKubelet:
             control=names.CONTROL_PORT,
         )
         member.holds = lambda target: seat in self.holds and self.holds[seat](target)
-        member.told = self.moved.set
+        member.on_target = self.moved.set
         self.members[metadata["uid"]] = member
         await self._set_status(pod, {"phase": "Running", "podIP": host})
-        await member.live(self.poke_all)
+        await member.live(self.wake_all)
         if simulated.stopped:
             await self._set_status(pod, {"phase": "Succeeded", "podIP": host})
 
     def hold(self, seat: str, under: Callable[[PodTarget | RolloutTarget], bool]) -> None:
-        """The seat's member stays where it stands under such targets, until `let_go`."""
+        """The seat's member stays where it stands under such targets, until `release`."""
         self.holds[seat] = under
 
-    def let_go(self, seat: str) -> None:
+    def release(self, seat: str) -> None:
         del self.holds[seat]
-        self.poke_all()
+        self.wake_all()
 
-    def poke_all(self) -> None:
+    def wake_all(self) -> None:
         self.moved.set()
         for member in self.members.values():
-            member.poke()
+            member.wake()
 
     def of_seat(self, seat: str) -> FakeMember:
         return next(member for member in self.members.values() if member.pod.seat == seat)

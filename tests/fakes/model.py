@@ -40,10 +40,9 @@ from itertools import chain, islice
 from typing import Any, NamedTuple
 
 from colocated_rl_agent.planner import actions as do
-from colocated_rl_agent.settings import kept_tags
+from colocated_rl_agent.settings import kept_tags, rules_for
 from colocated_rl_api import names
 from colocated_rl_api.facts import (
-    EngineState,
     PodFacts,
     RolloutFacts,
     SealedBatch,
@@ -67,29 +66,40 @@ from colocated_rl_operator.planner.observation import (
 )
 from colocated_rl_operator.planner.plan import Plan, plan
 from colocated_rl_operator.planner.reasons import Cause
+from fakes.model_moves import (
+    Durable,
+    acted,
+    carried_out,
+    is_alone,
+    must_close_late,
+    must_have_stood,
+    must_rise_together,
+    without_peers,
+)
 from fakes.model_pod import (
     CALLS,
     FIRST,
     OTHER,
-    Broken,
     Pod,
     Rank,
     Target,
-    act,
     admit,
     agent_restarts,
     called_unheard,
     check,
     chosen,
     facts_of,
+    failed,
     last_barrier,
     must,
-    rank_view,
+    past_deadline,
     standing_of,
 )
 from fakes.values import Hashed, Values
 
 MORTAL = ("agent", "connection", "engine", "operator", "pod", "trainer")
+FAILING = ("call", "deadline")  # of an agent: as a death, it costs an engine or a trainer
+FAULTS = (*MORTAL, *FAILING)
 WAITS = 4  # one after another, at most: a deadline, and the back-offs that follow it
 
 
@@ -101,10 +111,11 @@ class _Seen(NamedTuple):
     version: WeightVersion | None
     rank: Rank
     stopped: bool
+    rejected: WeightVersion | None
 
 
 class Seen(Hashed, _Seen):
-    """What a report says, as far as a plan may depend on it, and the epoch that its pod would never go back from.
+    """A Seen is a report as far as a plan may depend on it, and the epoch that its pod would never go back from.
 
     Facts count under the epoch they were reported in, and an epoch stands for one version: of gate, engine and export
     it is the rung that matters, towards the target that the pod holds.
@@ -119,8 +130,8 @@ class Rollout(NamedTuple):
     """The rollout controller, which does not die here, and its store."""
 
     goal: Goal = Goal.CLIMB
-    told_trained: int = 0
-    told_saved: int = 0
+    target_trained: int = 0
+    target_saved: int = 0
     sealed: int = 0
     trained: int = 0
     dropped: int = 0  # batches up to here
@@ -131,7 +142,7 @@ class Rollout(NamedTuple):
 
 
 class Operator(NamedTuple):
-    """What is recorded in the job's status, and what the leading process has heard and sent."""
+    """An Operator holds the record in the job's status, and what the leading process has heard and sent."""
 
     climb: Climb | None = None
     trained_step: int = 0
@@ -157,7 +168,7 @@ class State(NamedTuple):
     decisions: tuple[Climb, ...] = ()  # of the newest epochs in which a target was sent
     suspend: bool = False  # spec.suspend
     suspensions: int = 0  # that may still come
-    told: int = 0  # spec.retries
+    spec_retries: int = 0
     retries: int = 0  # that may still come
 
     def with_pod(self, index: int, pod: Pod) -> State:
@@ -175,7 +186,7 @@ class _ShownRank(NamedTuple):
 
 
 class Shown(NamedTuple):
-    """What there is of a pod for all others, and for an operator beside its report. Who asks for more gets an error."""
+    """A Shown is the part of a pod that others see, and an operator beside its report. Reading more raises an error."""
 
     attempt: int
     alive: bool
@@ -205,7 +216,7 @@ class Decided(NamedTuple):
 
 
 class Model:
-    """deaths, suspensions, retries: how many may happen. of: what may die. in_all_orders: nothing is left out.
+    """deaths, suspensions, retries: how many may happen. of: what may die or fail. in_all_orders: nothing is left out.
 
     The others are what a seeded defect leaves out.
     """
@@ -223,10 +234,11 @@ class Model:
         has_fence: bool = True,
         has_precondition: bool = True,
     ) -> None:
-        by_probe = job.spec.weight_sync.model_copy(update={"verify": Verify.PROBE})  # as `model_pod.RULES`
+        by_probe = job.spec.weight_sync.model_copy(update={"verify": Verify.PROBE})  # needs no second engine
         job = replace(job, spec=job.spec.model_copy(update={"weight_sync": by_probe}))
         self.job = job
-        self._keeps = kept_tags(job.spec.rollout.offload)
+        self._rules, self._keeps = rules_for(job.spec), kept_tags(job.spec.rollout.offload)
+        assert job.ladder.trains is (self._rules.verify is Verify.PROBE), "a gate opens on weights that were probed"
         self.deaths = deaths
         self.mortal = of
         self.suspensions = suspensions
@@ -234,7 +246,9 @@ class Model:
         self.in_all_orders = in_all_orders
         self.may_swap = not in_all_orders and not job.spec.failure_policy.rules
         self._job_as = cache(
-            lambda suspend, told: replace(job, spec=job.spec.model_copy(update={"suspend": suspend, "retries": told}))
+            lambda suspend, retries: replace(
+                job, spec=job.spec.model_copy(update={"suspend": suspend, "retries": retries})
+            )
         )
         self.has_journal = has_journal
         self.has_fence = has_fence
@@ -246,8 +260,10 @@ class Model:
             cache(agent_restarts),
             cache(partial(called_unheard, has_journal=has_journal)),
         )
+        self._failed = cache(lambda pod, action: tuple(failed(pod, action, has_journal=has_journal)))
+        self._past_deadline = cache(lambda pod: tuple(past_deadline(pod)))
         self._plans: dict[object, Decided] = {}
-        self._climbs, self._told = Values[Climb | None](), Values[Seen]()
+        self._climbs, self._reported = Values[Climb | None](), Values[Seen]()
         self._actions: dict[Pod, tuple[do.Action, ...]] = {}
         self._seen: dict[Pod, Seen] = {}
         self._reports: dict[Seen, PodFacts] = {}  # one that says just that
@@ -270,32 +286,32 @@ class Model:
 
     @property
     def _shares_a_volume(self) -> bool:
-        """To which the pod with rank 0 writes."""
+        """Return whether pods share a volume, to which the pod with rank 0 writes."""
         return self.job.spec.placement is Placement.DISAGGREGATED
 
     def _new_pod(self, seat: str, rank: Rank) -> Pod:
         writes = self._shares_a_volume and seat == self.job.trainer_seats[0]
         exports = frozenset[WeightVersion]() if writes else None
-        return Pod(ladder=self.job.ladder, keeps=self._keeps, role=role_of(seat), exports=exports, rank=rank)
+        return Pod(rules=self._rules, keeps=self._keeps, role=role_of(seat), exports=exports, rank=rank)
 
     def successors(self, state: State) -> list[tuple[str, State]]:
-        """What may happen, and what then is so. Raises Broken."""
+        """Return the possible moves, each with the state that follows. Raises Broken."""
         if state.operator.is_over:
             return self._as_values(self._retried(state))
-        if apart := self._told_apart(state):
+        if apart := self._first_chosen(state):
             return apart
         if not (self.end_alone(state) and (moves := self._moves_one_by_one(state))):
             moves = [*self._moves(state), *self._befalls(state)]
         return self._as_values(moves)
 
     def moves(self, state: State) -> list[tuple[str, State]]:
-        """Those in which nobody dies, and no person has a say."""
+        """Return the moves in which nobody dies, and no person takes part."""
         if state.operator.is_over:
             return []
-        return self._told_apart(state) or self._as_values(self._moves(state))
+        return self._first_chosen(state) or self._as_values(self._moves(state))
 
     def moves_of(self, state: State, index: int) -> list[tuple[str, State]]:
-        """Of one pod, which depend on what others show alone."""
+        """Return the moves of one pod, which depend only on what other pods show."""
         return self._as_values(self._moves_of(state, index))
 
     def deaths_of(self, state: State, index: int) -> list[tuple[str, State]]:
@@ -303,7 +319,7 @@ class Model:
         return self._as_values(self._deaths(state, index))
 
     def befalls_all(self, state: State) -> list[tuple[str, State]]:
-        """What happens to no pod."""
+        """Return the events that belong to no pod."""
         return self._as_values(self._befalls_all(state))
 
     def is_quiet(self, state: State) -> bool:
@@ -323,7 +339,7 @@ class Model:
         return [*islice(chain(self._rollout_acts(state), self._operator_passes(state, late=False)), 1)]
 
     def _moves_of(self, state: State, index: int) -> Iterator[tuple[str, State]]:
-        """Of one pod."""
+        """Yield the moves of one pod."""
         yield from self._targets_arrive(state, index)
         yield from self._reports_arrive(state, index)
         yield from self._agent_acts(state, index)
@@ -336,7 +352,7 @@ class Model:
         return has_ended and is_led and is_settled and not (self.in_all_orders or self._shares_a_volume)
 
     def _moves_one_by_one(self, state: State) -> list[tuple[str, State]]:
-        """Of the first pod that has any; whom nothing is left to do may still die."""
+        """Return the moves of the first pod that has any; pods that have none may still die."""
         if found := self._moves_at_once(state):
             return found + self._befalls(state)
         for index in range(len(state.pods)):
@@ -364,13 +380,13 @@ class Model:
         """A person tells a failed job to go on."""
         climb = state.operator.climb
         if state.retries and climb is not None and climb.cause.is_failure:
-            told = state._replace(told=state.told + 1, retries=state.retries - 1)
-            yield "retried", self._carry_out(told, self._plan(told, late=False))
+            retried = state._replace(spec_retries=state.spec_retries + 1, retries=state.retries - 1)
+            yield "retried", self._carry_out(retried, self._plan(retried, late=False))
 
     def _as_values(self, found: Iterable[tuple[str, State]]) -> list[tuple[str, State]]:
         return [(what, self._without_the_refused(after)) for what, after in found]
 
-    def _told_apart(self, state: State) -> list[tuple[str, State]]:
+    def _first_chosen(self, state: State) -> list[tuple[str, State]]:
         """Whoever may have rank 0, once that makes a difference; else nothing."""
         pods = state.pods
         if pods[0].is_first or not any(map(self.tells_apart, pods)):
@@ -400,7 +416,7 @@ class Model:
     def _plan(self, state: State, *, late: bool) -> Decided:
         operator, places = state.operator, tuple((pod.attempt, pod.alive, pod.there) for pod in state.pods)
         climb = self._climbs.number(operator.climb)
-        key = (climb, operator[1:-1], state.rollout, places, late, state.suspend, state.told)
+        key = (climb, operator[1:-1], state.rollout, places, late, state.suspend, state.spec_retries)
         decided = self._plans.get(key)
         if decided is None:
             self.plans += 1
@@ -436,7 +452,7 @@ class Model:
                 seat=seat,
                 attempt=pod.attempt,
                 name=f"{seat}-{pod.attempt}",
-                uid=f"{seat}-{pod.attempt}",
+                uid=names.PodUid(f"{seat}-{pod.attempt}"),
                 phase=PodPhase.RUNNING if pod.alive else PodPhase.FAILED,
                 created_at=-1000.0,
                 address=f"10.0.0.{index}",
@@ -455,8 +471,12 @@ class Model:
         if rollout.there:
             name = f"rollout-{rollout.attempt}"
             running = (PodPhase.RUNNING, -1000.0)
-            members.append(Member(ROLLOUT_SEAT, rollout.attempt, name, name, *running, address="10.0.0.9", facts=facts))
-        job = self._job_as(state.suspend, state.told)
+            members.append(
+                Member(
+                    ROLLOUT_SEAT, rollout.attempt, name, names.PodUid(name), *running, address="10.0.0.9", facts=facts
+                )
+            )
+        job = self._job_as(state.suspend, state.spec_retries)
         is_awaited = (None in operator.known or not rollout.there) and not rests(job, operator.climb)
         memory = Memory(
             epoch=operator.climb.epoch if operator.climb else 0,
@@ -506,15 +526,15 @@ class Model:
         return operator._replace(climb=made.climb, raised=True)
 
     def _send(self, state: State, operator: Operator, decided: Decided) -> State:
-        """What was sent before is on its way, and who may get it was looked at."""
+        """Send targets. Those that were sent before are on their way, and their recipients were checked then."""
         rollout, sent, climb = state.rollout, operator.sent, operator.climb
         if (target := decided.rollout) is not None:
-            must(target.trained_step >= rollout.told_trained, "what was trained is taken back")
-            saved = max(target.saved_step, rollout.told_saved)
-            told = (target.goal, target.trained_step, saved, target.epoch)
-            if told != (rollout.goal, rollout.told_trained, rollout.told_saved, rollout.epoch):
-                goal, trained, saved, epoch = told
-                rollout = rollout._replace(goal=goal, told_trained=trained, told_saved=saved, epoch=epoch)
+            must(target.trained_step >= rollout.target_trained, "what was trained is taken back")
+            saved = max(target.saved_step, rollout.target_saved)
+            news = (target.goal, target.trained_step, saved, target.epoch)
+            if news != (rollout.goal, rollout.target_trained, rollout.target_saved, rollout.epoch):
+                goal, trained, saved, epoch = news
+                rollout = rollout._replace(goal=goal, target_trained=trained, target_saved=saved, epoch=epoch)
         for index, pod_target in decided.targets:
             if sent[index] == pod_target:
                 continue
@@ -532,7 +552,7 @@ class Model:
         return decided_on(state, climb)
 
     def _make_pods(self, state: State, made: Plan) -> State:
-        """Or delete them."""
+        """Create or delete pods."""
         operator, pods, rollout = state.operator, list(state.pods), state.rollout
         for action in made.pods:
             seat = action.seat if isinstance(action, CreatePod) else action.name.rpartition("-")[0]
@@ -571,8 +591,8 @@ class Model:
             yield f"report {index}", state._replace(operator=operator._replace(known=put(operator.known, index, seen)))
 
     def report(self, pod: Pod) -> Seen:
-        if (told := self._seen.get(pod)) is not None:
-            return told
+        if (known := self._seen.get(pod)) is not None:
+            return known
         rank = pod.rank._replace(
             state=TrainerState.STARTING if pod.rank.is_alive else TrainerState.ABSENT,
             incarnation=None,
@@ -582,10 +602,11 @@ class Model:
             broken=None,
         )
         version = pod.target.version if pod.target else None
-        seen = Seen(pod.role, pod.epoch, pod.durable.epoch, standing_of(pod), version, rank, pod.stopped)
+        rejected = None if pod.engine else pod.belief.rejected
+        seen = Seen(pod.role, pod.epoch, pod.durable.epoch, standing_of(pod), version, rank, pod.stopped, rejected)
         if seen not in self._reports:
             self._reports[seen] = facts_of(pod)
-        seen = self._seen[pod] = self._told.kept(seen)
+        seen = self._seen[pod] = self._reported.kept(seen)
         if not pod.is_first:
             self.report(pod.as_first())  # as which it may turn out
         return seen
@@ -597,20 +618,12 @@ class Model:
             return
         for action in self._choices(pod):
             self._check(pod, action, exports_of(state))
-            self._check_closing(state, pod, action)
+            must_close_late(state.pods, pod, action)
             name = f"{type(action).__name__} {index}"
             if (after := self._effect(state, index, action)) is not None:
                 yield name, after
-            elif self._is_alone(state, index):
-                broken = rank_view(pod.rank).broke("nobody answers")
-                yield f"{name} fails", state.with_pod(index, pod._replace(rank=Rank.of(broken)))
-
-    def _check_closing(self, state: State, pod: Pod, action: do.Action) -> None:
-        """A resident engine that is well closes its gate when every pod has the new weights, or for good."""
-        is_healthy = pod.engine is not None and pod.belief.state is EngineState.READY and pod.belief.broken is None
-        is_climb = pod.target is not None and pod.target.goal is Goal.CLIMB
-        if isinstance(action, do.CloseGate) and pod.ladder.serves_on and is_healthy and is_climb:
-            must_have_stood(state.pods, pod.epoch, Rung.EXPORTED, "a gate closes")
+            elif is_alone(pod.rank, self._peers(state, index)):
+                yield f"{name} fails", state.with_pod(index, without_peers(pod))
 
     def _choices(self, pod: Pod) -> tuple[do.Action, ...]:
         choices = self._actions.get(pod)
@@ -620,76 +633,22 @@ class Model:
 
     def _effect(self, state: State, index: int, action: do.Action) -> State | None:
         """None: it does not end yet, because others are not where it needs them."""
-        before, saved, rollout = state.pods[index], state.saved, state.rollout
-        match action:
-            case do.AwaitTrainers():
-                if not self._others_joined(state, index, -1):
-                    return None
-                loaded = before.rank._replace(state=TrainerState.OFFLOADED, step=saved, saved=saved)
-                pod = before._replace(rank=loaded).noted()
-            case do.Score(step=step):
-                must(rollout.dropped < step <= rollout.sealed, f"batch {step} is not in the store")
-                must(before.rank.step == step - 1, "a batch is scored out of order")
-                if not self._others_joined(state, index, step - 1):
-                    return None
-                pod = before._replace(rank=before.rank._replace(scored=step, state=TrainerState.ONLOADED)).noted()
-            case do.Train(step=step):
-                must(rollout.dropped < step <= rollout.sealed, f"batch {step} is not in the store")
-                must(before.rank.step == step - 1, "a batch out of order")
-                must(not before.ladder.scores or before.rank.scored == step, "a batch that no reference has scored")
-                if not self._others_joined(state, index, step - 1):
-                    return None
-                pod = before._replace(rank=before.rank._replace(step=step, state=TrainerState.ONLOADED)).noted()
-            case do.Save(step=step):
-                saved = max(saved, step)
-                pod = before._replace(rank=before.rank._replace(saved=step)).noted()
-            case do.SaveModel(version=version):
-                must(saved >= version.step, "a model is left that no checkpoint has")
-                pod = before._replace(rank=before.rank._replace(finished=version)).noted()
-            case do.FetchShards(step=step) if not rollout.dropped < step <= rollout.sealed:
-                return None
-            case _:
-                pod = self._act(before, action)
-        must(
-            not pod.rank.is_on_device or pod.engine is None or pod.engine.has_given_up or pod.ladder.serves_on,
-            "engine and trainer share the device",
-        )
+        before, rollout = state.pods[index], state.rollout
+        durable = Durable(rollout.dropped, rollout.sealed, state.saved)
+        done = carried_out(before, action, peers=partial(self._peers, state, index), durable=durable, acted=self._act)
+        if done is None:
+            return None
+        pod, saved = done
         after = state._replace(saved=saved).with_pod(index, pod)
-        was, now = self._standing_of(before), self._standing_of(pod)
-        is_climb = pod.target is not None and pod.target.goal is Goal.CLIMB
-        is_rise = not pod.ladder.reaches(was, now) and not isinstance(action, do.KillEngine)  # a loss is no going on
-        joins = pod.role == names.ROLE_ENGINE and pod.target is not None and pod.target.version == state.operator.served
-        if is_climb and is_rise and not joins:  # what all have served already: they passed its barriers long ago
-            passed = last_barrier(pod.ladder, pod.ladder.place(was))
-            must_have_stood(state.pods, pod.epoch, passed, f"{type(action).__name__} led to {now}")
+        served = state.operator.served
+        must_rise_together(state.pods, before, pod, action, served=served, standing_of=self._standing_of)
         return after
-
-    def _others_joined(self, state: State, index: int, step: int) -> bool:
-        """Every other rank is in the collective after `step`, or beyond it."""
-        mine = state.pods[index].rank
-        return all(
-            pod.alive
-            and pod.rank.is_alive
-            and pod.rank.lineage == mine.lineage
-            and (-1 if pod.rank.step is None else pod.rank.step) >= step
-            for pod in self._peers(state, index)
-        )
 
     def _peers(self, state: State, index: int) -> Iterator[Pod]:
         """Other pods with trainers."""
         for other, (seat, pod) in enumerate(zip(self.job.gpu_seats, state.pods, strict=True)):
             if other != index and seat in self.job.trainer_seats:
                 yield pod
-
-    def _is_alone(self, state: State, index: int) -> bool:
-        """A rank of its group has gone: the collective ends by an error. One that has not come yet is waited for."""
-        mine = state.pods[index].rank
-        return any(
-            not pod.alive
-            or (pod.rank.lineage == mine.lineage and not pod.rank.is_alive)
-            or (pod.rank.lineage or 0) > (mine.lineage or 0)
-            for pod in self._peers(state, index)
-        )
 
     # --------------------------------------------------------------------------------------------------------- the rest
     def _rollout_acts(self, state: State) -> Iterator[tuple[str, State]]:
@@ -700,7 +659,7 @@ class Model:
             if not rollout.stopped:
                 yield "rollout", state._replace(rollout=rollout._replace(stopped=True))
             return
-        sealed, trained, dropped = rollout.sealed, rollout.told_trained, rollout.told_saved
+        sealed, trained, dropped = rollout.sealed, rollout.target_trained, rollout.target_saved
         if not self.job.ladder.serves or any(pod.alive and pod.gate_open for pod in state.pods):
             sealed = max(sealed, trained + 1)
         if (sealed, trained, dropped) != (rollout.sealed, rollout.trained, rollout.dropped):
@@ -708,7 +667,7 @@ class Model:
             yield "rollout", state._replace(rollout=after)
 
     def _deaths(self, state: State, index: int) -> list[tuple[str, State]]:
-        """In one pod, of what may die."""
+        """Return the deaths in one pod of those that may die."""
         if not state.deaths:
             return []
         found = self._somebody_dies(state._replace(deaths=state.deaths - 1), index)
@@ -724,6 +683,10 @@ class Model:
             if isinstance(action, CALLS):
                 left = self._restart(self._called_unheard(pod, action))
                 yield f"agent {index} dies in {type(action).__name__}", unheard.with_pod(index, left)
+            for after in self._failed(pod, action):
+                yield f"call {index}, {type(action).__name__}, fails", state.with_pod(index, after.noted())
+        for after in self._past_deadline(pod):
+            yield f"deadline {index} passes", state.with_pod(index, after.noted())
         if pod.engine is not None:
             yield f"engine {index} dies", state.with_pod(index, pod.without_engine().noted())
         if pod.rank.is_alive:
@@ -750,7 +713,7 @@ class Model:
 
 # ------------------------------------------------------------------------------------------------------------- plumbing
 def first_of(pods: tuple[Pod, ...], index: int) -> tuple[Pod, ...]:
-    """With rank 0 in one of them, which takes the first seat."""
+    """Return the pods with rank 0 in one of them, which takes the first seat."""
     return (pods[index].as_first(), *pods[:index], *pods[index + 1 :])
 
 
@@ -763,20 +726,6 @@ def with_first(state: State, index: int) -> State:
     return state._replace(pods=first_of(state.pods, index), operator=operator, stale=begin(state.stale))
 
 
-def acted(pod: Pod, action: do.Action) -> Pod:
-    return act(pod, action).noted()
-
-
-def must_have_stood(pods: tuple[Pod, ...], epoch: int, barrier: Rung | None, what: str) -> None:
-    """Every pod there, or higher."""
-    if barrier is None:
-        return
-    for index, pod in enumerate(pods):
-        stood = dict(pod.stood).get(epoch, Rung.UNKNOWN)
-        if not pod.ladder.reaches(stood, barrier):
-            raise Broken(f"{what} in epoch {epoch} before gpu-{index} stood at {barrier}: it stood at {stood}")
-
-
 def decided_on(state: State, climb: Climb) -> State:
     """A target of this epoch is about."""
     if state.decisions == (climb,):
@@ -787,7 +736,7 @@ def decided_on(state: State, climb: Climb) -> State:
 
 
 def with_pod_or_without(rollout: Rollout, action: PodAction) -> Rollout:
-    """What is in the store stays."""
+    """Return the rollout controller after its pod was created or deleted. The store keeps its contents."""
     if isinstance(action, CreatePod):
         must(not rollout.there, "two pods of the store")
         return rollout._replace(goal=Goal.CLIMB, stopped=False, attempt=action.attempt, there=True)
@@ -795,7 +744,7 @@ def with_pod_or_without(rollout: Rollout, action: PodAction) -> Rollout:
 
 
 def exports_of(state: State) -> frozenset[WeightVersion] | None:
-    """On the volume that pods share; None where they share none."""
+    """Return the exports on the volume that pods share; None where they share none."""
     return next((pod.exports for pod in state.pods if pod.exports is not None), None)
 
 

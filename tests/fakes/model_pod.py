@@ -1,16 +1,19 @@
 """A GPU pod as a value: the truth about its engine and trainer, what its agent believes and has written down.
 
 The agent's choices are the real action table's, its journal and its fence are the real ones. What a call does to an
-engine, and what an agent finds out about an engine that it did not start, stand here once more, as small tables.
+engine, and what an agent finds out about an engine that it did not start, stand here once more, as small tables. The
+search through all states (`fakes.model`) and the group that walks or real operators move (`fakes.group`) share it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
 from typing import Any, NamedTuple
 
 from colocated_rl_agent.files.journal import (
+    ChecksumAgreed,
     EngineStarted,
     EpochAccepted,
     Intent,
@@ -32,11 +35,12 @@ from colocated_rl_api import names
 from colocated_rl_api.facts import (
     EngineState,
     PodFacts,
+    RejectedWeights,
     TagState,
     TrainerState,
 )
 from colocated_rl_api.job import Verify
-from colocated_rl_api.ladder import LADDERS, TIME_SLICED, Ladder
+from colocated_rl_api.ladder import TIME_SLICED, Ladder
 from colocated_rl_api.member_wire import (
     Endpoint,
     Goal,
@@ -51,10 +55,7 @@ from fakes.values import Hashed
 KILLED = -9
 NEVER = 1e12
 ENGINE = "engine"  # the incarnation of the only one that there is at a time
-RULES = {
-    ladder: Rules(ladder, settle_s=30.0, checkpoint_every=1, verify=Verify.PROBE if ladder.trains else Verify.VERSION)
-    for ladder in LADDERS
-}
+ANY_RULES = Rules(TIME_SLICED, settle_s=30.0, checkpoint_every=1, verify=Verify.PROBE)
 RENDEZVOUS = Rendezvous(address="10.0.0.1", port=29500, world_size=2)
 BATCHES = Endpoint(pod="sums-rollout-0", address="10.0.0.9", port=8444)
 ON_DEVICE = (TrainerState.ONLOADED, TrainerState.SCORING, TrainerState.TRAINING)
@@ -73,15 +74,17 @@ def must(holds: bool, what: str) -> None:
 
 # ---------------------------------------------------------------------------------------------------------- its values
 class Engine(NamedTuple):
-    """The truth about an engine process. `says`: the version it would name, though its weights may be gone."""
+    """The truth about an engine process. `reports`: the version it would name, though its weights may be gone."""
 
-    says: WeightVersion
+    reports: WeightVersion
     holds: WeightVersion | None
     up: bool = False
     paused: bool = False
     keeps: tuple[str, ...] = ()
     mapped: tuple[str, ...] = TAGS
     is_drained: bool = False  # flushed behind a pause since the gate last closed
+    has_released: bool = False  # since the gate last closed
+    checksum: str | None = None  # of what is in memory, where the job compares engines
 
     @property
     def has_given_up(self) -> bool:
@@ -101,14 +104,19 @@ class Belief(NamedTuple):
     released: bool
     flushed: bool
     agrees: bool
+    checksum: str | None
     tags: tuple[TagState, ...]
     broken: str | None
+    doubted: WeightVersion | None
+    rejected: WeightVersion | None
 
     @classmethod
     def of(cls, view: EngineView) -> Belief:
         return cls(
             *(view.state, view.incarnation, view.starts_on, view.version, view.paused, view.drained, view.released),
-            *(view.flushed, view.agrees, tuple(view.tags.values()), "broken" if view.broken else None),
+            *(view.flushed, view.agrees, view.checksum, tuple(view.tags.values())),
+            "broken" if view.broken else None,
+            *(view.doubted, view.rejected.version if view.rejected else None),
         )
 
 
@@ -167,11 +175,13 @@ class Target(NamedTuple):
     rung: Rung
     is_last: bool
     weights: WeightVersion | None = None
+    checksum: str | None = None
 
     @classmethod
     def of(cls, target: PodTarget) -> Target:
         return cls(
-            *(target.epoch, target.goal, target.step, target.lineage, target.rung, target.is_last, target.weights)
+            *(target.epoch, target.goal, target.step, target.lineage, target.rung, target.is_last),
+            *(target.weights, target.checksum),
         )
 
     @property
@@ -199,18 +209,27 @@ class _Pod(NamedTuple):
     shards: int | None = None
     stopped: bool = False
     stood: tuple[tuple[int, Rung], ...] = ()
-    ladder: Ladder = TIME_SLICED
+    rules: Rules = ANY_RULES
     there: bool = True  # False: the object is deleted
     keeps: tuple[str, ...] = ()  # tags that a switch leaves mapped
     role: str = names.ROLE_GPU
     exports: frozenset[WeightVersion] | None = None
+    ending: bool = False
+    spoilt: tuple[str, ...] = ()
 
 
 class Pod(Hashed, _Pod):
-    """stood: by epoch, the highest barrier at which its seat has stood under a target of it.
+    """A Pod holds the truth about a GPU pod and what its agent believes.
 
+    stood: by epoch, the highest barrier at which its seat has stood under a target of it.
     exports: on the volume that pods share, in the pod with rank 0, which alone writes and removes; None in all others.
+    ending: its container was signalled to end, as in a drain.
+    spoilt: checksums of the engine's next loads, which leave other weights in memory than they say.
     """
+
+    @property
+    def ladder(self) -> Ladder:
+        return self.rules.ladder
 
     @property
     def epoch(self) -> int:
@@ -231,7 +250,7 @@ class Pod(Hashed, _Pod):
         return self._replace(journal=JOURNALS.after(self.journal, *records))
 
     def noted(self) -> Pod:
-        """With the last barrier below which it does not stand now."""
+        """Return the pod with a note of the last barrier that it has reached."""
         if self.target is None or self.target.goal is Goal.STOP:
             return self
         stood, ladder = dict(self.stood), self.ladder
@@ -240,9 +259,10 @@ class Pod(Hashed, _Pod):
         return self._replace(stood=tuple(sorted(stood.items())))
 
     def without_engine(self) -> Pod:
-        """What its journal says of one that is gone, nobody asks any more."""
+        """Return the pod without its engine, and without the journal's part about it, which nobody reads any more."""
         journal = JOURNALS.without_engine(self.journal)
-        return self._replace(engine=None, belief=NO_ENGINE, gate_open=False, in_flight=0, journal=journal)
+        belief = Belief.of(engine_view(self.belief).gone())
+        return self._replace(engine=None, belief=belief, gate_open=False, in_flight=0, journal=journal)
 
     def without_trainer(self) -> Pod:
         return self._replace(rank=Rank.of(rank_view(self.rank).gone(KILLED)))
@@ -250,7 +270,7 @@ class Pod(Hashed, _Pod):
 
 @cache
 def last_barrier(ladder: Ladder, places: int) -> Rung | None:
-    """Of so many rungs, from the foot."""
+    """Return the last barrier among the lowest `places` rungs, or None."""
     passed = [each for each in ladder.rungs[: max(0, places)] if each in ladder.barriers]
     return passed[-1] if passed else None
 
@@ -294,9 +314,11 @@ JOURNALS = Journals()
 def engine_view(belief: Belief) -> EngineView:
     return EngineView(
         *(belief.state, belief.incarnation, belief.starts_on, NEVER, 0.0, belief.version, belief.paused),
-        *(belief.drained, belief.released, belief.flushed, belief.agrees),
+        *(belief.drained, belief.released, belief.flushed, belief.agrees, belief.checksum),
         tags=dict(zip(TAGS, belief.tags, strict=True)),
         broken=belief.broken,
+        doubted=belief.doubted,
+        rejected=belief.rejected and RejectedWeights(version=belief.rejected, message="they differ"),
     )
 
 
@@ -316,7 +338,7 @@ def rank_view(rank: Rank) -> RankView:
 def view_of(pod: Pod) -> PodView:
     target = pod.target
     kept = None if target is None else (target.version, target.weights)
-    return _view(*view_key(pod), kept)
+    return _view(*view_key(pod), kept, pod.durable.agreed)
 
 
 @cache
@@ -330,17 +352,20 @@ def _view(
     stopped: bool,
     role: str,
     exports: frozenset[WeightVersion] | None,
+    ending: bool,
     kept: tuple[WeightVersion, WeightVersion | None] | None = None,
+    agreed: tuple[WeightVersion, str] | None = None,
 ) -> PodView:
-    """kept: the target's version, and what engines serve."""
+    """Return the view that the action table gets. kept: the target's version, and what engines serve."""
     ranks = () if role == names.ROLE_ENGINE else (rank_view(rank),)
     trusts = role == names.ROLE_TRAINER and exports is None
     at, served = kept or (None, None)
     return PodView(
-        *(0.0, True, False, gate_open, in_flight, 0.0, engine_view(belief), ranks, rank.exported if trusts else whole),
+        *(0.0, True, ending, gate_open, in_flight, 0.0, engine_view(belief), ranks, rank.exported if trusts else whole),
         stale_exports=exports is not None and at is not None and bool(exports - {at}),
         crowded=exports is not None and served is not None and bool(exports - {served}),
         shards=shards,
+        agreed=agreed,
         stopped=stopped,
         has_engine=role != names.ROLE_TRAINER,
     )
@@ -352,16 +377,24 @@ def standing_of(pod: Pod) -> Rung:
 
 
 def view_key(pod: Pod) -> tuple[Any, ...]:
-    return (*pod[4:6], *pod[7:12], pod.role, pod.exports)
+    return (*pod[4:6], *pod[7:12], pod.role, pod.exports, pod.ending)
 
 
 @cache
 def _standing(ladder: Ladder, key: tuple[object, ...], version: WeightVersion) -> Rung:
-    return ladder.standing(_view(*key).facts(), version)
+    return ladder.standing(_facts(key), version)
 
 
-def facts_of(pod: Pod) -> PodFacts:
-    return view_of(pod).facts(epoch=pod.epoch)
+@cache
+def _facts(key: tuple[Any, ...]) -> PodFacts:
+    return _view(*key).facts()
+
+
+def facts_of(pod: Pod, *, engine_failures: int = 0) -> PodFacts:
+    key = view_key(pod)
+    if engine_failures:
+        return _view(*key).facts(epoch=pod.epoch, engine_failures=engine_failures)
+    return _facts(key).model_copy(update={"epoch": pod.epoch})
 
 
 @cache
@@ -370,10 +403,11 @@ def wire_target(target: Target) -> PodTarget:
     return PodTarget(**target._asdict(), rendezvous=rendezvous, batches=batches)
 
 
-def chosen(pod: Pod) -> tuple[do.Action, ...]:
-    """What the agent does next."""
-    choices = next_actions(view_of(pod), wire_target(pod.target) if pod.target else None, RULES[pod.ladder])
-    return tuple(choice for choice in choices if not isinstance(choice, do.Wait))
+def chosen(pod: Pod, *, now: float = 0.0) -> tuple[do.Action, ...]:
+    """Return what the agent does next."""
+    view, target = view_of(pod), wire_target(pod.target) if pod.target else None
+    view = replace(view, now=now) if now else view
+    return tuple(each for each in next_actions(view, target, pod.rules) if not isinstance(each, do.Wait))
 
 
 # --------------------------------------------------------------------------------------------------- what may befall it
@@ -384,27 +418,33 @@ def admit(pod: Pod, target: Target, *, has_fence: bool) -> Pod:
     if isinstance(fence.admit(wire_target(target)), Refusal):
         return pod
     must(target.epoch >= pod.epoch, f"a target of epoch {target.epoch} was accepted after one of epoch {pod.epoch}")
-    is_needed = pod.whole == target.version or not RULES[pod.ladder].releases
+    is_needed = pod.whole == target.version or not pod.rules.releases
     whole = pod.whole if is_needed else None  # no engine starts on another one
     pod = pod._replace(target=target, whole=whole)
+    if target.checksum is not None:
+        pod = pod.wrote(ChecksumAgreed(version=target.version, checksum=target.checksum))
     return pod.wrote(*(EpochAccepted(epoch=epoch) for epoch in epochs)).noted()
 
 
 def check(pod: Pod, action: do.Action, exports: frozenset[WeightVersion] | None = None) -> None:
-    """What must be so, whatever the agent believes. exports: on the volume, where pods share one."""
+    """Check what must hold, whatever the agent believes. exports: on the volume, where pods share one."""
     engine, name = pod.engine, type(action).__name__
     _check_side(pod, action, exports)
-    takes_turns = RULES[pod.ladder].releases
+    takes_turns = pod.rules.releases
     match action:
         case do.StartEngine() if not pod.ladder.serves:
             must(False, "an engine starts where nothing is generated")
         case do.StartTrainers() if not pod.ladder.trains:
             must(False, "a trainer starts where nothing is trained")
+        case do.Pause():
+            must(not pod.gate_open, "paused behind an open gate")
+        case do.Continue():
+            must(engine is not None and engine.mapped == TAGS, "continued with half its memory")
         case do.Release() | do.Resume() | do.Offload() if not takes_turns:
             must(False, f"{name} on the {pod.ladder.placement} ladder")
         case do.Release():
             must(engine is not None and engine.paused and engine.is_drained, "released before it was drained")
-            must(engine is not None and engine.mapped == TAGS, "released twice")
+            must(engine is not None and engine.mapped == TAGS and not engine.has_released, "released twice")
             must(not pod.gate_open and pod.in_flight == 0, "released with requests in flight")
         case do.Resume(tags=tags):
             must(engine is not None and not set(tags) & set(engine.mapped), "resumed twice")
@@ -415,15 +455,21 @@ def check(pod: Pod, action: do.Action, exports: frozenset[WeightVersion] | None 
             must(engine is not None and engine.paused and was_drained, "updated before it was drained")
             must(not pod.gate_open and pod.in_flight == 0, "updated with requests in flight")
             must(pod.whole == version, "an engine takes an export that nobody has verified")
+            must(pod.belief.rejected != version, "an engine takes weights that two were not shown to hold")
         case do.StartEngine(version=version):
             must(not (takes_turns and pod.rank.is_on_device), f"{name} while a trainer is on the device")
             is_verified = pod.whole == version or not pod.ladder.trains
             must(is_verified, "an engine starts on an export that nobody has verified")
+            must(pod.belief.rejected != version, "an engine starts on weights that two were not shown to hold")
         case do.Onload() | do.Score() | do.Train() | do.Export() if takes_turns:
             must(engine is None or engine.has_given_up, f"{name} while engine memory is mapped")
         case do.OpenGate(version=version):
             must(engine is not None and engine.mapped == TAGS and not engine.paused, "a gate opens on half an engine")
             must(engine is not None and engine.holds == version, "a gate opens on other weights")
+            is_shown = pod.belief.agrees or pod.rules.verify is not Verify.PROBE
+            must(is_shown, "a gate opens on weights that no probe has shown")
+            is_asked = not takes_turns or (pod.target is not None and version == pod.target.version)
+            must(is_asked, "a gate opens on other weights than the group's")
         case _:
             pass
 
@@ -454,9 +500,12 @@ def act(pod: Pod, action: do.Action) -> Pod:  # noqa: C901 - a table
         case do.AbortAll():
             return pod._replace(in_flight=0)
         case do.StartEngine(version=version):
-            started = EngineView().started(ENGINE, version, start_by=NEVER, keeps=pod.keeps)
-            pod = pod._replace(engine=Engine(version, version, keeps=pod.keeps), belief=Belief.of(started))
+            started = engine_view(pod.belief).started(ENGINE, version, start_by=NEVER, keeps=pod.keeps)
+            pod = _with_engine(pod, version)._replace(belief=Belief.of(started))
             return pod.wrote(EngineStarted(incarnation=ENGINE, version=version, admin_key="", keeps=pod.keeps))
+        case do.KillEngine(doubts=version) if version is not None and pod.belief.broken is None:
+            doubted = engine_view(pod.belief).was_doubted(version, "it differs", TAGS)
+            return pod._replace(belief=Belief.of(doubted)).without_engine()
         case do.KillEngine():
             return pod.without_engine()
         case do.StartTrainers(lineage=lineage):
@@ -485,8 +534,9 @@ def act(pod: Pod, action: do.Action) -> Pod:  # noqa: C901 - a table
 
 def _called(pod: Pod, action: do.Action) -> Pod:
     assert pod.engine is not None
-    engine, view = call_of(pod.engine, engine_view(pod.belief), action)
-    pod = pod._replace(engine=engine, belief=Belief.of(view))
+    loads = _loaded(pod, action.version) if isinstance(action, do.Update) else None
+    engine, view = call_of(pod.engine, engine_view(pod.belief), action, loads)
+    pod = pod._replace(engine=engine, belief=Belief.of(view), spoilt=pod.spoilt[1:] if loads else pod.spoilt)
     if not isinstance(action, UNREPEATABLE):
         return pod
     return pod.wrote(_intent(action), Outcome(incarnation=ENGINE))
@@ -495,11 +545,43 @@ def _called(pod: Pod, action: do.Action) -> Pod:
 def called_unheard(pod: Pod, action: do.Action, *, has_journal: bool) -> Pod:
     """The call takes effect, and nobody is there to hear its answer."""
     if isinstance(action, do.StartEngine):
-        return pod._replace(engine=Engine(action.version, action.version, keeps=pod.keeps))
+        return _with_engine(pod, action.version)
     assert pod.engine is not None
-    engine, _ = call_of(pod.engine, engine_view(pod.belief), action)
+    loads = _loaded(pod, action.version) if isinstance(action, do.Update) else None
+    engine, _ = call_of(pod.engine, engine_view(pod.belief), action, loads)
     pod = pod._replace(engine=engine)
     return pod.wrote(_intent(action)) if has_journal and isinstance(action, UNREPEATABLE) else pod
+
+
+def failed(pod: Pod, action: do.Action, *, has_journal: bool) -> Iterator[Pod]:
+    """The action ends badly: without its effect, or after it, which the agent can't tell apart."""
+    view, rank = engine_view(pod.belief), rank_view(pod.rank)
+    match action:
+        case do.StartEngine():
+            yield pod.without_engine()
+        case do.StartTrainers(lineage=lineage):
+            yield pod._replace(rank=Rank.of(rank.started("", lineage, start_by=NEVER).gone(127)))
+        case do.CheckProbe(version=version):
+            yield pod._replace(belief=Belief.of(view.was_doubted(version, "it differs", TAGS)))
+        case do.AwaitEngine() | do.Pause() | do.Flush() | do.Continue() | do.Release() | do.Resume() | do.Update():
+            broken = Belief.of(view.broke("it failed", TAGS))
+            began = has_journal and isinstance(action, UNREPEATABLE)
+            yield (pod.wrote(_intent(action)) if began else pod)._replace(belief=broken)
+            yield called_unheard(pod, action, has_journal=has_journal)._replace(belief=broken)
+        case do.Onload() | do.Offload() | do.Export():
+            for after in (pod, act(pod, action)):
+                yield after._replace(rank=Rank.of(rank_view(after.rank).broke("it failed")))
+        case do.AwaitTrainers() | do.Score() | do.Train() | do.Save() | do.SaveModel():
+            yield pod._replace(rank=Rank.of(rank.broke("it failed")))
+        case _:
+            pass  # asked again, or nothing that can fail
+
+
+def past_deadline(pod: Pod) -> Iterator[Pod]:
+    """Yield the pod after a wait of its agent took longer than it may."""
+    for action in chosen(pod, now=2 * NEVER):
+        if isinstance(action, do.KillEngine | do.StopTrainers):
+            yield act(pod, action)
 
 
 def agent_restarts(pod: Pod) -> Pod:
@@ -516,39 +598,62 @@ def agent_restarts(pod: Pod) -> Pod:
     )
 
 
-def call_of(engine: Engine, view: EngineView, action: do.Action) -> tuple[Engine, EngineView]:
-    """What a call does to the engine, and what it means to an agent that hears its answer."""
+def _loaded(pod: Pod, version: WeightVersion) -> tuple[WeightVersion | None, str | None]:
+    """Return the weights that are in memory after a load, and their checksum."""
+    if pod.spoilt:
+        return None, pod.spoilt[0]
+    return version, f"of {version}" if pod.rules.verify is Verify.CHECKSUM else None
+
+
+def _with_engine(pod: Pod, version: WeightVersion) -> Pod:
+    holds, checksum = _loaded(pod, version)
+    return pod._replace(engine=Engine(version, holds, keeps=pod.keeps, checksum=checksum), spoilt=pod.spoilt[1:])
+
+
+def call_of(
+    engine: Engine,
+    view: EngineView,
+    action: do.Action,
+    loads: tuple[WeightVersion | None, str | None] | None = None,
+) -> tuple[Engine, EngineView]:
+    """Return what a call makes of the engine, and of the view of an agent that hears its answer.
+
+    loads: what an update leaves in memory, and its checksum.
+    """
     match action:
         case do.AwaitEngine():
-            return engine._replace(up=True), view.answered(engine.says)
+            return engine._replace(up=True), view.answered(engine.reports, engine.checksum)
         case do.Pause():
             return engine._replace(paused=True), view.was_paused()
         case do.Flush():
             return engine._replace(is_drained=engine.paused), view.was_flushed()
         case do.Release():
-            kept = engine._replace(mapped=engine.keeps, holds=engine.holds if WEIGHTS in engine.keeps else None)
-            return kept, view.was_released()
+            holds = engine.holds if WEIGHTS in engine.keeps else None
+            return engine._replace(mapped=engine.keeps, holds=holds, has_released=True), view.was_released()
         case do.Resume(tags=tags):
             mapped = tuple(tag for tag in TAGS if tag in (*engine.mapped, *tags))
             return engine._replace(mapped=mapped), view.was_resumed(tags)
         case do.Update(version=version):
-            return engine._replace(says=version, holds=version), view.was_updated(version)
+            assert loads is not None
+            holds, checksum = loads
+            after = engine._replace(reports=version, holds=holds, checksum=checksum)
+            return after, view.was_updated(version, checksum)
         case do.Continue():
             return engine._replace(paused=False, is_drained=False), view.was_continued()
         case do.CheckProbe():
-            must(engine.holds == engine.says, "the probe disagrees")
+            must(engine.holds == engine.reports, "the probe disagrees")
             return engine, view.agreed()
         case _:
             raise AssertionError(f"{action} is no call of an engine")
 
 
 def recognized(pod: Pod) -> EngineView:
-    """As `colocated_rl_agent.lanes.engine.Engine.attach`: what the journal says, and what the engine can be asked."""
+    """Return the view that the agent's `Engine.attach` makes from the journal and from what the engine can be asked."""
     engine, memory = pod.engine, pod.durable.engine
     if engine is None:
         return EngineView()
     if memory is None:
-        return EngineView().started(ENGINE, engine.says, start_by=NEVER).broke("nobody knows it")
+        return EngineView().started(ENGINE, engine.reports, start_by=NEVER).broke("nobody knows it")
     if memory.pending is not None:
         return memory.view.broke("nobody knows the outcome", memory.pending.tags)
     if not engine.up:
@@ -556,14 +661,15 @@ def recognized(pod: Pod) -> EngineView:
     remembered = memory.view
     if not remembered.is_whole and not engine.paused:
         return remembered.broke("it takes requests while memory is released")
-    if remembered.version is not None and remembered.version != engine.says:
+    if remembered.version is not None and remembered.version != engine.reports:
         return remembered.broke("it holds another version than the journal says")
     drained = engine.paused and not remembered.is_whole
-    return replace(remembered, paused=engine.paused, drained=drained, flushed=False)
+    checksum = engine.checksum if remembered.version is not None else None
+    return replace(remembered, checksum=checksum, paused=engine.paused, drained=drained, flushed=False)
 
 
 def _since_closing(engine: Engine | None) -> Engine | None:
-    return engine and engine._replace(is_drained=False)
+    return engine and engine._replace(is_drained=False, has_released=False)
 
 
 def _intent(action: do.Action) -> Intent:

@@ -23,7 +23,7 @@ RECORDED = len(Operator._fields) - 2  # before what it has of each pod
 
 
 def rows_of(state: State) -> Iterator[Row]:
-    """What there is of each pod."""
+    """Return a row for each pod."""
     return zip(state.pods, state.operator.known, state.operator.sent, state.stale, strict=True)
 
 
@@ -73,7 +73,7 @@ class Packing:
         return cast(Row, self._rows[number])
 
     def numbers_at(self, state: State, index: int) -> tuple[int, int]:
-        """Of one pod, and of all the rest."""
+        """Return the numbers of one pod's row and of all the rest."""
         known, sent = state.operator.known[index], state.operator.sent[index]
         row = (state.pods[index], known, sent, state.stale[index])
         return self._rows.number(row), self._rests.number(rest_of(state))
@@ -84,7 +84,7 @@ class Packing:
 
 
 class TakesAll(Exception):
-    """What follows this state depends on more than is remembered."""
+    """The states that follow depend on more than the key that is remembered: all of them are computed again."""
 
 
 class Rest(NamedTuple):
@@ -101,7 +101,9 @@ Found = list[tuple[str, bytes]]  # what happens, and the state after it
 
 
 class OfOnePod:
-    """What a pod may do, or what may befall it: by its place and number, all else, and what the others show."""
+    """An OfOnePod remembers what a pod may do, or what may happen to it, by its place,
+    its number, the rest and what others show.
+    """
 
     def __init__(self, look: Callable[[State, int], list[tuple[str, State]]], packing: Packing) -> None:
         self._look, self._packing = look, packing
@@ -130,7 +132,7 @@ class OfOnePod:
 
 
 class Moves:
-    """What follows a state: as `Model.successors`, and in the same order."""
+    """A Moves lists what follows a state, as `Model.successors` does, and in the same order."""
 
     def __init__(self, model: Model, packing: Packing) -> None:
         self._model, self._packing = model, packing
@@ -197,7 +199,7 @@ def without(pods: tuple[Pod, ...], index: int) -> tuple[Pod, ...]:
 
 
 def shown_to(state: State, index: int | None) -> State:
-    """As the pod at that place sees it; or as operator and rollout controller do, who have heard what they know."""
+    """Return the state as the pod at that place sees it, or as operator and rollout controller do."""
     pods = tuple(pod if each == index else cast(Pod, Shown.of(pod)) for each, pod in enumerate(state.pods))
     if index is None:
         return state._replace(pods=pods)

@@ -13,7 +13,7 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -48,7 +48,7 @@ from fakes import serving
 from fakes.authority import Authority
 from fakes.device import Device
 
-JOB_UID = "5b0f7e0e-6a2a-4a55-9c5b-0d8f0a5f3c11"
+JOB_UID = names.JobUid("5b0f7e0e-6a2a-4a55-9c5b-0d8f0a5f3c11")
 TOKEN = "data-token-of-a-test-job"
 DEADLINE_S = 60.0
 PATIENT_S = 300  # deadline of what happens, however slow the machine: a test that waits for one sets its own
@@ -98,13 +98,13 @@ def kept_port() -> socket.socket:
 
 
 def number(port: socket.socket) -> int:
-    """Of a port."""
+    """Return the number of a port."""
     return int(port.getsockname()[1])
 
 
 @dataclass
 class Network:
-    """What the pods of a job share: authority, sessions, the rollout controller's data port."""
+    """A Network is what the pods of a job share: authority, sessions, the rollout controller's data port."""
 
     root: Path
     session: aiohttp.ClientSession
@@ -141,8 +141,17 @@ async def network(root: Path) -> AsyncIterator[Network]:
 class Pod:
     """One GPU pod. `facts`: every report that the operator's end received, oldest first."""
 
-    def __init__(self, net: Network, job: JobFile, *, replica: int = 0, device: Device | None = None) -> None:
+    def __init__(
+        self,
+        net: Network,
+        job: JobFile,
+        *,
+        replica: int = 0,
+        device: Device | None = None,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
         self.net, self.job, self.replica, self.device = net, job, replica, device
+        self.environment = environment or {}  # of its agent
         self.ladder = job.spec.ladder
         self.ranks = max(1, job.spec.gpus.count)
         self.root = net.root / f"p{replica}"
@@ -208,6 +217,7 @@ class Pod:
                     names.ENV_POD_NAME: self.name,
                     names.ENV_POD_UID: f"uid-{self.replica}",
                     names.ENV_REPLICA: str(self.replica),
+                    **self.environment,
                 },
                 stdout=output,
                 stderr=output,
@@ -239,7 +249,7 @@ class Pod:
         return self._child(pattern)[1]
 
     def _child(self, pattern: str) -> tuple[int, str]:
-        for path in Path("/proc").glob("[0-9]*/stat"):
+        for path in (place / "stat" for place in Path("/proc").glob("[0-9]*")):
             try:
                 parent = int(path.read_text().rsplit(")", 1)[1].split()[1])
                 command = (path.parent / "cmdline").read_text()
@@ -333,17 +343,17 @@ class Pod:
         unfinished.rename(self.directories.sockets / "fault")
 
     def trainer_goes_on(self) -> None:
-        """From where it was held."""
+        """Let the trainer go on from where it was held."""
         (self.directories.sockets / "go").touch()
 
     async def trainer_has_failed(self) -> None:
-        """Until the fault is taken, by the trainer that it was meant for."""
+        """Wait until the trainer that the fault was meant for has taken it."""
         async with asyncio.timeout(DEADLINE_S):
             while (self.directories.sockets / "fault").exists():  # noqa: ASYNC110 - another process removes it
                 await asyncio.sleep(0.01)
 
     async def generating(self, requests: int) -> None:
-        """Until the engine has made tokens for so many requests."""
+        """Wait until the engine has made tokens for so many requests."""
         async with asyncio.timeout(DEADLINE_S):
             while True:
                 async with self.net.session.get(f"http://127.0.0.1:{self.engine}/fake/tokens") as answer:
@@ -358,8 +368,8 @@ class Pod:
 
 
 @asynccontextmanager
-async def pod(net: Network, job: JobFile, *, replica: int = 0, device: Device | None = None) -> AsyncIterator[Pod]:
-    it = Pod(net, job, replica=replica, device=device)
+async def pod(net: Network, job: JobFile, **of_pod: Any) -> AsyncIterator[Pod]:
+    it = Pod(net, job, **of_pod)
     it.lay_out()
     await it.start_agent()
     await it.start_runner()
@@ -391,7 +401,9 @@ class Group:
         )
 
     def agreed(self, version: WeightVersion) -> str | None:
-        """What the first of all engines that hold the version says; None before all do, or where none is asked."""
+        """Return the checksum of the first engine that holds the version; None before
+        all do, or where none is computed.
+        """
         engines = [engine for each in self.pods if each.now for engine in each.now.engines if engine.version == version]
         return engines[0].checksum if len(engines) == len(self.pods) else None
 
@@ -436,8 +448,8 @@ class Group:
                         event.cancel()
                         each.changed.clear()
         except TimeoutError:
-            told = "\n".join(f"{each.now}\n{each.story()}" for each in self.pods)
-            raise AssertionError(f"no progress in {DEADLINE_S} s\n{told}") from None
+            stories = "\n".join(f"{each.now}\n{each.story()}" for each in self.pods)
+            raise AssertionError(f"no progress in {DEADLINE_S} s\n{stories}") from None
 
     async def stop(self) -> None:
         self.epoch += 1

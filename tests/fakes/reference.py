@@ -26,7 +26,7 @@ ERRORS = {400: "BadRequest", 401: "TokenNeeded", 404: "NotFound"}
 
 
 def reference_logp(ids: NDArray[np.int32], temperature: float) -> NDArray[np.float32]:
-    """Of each token."""
+    """Return the log-probability of each token."""
     return (-0.25 - (ids % 7) / 16 - temperature / 32).astype(np.float32)
 
 
@@ -52,7 +52,7 @@ class FakeReference:
     def hold(self) -> None:
         self._free.clear()
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         self._free.set()
 
     @asynccontextmanager
@@ -112,8 +112,8 @@ async def _in_its_words(request: web.Request, handler: Handler) -> web.StreamRes
     if answer.status == 200:
         return answer
     assert isinstance(answer, web.Response)
-    said = ScoreError(error=ERRORS.get(answer.status, "Fault"), message=answer.text or "")
-    refusal = web.json_response(text=said.model_dump_json(by_alias=True), status=answer.status)
+    error = ScoreError(error=ERRORS.get(answer.status, "Fault"), message=answer.text or "")
+    refusal = web.json_response(text=error.model_dump_json(by_alias=True), status=answer.status)
     if answer.keep_alive is False or answer.headers.get("Connection") == "close":
         refusal.force_close()
     return refusal

@@ -31,7 +31,7 @@ from colocated_rl_rollout.rewards.rewards import TaskProcesses
 from colocated_rl_rollout.rules.chat import Chat
 from fakes.authority import Authority
 
-JOB_UID = "6f0d1c52-8a35-4a7c-9d55-0c8a3f1b2e4d"
+JOB_UID = names.JobUid("6f0d1c52-8a35-4a7c-9d55-0c8a3f1b2e4d")
 TOKEN = "d" * 32
 DEADLINE_S = 60.0
 MARK = "Answer: "
@@ -87,7 +87,7 @@ def make_spec(**rollout: Any) -> ColocatedRLJobSpec:
 
 
 class Answers:
-    """What the fake engine answers to each question: the sum, worked, and wrong for every third question.
+    """Answers maps each prompt to the fake engine's answer: the worked sum, wrong for every third question.
 
     `tail` makes answers longer, by text that comes before the answer.
     """
@@ -188,7 +188,7 @@ class JobOnDisk:
 
     @property
     def arguments(self) -> list[str]:
-        """Of the controller's command line; ports are free ones."""
+        """Return the arguments of the controller's command line, with free ports."""
         return [
             *("--job-file", str(self.directory / "job.json"), "--state", str(self.directory / "state")),
             *("--recorded", str(self.directory / "recorded"), "--former", str(self.directory / "former")),
@@ -209,7 +209,7 @@ class JobOnDisk:
 
     @property
     def tasks(self) -> Path:
-        """Where the task server listens, if one does."""
+        """Return the socket on which the task server listens, if there is one."""
         return self.directory / "tasks.sock"
 
     @property
@@ -256,7 +256,7 @@ class JobOnDisk:
 
 
 class Scripted(Answers):
-    """What the fake engine answers to a conversation, which is given as text without its special tokens.
+    """Scripted answers a conversation, which is given as text without its special tokens.
 
     As text, or as tokens that no text would become.
     """

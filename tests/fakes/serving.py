@@ -1,4 +1,4 @@
-"""How a server of aiohttp in a test's own process ends."""
+"""This module ends a server of aiohttp in a test's own process."""
 
 from __future__ import annotations
 

@@ -75,7 +75,7 @@ ASKED: Mapping[str, Callable[[int], dict[str, Any]]] = {
 
 
 class Child:
-    """What a runner started: an engine or a trainer, as an application on a port or a socket."""
+    """A Child is an engine or a trainer that a runner started, as an application on a port or a socket."""
 
     def __init__(self, name: str, app: web.Application) -> None:
         self.name = name
@@ -94,7 +94,7 @@ class Child:
         await site.start()
 
     async def end(self, code: int) -> None:
-        """As a process that is killed: its connections break at once."""
+        """End as a process does that is killed: its connections break at once."""
         if self.running:
             self.running, self.code = False, code
             await serving.end(self._served)
@@ -198,7 +198,7 @@ class SmallRunner:
         self._server = await asyncio.start_unix_server(self._serve, path, limit=2**20)
 
     async def stop(self) -> None:
-        """As the end of the container: nobody hears of the children's."""
+        """Stop as the container does: nobody hears how its children ended."""
         if self._server is not None:
             self._server.close()
         writer, self._writer = self._writer, None
@@ -243,6 +243,8 @@ class SmallRunner:
                 return {}
             case "devices":
                 return {"devices": None}
+            case "memory":
+                return {"memory": {}}
             case "exit":
                 self.exit_code = request["code"]
                 for name in list(self.children):
@@ -295,7 +297,7 @@ class SmallPod:
         self.engine_port = kept_port()
         self._settings = AgentSettings(
             pod=f"job-{role}-{replica}-0",
-            pod_uid="uid",
+            pod_uid=names.PodUid("uid"),
             replica=replica,
             job=job,
             directories=self.directories,
@@ -334,7 +336,7 @@ class SmallPod:
             await self._running
 
     async def agent_ends(self) -> BaseException | None:
-        """By itself: why."""
+        """Wait until the agent ends by itself, and return why."""
         assert self._running is not None
         async with asyncio.timeout(DEADLINE_S):
             await asyncio.wait({self._running})
@@ -504,7 +506,7 @@ class SmallPod:
         return any(rank.state is TrainerState.ABSENT and rank.lineage == at.lineage for rank in self.facts.trainers)
 
     async def news(self, is_so: Callable[[], bool]) -> None:
-        """Until it is so; looked at whenever the agent has facts to tell. Raises TimeoutError."""
+        """Wait until the condition holds; it is checked whenever the agent has facts to report. Raises TimeoutError."""
         late = asyncio.get_running_loop().time() + DEADLINE_S
         while not is_so():
             if asyncio.get_running_loop().time() > late:
@@ -549,11 +551,11 @@ class SmallPod:
             *_, last, done, _ = text.split(b"\n\n")
             assert done == b"data: [DONE]", done
             text = last.removeprefix(b"data: ")
-        said = json.loads(text)
+        parsed = json.loads(text)
         if path != "/generate":
-            return str(said["choices"][0]["finish_reason"])
-        self._check_tokens(said)
-        return str(said["meta_info"]["finish_reason"]["type"])
+            return str(parsed["choices"][0]["finish_reason"])
+        self._check_tokens(parsed)
+        return str(parsed["meta_info"]["finish_reason"]["type"])
 
 
 @asynccontextmanager
@@ -588,7 +590,7 @@ class SmallGroup:
         return [what for pod in self._pods for what in pod.broken]
 
     def weights(self, at: WeightVersion) -> WeightVersion | None:
-        """What the operator names to engines."""
+        """Return the weights that the operator names to engines."""
         ranks = [rank for pod in self._pods for rank in pod.facts.trainers]
         return at if ranks and all(rank.exported == at for rank in ranks) else self.served
 
@@ -597,7 +599,7 @@ class SmallGroup:
             pod.send(pod.target(version, rung, epoch=self.epoch, weights=self.weights(version)))
 
     async def climb(self, version: WeightVersion, to: Rung = Rung.SERVING) -> WeightVersion:
-        """As `SmallPod.climb`, both of them."""
+        """Move both pods as `SmallPod.climb` moves one."""
         self.epoch += 1
         ladder = self.engine.ladder
         async with asyncio.timeout(DEADLINE_S):
@@ -613,11 +615,13 @@ class SmallGroup:
                 self.send(version, min(ladder.next_barrier(low), to, key=ladder.place))
                 if ladder.reaches(low, to):
                     return version
-                told = self.weights(version)
-                await self.news(partial(self._differs, version, stood, told))
+                weights = self.weights(version)
+                await self.news(partial(self._differs, version, stood, weights))
 
     async def news(self, is_so: Callable[[], bool]) -> None:
-        """Until it is so; looked at whenever one of the agents has facts to tell. Raises TimeoutError."""
+        """Wait until the condition holds; it is checked whenever one of the agents has
+        facts to report. Raises TimeoutError.
+        """
         late = asyncio.get_running_loop().time() + DEADLINE_S
         while not is_so():
             if asyncio.get_running_loop().time() > late:
@@ -633,9 +637,9 @@ class SmallGroup:
     def _stand(self, at: WeightVersion) -> list[Rung]:
         return [pod.ladder.standing(pod.facts, at) for pod in self._pods]
 
-    def _differs(self, at: WeightVersion, stood: list[Rung], told: WeightVersion | None) -> bool:
+    def _differs(self, at: WeightVersion, stood: list[Rung], version: WeightVersion | None) -> bool:
         lost = any(pod.lost_trainer(at) for pod in self._pods)
-        return lost or self._stand(at) != stood or self.weights(at) != told
+        return lost or self._stand(at) != stood or self.weights(at) != version
 
 
 @asynccontextmanager
@@ -676,7 +680,7 @@ async def _remove(root: Path) -> None:
 
 
 def _job(gives_up_s: float, **changes: Any) -> JobFile:
-    """With deadlines of less than a second, which no resource can have."""
+    """Return a job with deadlines of less than a second, which no resource can have."""
     job = make_job(**changes)
     switch = job.spec.switch.model_copy(update=dict.fromkeys(CALLS, gives_up_s))
     return job.model_copy(update={"spec": job.spec.model_copy(update={"switch": switch})})

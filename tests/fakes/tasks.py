@@ -18,7 +18,7 @@ START_S = 300.0  # the libraries of some tasks take seconds of a processor, whic
 
 
 async def are_up(processes: TaskProcesses) -> None:
-    """Before a deadline of a test begins."""
+    """Wait for the task processes before a deadline of a test begins."""
     async with asyncio.timeout(START_S):
         await processes.data()
 

@@ -4,9 +4,9 @@
 
 The weight of version STEP-LINEAGE is STEP + LINEAGE / 8. Checkpoints are files named by their step, the model that it
 leaves is a copy of its export. A test makes it fail by a file `fault` beside its socket, with one line ROUTE ACTION,
-used once: ROUTE and crash, hang, slow, error or held (until there is a file `go`), and also `export torn`, `export
-lies` (the probe is of other weights), `offload leaks` and `load unscoring`. A file `asked` there has the routes of all
-requests, in order. With FAKE_DEVICE in its environment it says there what it holds of the device.
+used once: ROUTE and crash, hang, slow, error, held (until there is a file `go`) or stall (the same, and told), and also
+`export torn`, `export lies` (the probe is of other weights), `offload leaks` and `load unscoring`. A file `asked` there
+has the routes of all requests, in order. With FAKE_DEVICE in its environment it says there what it holds of the device.
 """
 
 from __future__ import annotations
@@ -45,6 +45,7 @@ class Rank:
         self.scored: int | None = None
         self.saved: int | None = None
         self.finished: str | None = None
+        self.standstill: dict[str, Any] | None = None
 
     def load(self) -> None:
         self.can_score = self.fail_if_told("load") != "unscoring"
@@ -54,7 +55,7 @@ class Rank:
         self.step, self.state = self.saved or 0, "Offloaded"
 
     def hold(self, gb: float) -> None:
-        """For `fakes/device.c`."""
+        """Write down the memory for `fakes/device.c`."""
         if (directory := os.environ.get("FAKE_DEVICE")) is not None:
             (Path(directory) / f"{os.getpid()}.{self.device}").write_text(str(int(gb * 2**30)))
 
@@ -63,6 +64,7 @@ class Rank:
             "protocol": PROTOCOL, "state": self.state, "rank": self.rank, "lineage": self.lineage, "step": self.step,
             "canScore": self.can_score, "scored": self.scored, "dirty": False, "exported": self.exported,
             "saved": self.saved, "canFinish": True, "finished": self.finished, "metrics": {"loss": 0.5},
+            "standstill": self.standstill,
         }  # fmt: skip
 
     def fail_if_told(self, route: str) -> str:
@@ -83,8 +85,11 @@ class Rank:
             os._exit(17)
         if action == "slow":
             time.sleep(1.0)
-        while action == "held" and not (self.socket.parent / "go").exists():
+        if action == "stall":
+            self.standstill = {"seconds": 90.5, "usualS": 0.25, "moved": 3, "where": "all_reduce (group.py:7)"}
+        while action in ("held", "stall") and not (self.socket.parent / "go").exists():
             time.sleep(0.01)
+        self.standstill = None
         if action == "hang":
             threading.Event().wait()
         return action

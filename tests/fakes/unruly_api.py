@@ -223,7 +223,7 @@ class UnrulyApi:
     async def _pass_on(
         self, line: bytes, response: web.StreamResponse, request: web.Request, held: dict[str, bytes]
     ) -> bool:
-        """Whether the watch goes on."""
+        """Pass a line on, and return whether the watch goes on."""
         uid = json.loads(line)["object"]["metadata"].get("uid")
         fault = self._deal("event", ("EVENT", request.path))
         if fault is Fault.SWAPPED and (uid is None or uid in held):

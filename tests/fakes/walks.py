@@ -20,13 +20,16 @@ from colocated_rl_api.failure import FailureAction, FailureCause
 from colocated_rl_api.rungs import Placement
 from colocated_rl_operator.planner.plan import Plan
 from colocated_rl_operator.planner.reasons import Cause
-from fakes.group import Simulation, must
+from fakes.group import Simulation
+from fakes.model_pod import must
 
 MOVES_TO_THE_END = 4000
 ENDS = {str(Cause.ALL_STEPS_DONE), str(Cause.BACKOFF_LIMIT)}
 DISRUPTIONS = ("pod_is_evicted", "pod_is_drained")
 FAULTS = ("engine_dies", "trainer_dies", "agent_restarts", "pod_is_lost", "connection_breaks", *DISRUPTIONS)
-ROUNDS = 60  # of everybody, in which most of an undisturbed job happens
+ROUNDS = {  # of everybody, in which an undisturbed job of two pods comes to its end
+    Placement.TIME_SLICED: 80, Placement.RESIDENT: 64, Placement.ROLLOUT_ONLY: 14, Placement.TRAIN_ONLY: 30,
+}  # fmt: skip
 
 SEEDS = st.integers(0, 2**32)
 
@@ -87,7 +90,7 @@ def fault(group: Simulation, rng: random.Random) -> str:
             "connection": partial(group.connection_breaks, pod),
         }
         if group.compares:
-            faults["weights"] = partial(setattr, pod, "spoils", rng.randint(1, 2))
+            faults["weights"] = partial(group.weights_spoil, pod, rng.randint(1, 2))
     if rollout is not None:
         faults["rollout pod"] = partial(group.pod_is_lost, rollout)
     name = rng.choice(sorted(faults))
@@ -104,7 +107,7 @@ def move(group: Simulation, rng: random.Random) -> None:
         case 2 if pods:
             group.deliver(rng.choice(pods))
         case 3 if pods:
-            group.agent_moves(rng.choice(pods))
+            group.agent_moves(rng.choice(pods), rng)
         case 4 if pods:
             group.report(rng.choice(group.everybody))
         case 5 if rollouts:
@@ -127,7 +130,7 @@ def settle(group: Simulation) -> int:
 
 
 def everybody_moves(group: Simulation) -> tuple[Plan, bool]:
-    """Once, in turn. Whether anything changed."""
+    """Move everybody once, in turn. Returns the plan, and whether anything changed."""
     before = (group.sent, group.climb, len(group.pods), len(group.rollouts))
     decided = group.operator_pass()
     busy = before != (group.sent, group.climb, len(group.pods), len(group.rollouts))
@@ -206,7 +209,7 @@ def must_end(*, seed: int, faults: int, **more: Any) -> None:
 
 
 def must_serve_the_same_weights(*, seed: int, faults: int, **more: Any) -> None:
-    """Of a job that compares engines."""
+    """Walk a job that compares engines, and check its end."""
     group = walk(seed, verify="Checksum", faults=faults, **more)
     assert group.outcome in ENDS
     if 2 * faults <= group.job.spec.backoff_limit:  # one that spoils two loads may cost two restarts
@@ -218,7 +221,7 @@ def must_go_on_when_told(*, seed: int, replicas: int, faults: int, placement: Pl
     rng, ends = random.Random(seed), 0
     group = make_group(replicas, placement, backoffLimit=0)
     for _ in range(faults):
-        for _ in range(rng.randrange(ROUNDS)):
+        for _ in range(rng.randrange(ROUNDS[placement])):
             everybody_moves(group)
         fault(group, rng)
     settle(group)

@@ -118,7 +118,7 @@ class WatchedTrainer(GRPOTrainer):
 
 
 class ForkedRank:
-    """What `trainer_process` asks of a process."""
+    """A ForkedRank has what `trainer_process` needs of a process."""
 
     def __init__(self, process: BaseProcess) -> None:
         self._process = process

@@ -16,7 +16,7 @@ PROBE = (5, 6, 7, 8, 9, 10)
 
 
 def logprob(weight: float, before: int, token: int) -> float:
-    """Of `token` after `before`, in nats."""
+    """Return the log-probability of `token` after `before`, in nats."""
     return -1.0 - ((weight * 1009 + before * 31 + token * 17) % 1000) / 1000
 
 
@@ -25,12 +25,12 @@ def next_token(weight: float, before: int, position: int) -> int:
 
 
 def experts_of(token: int, weight: float) -> list[int]:
-    """That a token goes to, of two layers with two each."""
+    """Return the experts of a token, of two layers with two each."""
     return [token % 61, (token + int(weight * 8)) % 61, (token + 1) % 61, int(weight * 8)]
 
 
 def weights_checksum(weight: float) -> str:
-    """As an engine says it of what it holds."""
+    """Return the checksum that an engine reports for its weights."""
     return hashlib.sha256(struct.pack("<f", weight)).hexdigest()
 
 

@@ -38,7 +38,7 @@ DEADLINE_S = 60.0
 
 @dataclass
 class Stopper:
-    """What kopf hands to a daemon."""
+    """A Stopper is what kopf hands to a daemon."""
 
     reason: DaemonStoppingReason = field(default_factory=lambda: DaemonStoppingReason(0))
     event: asyncio.Event = field(default_factory=asyncio.Event)
@@ -177,6 +177,8 @@ def node_for(pod: dict[str, Any]) -> str:
     """Each seat has a node that it stands on, or the next one that its pod does not avoid."""
     affinity = pod["spec"].get("affinity", {}).get("nodeAffinity", {})
     terms = affinity.get("requiredDuringSchedulingIgnoredDuringExecution", {}).get("nodeSelectorTerms", [])
+    wanted = affinity.get("preferredDuringSchedulingIgnoredDuringExecution", [])
+    terms = [*terms, *(each["preference"] for each in wanted)]
     avoided = {name for term in terms for field in term["matchFields"] for name in field["values"]}
     first = int(pod["metadata"]["labels"].get(names.REPLICA_LABEL, 9))
     return next(name for number in range(first, first + 20) if (name := f"node-{number}") not in avoided)
@@ -193,12 +195,12 @@ def condition(world: World, kind: str) -> tuple[str, str]:
 
 
 def has_failed(world: World) -> bool:
-    """Whether the job has failed and every member has stopped."""
+    """Return whether the job has failed and every member has stopped."""
     return any((item["type"], item["status"]) == ("Failed", "True") for item in world.status.get("conditions", []))
 
 
 def stood(world: World, rung: Rung, *, step: int) -> list[bool]:
-    """Whether each pod has reached `rung` in the climb to `step`."""
+    """Return, for each pod, whether it has reached `rung` in the climb to `step`."""
     ladder, stood = world.group.ladder, world.group.stood
     return [
         pod.target is not None and pod.target.step == step and ladder.reaches(stood[pod.target.epoch][pod.seat], rung)

@@ -1,4 +1,4 @@
-"""What must hold on an NVIDIA GPU: `make test-gpu` on a machine that has one, no part of `make test`.
+"""These tests must pass on an NVIDIA GPU: `make test-gpu` on a machine that has one, no part of `make test`.
 
 16 GiB of device memory are enough. Figures are those of `make bench-gpu`.
 """
@@ -55,7 +55,7 @@ def test_an_offload_gives_the_device_back_and_an_onload_brings_every_bit(device:
 
 
 def test_the_runner_sees_what_comes_and_goes(device: torch.device) -> None:
-    """By the driver's library, without torch: an engine's release and a trainer's offload are judged by it."""
+    """It reads the driver's library, without torch: an engine's release and a trainer's offload are judged by it."""
 
     def used() -> int:
         measured = device_memory()
@@ -71,7 +71,7 @@ def test_the_runner_sees_what_comes_and_goes(device: torch.device) -> None:
 
 
 def test_weights_come_to_another_process_as_they_are(device: torch.device) -> None:
-    """Through shared memory, and by CUDA's handles: the other process's digest is that of what was sent."""
+    """They travel through shared memory and by CUDA's handles: the other process's digest equals that of the sender."""
     beside_a_copy_on_the_device("0.5B", device)
 
 

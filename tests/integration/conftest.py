@@ -1,4 +1,4 @@
-"""What tests of the operator's loop share, and the event loops on which tests of the data path run."""
+"""This module holds what tests of the operator's loop share, and the event loops of tests of the data path."""
 
 from __future__ import annotations
 

@@ -103,7 +103,7 @@ async def test_agents_that_come_again_in_a_step_go_on_with_what_runs(rung: Rung,
 
 
 async def test_engine_takes_no_torn_export_says_so_and_serves_on_until_it_is_whole() -> None:
-    """What the trainers' agent found whole may reach another node late, or in part."""
+    """An export that the trainers' agent found whole may reach another node late, or in part."""
     async with small_group() as group:
         await group.climb(V0)
         await group.climb(V1, to=Rung.TRAINED)
@@ -154,7 +154,7 @@ class Away(PosixPath):
 
 
 def message(pod: SmallPod) -> str:
-    """Of its problem."""
+    """Return the message of its problem."""
     return pod.facts.problem.message if pod.facts.problem else ""
 
 
@@ -267,7 +267,7 @@ async def test_export_of_a_switch_that_is_given_up_makes_room_and_what_engines_s
 
 
 async def test_engine_is_never_taken_back_to_older_weights_that_the_group_names() -> None:
-    """As after a take-over, when not every engine is known yet."""
+    """The operator names older weights after a take-over, when not every engine is known yet."""
     async with small_group() as group:
         await group.climb(V0)
         await group.climb(V1)

@@ -86,7 +86,7 @@ class Caller:
     reader: asyncio.StreamReader
     writer: asyncio.StreamWriter
 
-    async def says(self, data: bytes) -> None:
+    async def sends(self, data: bytes) -> None:
         self.writer.write(data)
         await self.writer.drain()
 
@@ -99,18 +99,18 @@ class Caller:
             return await self.reader.readexactly(length)
 
     async def gets_all(self, *, leaves: bool = False) -> bytes:
-        """Until the port ends the connection, with a reset if something was still on its way to it.
+        """Return all bytes until the port ends the connection, with a reset if something was still on its way to it.
 
         leaves: the caller says that it sends no more once an answer has begun, so the port need not linger for it.
         """
-        said = b""
+        received = b""
         async with asyncio.timeout(DEADLINE_S):
             with suppress(OSError):
                 while piece := await self.reader.read(65536):
-                    said += piece
+                    received += piece
                     if leaves:
                         self.writer.write_eof()
-        return said
+        return received
 
     async def ends(self) -> None:
         with suppress(ConnectionError):
@@ -198,7 +198,7 @@ async def test_request_without_one_clear_framing_is_refused_and_nothing_after_it
     async with echoing() as (echo, port), calling(port) as caller:
         hearing = asyncio.create_task(caller.gets_all(leaves=True))  # a reset takes away what was not read yet
         with suppress(ConnectionError):
-            await caller.says(sent + NEXT)
+            await caller.sends(sent + NEXT)
         answer = await hearing
         assert answer.startswith(b"HTTP/1.1 4"), answer
         assert 1 == answer.count(b"\r\nContent-Length: ")
@@ -216,21 +216,21 @@ async def test_request_without_one_clear_framing_is_refused_and_nothing_after_it
 async def test_what_has_no_end_is_refused_at_its_limit_and_not_when_its_time_is_over(
     begins: bytes, goes_on: bytes, limit: int, status: bytes
 ) -> None:
-    """What comes in one piece with its beginning is not counted: up to 256 KiB."""
+    """Bytes that arrive in one piece with the beginning are not counted: up to 256 KiB."""
     async with echoing(caller_s=10 * DEADLINE_S) as (_, port), calling(port) as caller:
         hearing = asyncio.create_task(caller.gets_all())
         with suppress(ConnectionError):
-            await caller.says(begins)
+            await caller.sends(begins)
             for _sent in range(0, limit + 2**20, len(goes_on)):
-                await caller.says(goes_on)
+                await caller.sends(goes_on)
         caller.writer.write_eof()
         assert (await hearing).startswith(b"HTTP/1.1 " + status)
 
 
 async def test_requests_that_are_sent_at_once_are_answered_in_order() -> None:
     async with echoing() as (echo, port), calling(port) as caller:
-        await caller.says(b"GET /later HTTP/1.1\r\n\r\nPOST /b HTTP/1.1\r\nContent-Length: 3\r\n\r\nabc")
-        await caller.says(CHUNKED + b"5\r\nabcde\r\n0\r\n\r\n" + NEXT)
+        await caller.sends(b"GET /later HTTP/1.1\r\n\r\nPOST /b HTTP/1.1\r\nContent-Length: 3\r\n\r\nabc")
+        await caller.sends(CHUNKED + b"5\r\nabcde\r\n0\r\n\r\n" + NEXT)
         await until(lambda: bool(echo.asked))
         assert ["/later"] == echo.asked, "one at a time"
         echo.go.set()
@@ -241,16 +241,16 @@ async def test_requests_that_are_sent_at_once_are_answered_in_order() -> None:
 async def test_head_that_comes_with_the_end_of_a_large_body_is_not_taken_for_a_large_head() -> None:
     size = 3 * MAX_HEAD_BYTES
     async with echoing() as (_, port), calling(port) as caller:
-        await caller.says(b"POST /a HTTP/1.1\r\nContent-Length: %d\r\n\r\n" % size)
-        await caller.says(b"x" * size + NEXT[:-9])
+        await caller.sends(b"POST /a HTTP/1.1\r\nContent-Length: %d\r\n\r\n" % size)
+        await caller.sends(b"x" * size + NEXT[:-9])
         assert f"POST /a {size}\n".encode() == await caller.gets(status=200)
-        await caller.says(NEXT[-9:])
+        await caller.sends(NEXT[-9:])
         assert b"GET /next 0\n" == await caller.gets(status=200)
 
 
 async def test_white_space_around_a_value_is_no_part_of_it() -> None:
     async with echoing() as (_, port), calling(port) as caller:
-        await caller.says(CHUNKED.replace(b"chunked", b"  chunked ") + b"3\r\nabc\r\n0\r\n\r\n")
+        await caller.sends(CHUNKED.replace(b"chunked", b"  chunked ") + b"3\r\nabc\r\n0\r\n\r\n")
         assert b"POST /a 3\n" == await caller.gets(status=200)
 
 
@@ -267,7 +267,7 @@ async def test_white_space_around_a_value_is_no_part_of_it() -> None:
 )
 async def test_request_that_is_odd_and_lawful_is_served_and_so_is_the_next(sent: bytes) -> None:
     async with echoing() as (_, port), calling(port) as caller:
-        await caller.says(sent + NEXT)
+        await caller.sends(sent + NEXT)
         assert b"POST /a 3\n" == await caller.gets(status=200)
         assert b"GET /next 0\n" == await caller.gets(status=200)
 
@@ -276,17 +276,17 @@ async def test_connections_are_bounded() -> None:
     async with echoing(max_connections=2) as (echo, port), AsyncExitStack() as stack:
         first, second = [await stack.enter_async_context(calling(port)) for _ in range(2)]
         for caller in (first, second):
-            await caller.says(NEXT)
+            await caller.sends(NEXT)
             await caller.gets(status=200)
         third = await stack.enter_async_context(calling(port))
-        await third.says(NEXT)
+        await third.sends(NEXT)
         assert b"no room" in await third.gets(status=429)
-        await first.says(NEXT)
+        await first.sends(NEXT)
         await first.gets(status=200)
         second.writer.transport.abort()
         await until(lambda: len(echo.connections) == 1)
         fourth = await stack.enter_async_context(calling(port))
-        await fourth.says(NEXT)
+        await fourth.sends(NEXT)
         await fourth.gets(status=200)
 
 
@@ -299,13 +299,13 @@ async def test_connections_without_a_token_are_bounded_for_themselves() -> None:
         await until(lambda: len(data_port.strangers) == 2)
         for _ in range(2):
             async with calling(port) as refused:
-                await refused.says(NEXT)
+                await refused.sends(NEXT)
                 assert b"no room" in await refused.gets(status=429)
         shown = b"GET /next HTTP/1.1\r\nAuthorization: token\r\n\r\n"
-        await known.says(shown)
+        await known.sends(shown)
         await known.gets(status=200)
         another = await stack.enter_async_context(calling(port))
-        await another.says(shown)
+        await another.sends(shown)
         await another.gets(status=200)
         assert 1 == len(data_port.strangers)
         stranger.writer.transport.abort()
@@ -314,7 +314,7 @@ async def test_connections_without_a_token_are_bounded_for_themselves() -> None:
 
 async def test_requests_behind_one_another_are_bounded() -> None:
     async with echoing() as (echo, port), calling(port) as caller:
-        await caller.says(b"GET /a HTTP/1.1\r\n\r\n" * 1000)
+        await caller.sends(b"GET /a HTTP/1.1\r\n\r\n" * 1000)
         answers = await caller.gets_all()
         assert MAX_WAITING + 1 >= answers.count(OK) == len(echo.asked)
         assert b"HTTP/1.1 429" in answers
@@ -322,7 +322,7 @@ async def test_requests_behind_one_another_are_bounded() -> None:
 
 async def test_broken_request_behind_a_good_one_does_not_harm_it() -> None:
     async with echoing() as (echo, port), calling(port) as caller:
-        await caller.says(b"GET /later HTTP/1.1\r\n\r\nno request\r\n\r\n")
+        await caller.sends(b"GET /later HTTP/1.1\r\n\r\nno request\r\n\r\n")
         await until(lambda: bool(echo.asked))
         echo.go.set()
         assert b"late" == await caller.gets(status=200)
@@ -331,10 +331,10 @@ async def test_broken_request_behind_a_good_one_does_not_harm_it() -> None:
 
 async def test_body_is_asked_for_when_it_is_wanted() -> None:
     async with echoing() as (_, port), calling(port) as caller:
-        await caller.says(b"POST /a HTTP/1.1\r\nExpect: 100-continue\r\nContent-Length: 3\r\n\r\n")
+        await caller.sends(b"POST /a HTTP/1.1\r\nExpect: 100-continue\r\nContent-Length: 3\r\n\r\n")
         assert b"HTTP/1.1 100 Continue\r\n" == await caller.reader.readline()
         assert b"\r\n" == await caller.reader.readline()
-        await caller.says(b"abc" + NEXT)
+        await caller.sends(b"abc" + NEXT)
         assert b"POST /a 3\n" == await caller.gets(status=200)
         assert b"GET /next 0\n" == await caller.gets(status=200)
 
@@ -344,7 +344,7 @@ async def test_body_that_is_not_wanted_is_not_asked_for() -> None:
         await until(lambda: bool(echo.connections))
         (connection,) = echo.connections
         connection.caller_s = 0.2  # of the request that comes now
-        await caller.says(b"POST /unread HTTP/1.1\r\nExpect: 100-continue\r\nContent-Length: 3\r\n\r\n")
+        await caller.sends(b"POST /unread HTTP/1.1\r\nExpect: 100-continue\r\nContent-Length: 3\r\n\r\n")
         answer = await caller.gets_all()
         assert answer.startswith(b"HTTP/1.1 403")
         assert b"Connection: close" in answer, "nobody knows whether the body will come"
@@ -354,16 +354,16 @@ async def test_body_of_a_refused_request_does_not_hide_the_answer() -> None:
     """A connection that is closed with unread bytes resets the answer, and the caller takes its attempt for lost."""
     size = 4 * 1024 * 1024
     async with echoing() as (_, port), calling(port) as caller:
-        await caller.says(b"POST /unread HTTP/1.1\r\nContent-Length: %d\r\n\r\n" % size)
+        await caller.sends(b"POST /unread HTTP/1.1\r\nContent-Length: %d\r\n\r\n" % size)
         await caller.gets(status=403)
-        await caller.says(b"x" * size + NEXT)
+        await caller.sends(b"x" * size + NEXT)
         assert b"GET /next 0\n" == await caller.gets(status=200)
 
 
 async def test_large_body_arrives_whole_and_is_not_held_while_nobody_reads_it() -> None:
     size = MAX_REQUEST_BYTES
     async with echoing() as (echo, port), calling(port) as caller:
-        await caller.says(b"POST /reads-later HTTP/1.1\r\nContent-Length: %d\r\n\r\n" % size)
+        await caller.sends(b"POST /reads-later HTTP/1.1\r\nContent-Length: %d\r\n\r\n" % size)
         caller.writer.write(b"x" * size)
         await until(lambda: bool(echo.asked))
         (connection,) = echo.connections
@@ -377,8 +377,8 @@ async def test_large_body_arrives_whole_and_is_not_held_while_nobody_reads_it() 
 async def test_large_body_behind_another_request_does_not_hide_that_its_caller_left(leaves: bool) -> None:
     """Nobody read on until the request in front was answered: it was carried out for nobody, to its end."""
     async with echoing() as (echo, port), calling(port) as caller:
-        await caller.says(b"GET /later HTTP/1.1\r\n\r\nPOST /a HTTP/1.1\r\nContent-Length: 300000\r\n\r\n")
-        await caller.says(b"x" * 300_000)
+        await caller.sends(b"GET /later HTTP/1.1\r\n\r\nPOST /a HTTP/1.1\r\nContent-Length: 300000\r\n\r\n")
+        await caller.sends(b"x" * 300_000)
         await until(lambda: bool(echo.asked))
         if leaves:
             caller.writer.close()
@@ -390,18 +390,18 @@ async def test_large_body_behind_another_request_does_not_hide_that_its_caller_l
 
 
 async def test_token_is_asked_for_before_the_body_is(tmp_path: Path) -> None:
-    tls = MemberTls.read(Authority().member_directory(tmp_path / "tls", job_uid="uid", token="t" * 32))
+    tls = MemberTls.read(Authority().member_directory(tmp_path / "tls", job_uid=names.JobUid("uid"), token="t" * 32))
     echo = Echo()
     async with DataPort(echo.handle, admits=tls.admits).listening("127.0.0.1", 0) as port:
         head = b"POST /a HTTP/1.1\r\nContent-Length: 3\r\nAuthorization: %b\r\n\r\n"
         for wrong in (b"", b"Bearer x", b"Bearer \xff"):
             async with calling(port) as caller:
-                await caller.says(head % wrong)
+                await caller.sends(head % wrong)
                 refusal = await caller.reader.readuntil(b"\r\n\r\n")
                 assert refusal.startswith(b"HTTP/1.1 401")
                 assert {b"Connection: close", b"WWW-Authenticate: Bearer"} <= set(refusal.split(b"\r\n"))
         async with calling(port) as caller:
-            await caller.says(head % tls.authorization.encode() + b"abc")
+            await caller.sends(head % tls.authorization.encode() + b"abc")
             assert b"POST /a 3\n" == await caller.gets(status=200)
         assert ["/a"] == echo.asked
 
@@ -411,17 +411,17 @@ async def test_token_is_asked_for_before_the_body_is(tmp_path: Path) -> None:
 )
 async def test_caller_that_does_not_send_what_it_began_is_left(sent: bytes) -> None:
     async with echoing(caller_s=0.1, idle_s=0.2) as (_, port), calling(port) as caller:
-        await caller.says(sent)
+        await caller.sends(sent)
         await caller.ends()
 
 
 async def test_connection_between_two_requests_has_its_own_time() -> None:
     async with echoing(caller_s=DEADLINE_S, idle_s=0.05) as (_, port), calling(port) as caller:
-        await caller.says(NEXT)
+        await caller.sends(NEXT)
         await caller.gets(status=200)
         await caller.ends()
     async with echoing(caller_s=DEADLINE_S, idle_s=10 * DEADLINE_S) as (echo, port), calling(port) as caller:
-        await caller.says(NEXT)
+        await caller.sends(NEXT)
         await caller.gets(status=200)
         (connection,) = echo.connections
         at = connection._deadline._at
@@ -431,9 +431,9 @@ async def test_connection_between_two_requests_has_its_own_time() -> None:
 
 @pytest.mark.parametrize("encrypted", [False, True])
 async def test_caller_that_does_not_read_is_left_and_its_handler_ends(tmp_path: Path, encrypted: bool) -> None:
-    tls = MemberTls.read(Authority().member_directory(tmp_path / "tls", job_uid="uid", token="t" * 32))
+    tls = MemberTls.read(Authority().member_directory(tmp_path / "tls", job_uid=names.JobUid("uid"), token="t" * 32))
     served, seen = (tls.data_context(), tls.client_context()) if encrypted else (None, None)
-    name = names.member_server_name("uid") if encrypted else None
+    name = names.member_server_name(names.JobUid("uid")) if encrypted else None
     echo = Echo()
     data_port = DataPort(echo.handle)
     async with data_port.listening("127.0.0.1", 0, served) as port:
@@ -450,7 +450,7 @@ async def test_caller_that_does_not_read_is_left_and_its_handler_ends(tmp_path: 
 async def test_caller_that_leaves_ends_its_handler() -> None:
     async with echoing() as (echo, port):
         async with calling(port) as caller:
-            await caller.says(b"GET /later HTTP/1.1\r\n\r\n")
+            await caller.sends(b"GET /later HTTP/1.1\r\n\r\n")
             await until(lambda: bool(echo.asked))
         await until(lambda: echo.cancelled == 1)
 
@@ -459,10 +459,10 @@ async def test_bug_in_a_handler_ends_its_connection_alone(caplog: pytest.LogCapt
     caplog.set_level(logging.ERROR)
     async with echoing() as (_, port):
         async with calling(port) as caller:
-            await caller.says(b"GET /bug HTTP/1.1\r\n\r\n")
+            await caller.sends(b"GET /bug HTTP/1.1\r\n\r\n")
             await caller.ends()
         async with calling(port) as caller:
-            await caller.says(NEXT)
+            await caller.sends(NEXT)
             await caller.gets(status=200)
     assert "request failed" in caplog.text
 
@@ -471,7 +471,7 @@ async def test_port_that_ends_gives_the_answers_under_way_and_lets_nobody_in() -
     async with AsyncExitStack() as stack:
         async with echoing() as (echo, port):
             caller = await stack.enter_async_context(calling(port))
-            await caller.says(b"GET /later HTTP/1.1\r\n\r\n")
+            await caller.sends(b"GET /later HTTP/1.1\r\n\r\n")
             await until(lambda: bool(echo.asked))
             asyncio.get_running_loop().call_soon(echo.go.set)  # when it has begun to end
         assert b"late" == await caller.gets(status=200)
@@ -482,7 +482,7 @@ async def test_port_that_ends_gives_the_answers_under_way_and_lets_nobody_in() -
 
 async def test_head_has_the_head_alone() -> None:
     async with echoing() as (_, port), calling(port) as caller:
-        await caller.says(b"HEAD /a HTTP/1.1\r\n\r\n" + NEXT)
+        await caller.sends(b"HEAD /a HTTP/1.1\r\n\r\n" + NEXT)
         head = await caller.reader.readuntil(b"\r\n\r\n")
         assert b"Content-Length: 10\r\n" in head
         assert b"GET /next 0\n" == await caller.gets(status=200)
@@ -502,7 +502,7 @@ def test_pieces_in_which_requests_arrive_change_nothing(cuts: list[int]) -> None
         async with echoing() as (_, port), calling(port) as caller:
             places = sorted({0, len(sent), *(cut for cut in cuts if cut < len(sent))})
             for begin, end in pairwise(places):
-                await caller.says(sent[begin:end])
+                await caller.sends(sent[begin:end])
                 await asyncio.sleep(0)
             return [await caller.gets(status=200) for _ in range(3)]
 
@@ -511,8 +511,8 @@ def test_pieces_in_which_requests_arrive_change_nothing(cuts: list[int]) -> None
 
 # -------------------------------------------------------------------------------------------------- the engine's side
 def event(ids: int, reason: str) -> bytes:
-    said = {"text": "", "output_ids": list(range(ids)), "meta_info": {"id": "r", "finish_reason": None}}
-    return b"data: " + json.dumps(said).replace("null", reason).encode() + b"\n\n"
+    body = {"text": "", "output_ids": list(range(ids)), "meta_info": {"id": "r", "finish_reason": None}}
+    return b"data: " + json.dumps(body).replace("null", reason).encode() + b"\n\n"
 
 
 def chunk(data: bytes) -> bytes:
@@ -527,7 +527,7 @@ WHOLE = b"".join(chunk(event(*whole)) for whole in CHUNKS) + chunk(b"data: [DONE
 
 @asynccontextmanager
 async def gate_before(
-    says: bytes, gate: Gate | None = None, *, is_cut: bool = False
+    sent: bytes, gate: Gate | None = None, *, is_cut: bool = False
 ) -> AsyncIterator[tuple[int, list[str]]]:
     """A gate whose engine answers each request so, and then ends the connection; whom it aborted.
 
@@ -541,7 +541,7 @@ async def gate_before(
             head = await reader.readuntil(b"\r\n\r\n")
             size = int(head.lower().partition(b"content-length: ")[2].split()[0])
             asked = json.loads(await reader.readexactly(size))
-            writer.write(says[: asked["input_ids"][-1]] if is_cut else says)
+            writer.write(sent[: asked["input_ids"][-1]] if is_cut else sent)
             await writer.drain()
 
     async def abort(rid: str) -> None:
@@ -560,7 +560,7 @@ ASKED = b'POST /generate HTTP/1.1\r\nContent-Length: 19\r\n\r\n{"input_ids":[1,2
 
 
 @pytest.mark.parametrize(
-    ("says", "tokens"),
+    ("sent", "tokens"),
     [
         (b"", 0),
         (b"no http at all\r\n\r\n", 0),
@@ -575,9 +575,9 @@ ASKED = b'POST /generate HTTP/1.1\r\nContent-Length: 19\r\n\r\n{"input_ids":[1,2
         (STREAM + chunk(event(2, "null")) + b"ff\r\ndata: {", 2),
     ],
 )
-async def test_h58_answer_that_breaks_off_is_an_abort_with_what_was_read(says: bytes, tokens: int) -> None:
-    async with gate_before(says) as (port, aborted), calling(port) as caller:
-        await caller.says(ASKED)
+async def test_h58_answer_that_breaks_off_is_an_abort_with_what_was_read(sent: bytes, tokens: int) -> None:
+    async with gate_before(sent) as (port, aborted), calling(port) as caller:
+        await caller.sends(ASKED)
         answer = json.loads(await caller.gets(status=200))
         assert ("abort", tokens) == (answer["meta_info"]["finish_reason"]["type"], len(answer["output_ids"]))
         assert 1 == len(aborted), "in case it goes on"
@@ -585,13 +585,13 @@ async def test_h58_answer_that_breaks_off_is_an_abort_with_what_was_read(says: b
 
 @pytest.mark.parametrize("end", [chunk(b"data: [DONE]\n\n") + b"0\r\n\r\n", b"no chunk\r\n", b""])
 async def test_events_that_an_engine_sends_at_once_go_out_at_once(end: bytes) -> None:
-    """So they come to a gate that has more to do than its core can, and each write is a call of the kernel."""
+    """They reach a gate that has more to do than its core can, and each write is a call of the kernel."""
     together = [event(1, "null"), event(2, "null")]
-    says = STREAM + b"".join(map(chunk, together)) + end
+    sent = STREAM + b"".join(map(chunk, together)) + end
     body = b'{"input_ids":[1,2],"stream":true}'
     head = b"POST /generate HTTP/1.1\r\nContent-Length: %d\r\nConnection: close\r\n\r\n" % len(body)
-    async with gate_before(says) as (port, _), calling(port) as caller:
-        await caller.says(head + body)
+    async with gate_before(sent) as (port, _), calling(port) as caller:
+        await caller.sends(head + body)
         answer = await caller.gets_all()
     assert chunk(b"".join(together)) in answer, "also of an engine that broke off then"
 
@@ -600,31 +600,31 @@ async def test_h17_h58_engine_that_is_lost_at_any_byte_leaves_every_whole_chunk(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(upstream, "CONNECT_S", DEADLINE_S)  # so many at once take a slow machine longer
-    said = STREAM + WHOLE
-    ends = [said.index(chunk(event(*whole))) + len(chunk(event(*whole))) - 2 for whole in CHUNKS]  # framing may lack
-    async with gate_before(said, is_cut=True) as (port, aborted):
+    sent = STREAM + WHOLE
+    ends = [sent.index(chunk(event(*whole))) + len(chunk(event(*whole))) - 2 for whole in CHUNKS]  # framing may lack
+    async with gate_before(sent, is_cut=True) as (port, aborted):
 
         async def tokens(cut: int) -> tuple[int, str]:
             streams = cut % 2 == 1
             body = json.dumps({"input_ids": [1, cut], "stream": streams}).encode()
             async with calling(port) as caller:
-                await caller.says(
+                await caller.sends(
                     b"POST /generate HTTP/1.1\r\nContent-Length: %d\r\nConnection: close\r\n\r\n" % len(body)
                 )
-                await caller.says(body)
+                await caller.sends(body)
                 answer = await caller.gets_all()
             if streams:
                 assert b"data: [DONE]" in answer
             last = max(re.findall(rb'{"text.*}', answer), key=len)
-            told = json.loads(last)
-            return len(told["output_ids"]), told["meta_info"]["finish_reason"]["type"]
+            last_event = json.loads(last)
+            return len(last_event["output_ids"]), last_event["meta_info"]["finish_reason"]["type"]
 
-        found = await asyncio.gather(*(tokens(cut) for cut in range(len(said) + 1)))
+        found = await asyncio.gather(*(tokens(cut) for cut in range(len(sent) + 1)))
     expected = (
-        [(0, "abort")] * ends[0] + [(1, "abort")] * (ends[1] - ends[0]) + [(3, "length")] * (len(said) + 1 - ends[1])
+        [(0, "abort")] * ends[0] + [(1, "abort")] * (ends[1] - ends[0]) + [(3, "length")] * (len(sent) + 1 - ends[1])
     )
     assert expected == found
-    assert len(said) == len(aborted), "whose end was not heard is aborted"
+    assert len(sent) == len(aborted), "whose end was not heard is aborted"
 
 
 async def test_caller_may_leave_at_any_byte_of_its_request() -> None:
@@ -633,11 +633,11 @@ async def test_caller_may_leave_at_any_byte_of_its_request() -> None:
 
         async def leave_after(sent: int) -> None:
             async with calling(port) as caller:
-                await caller.says(ASKED[:sent])
+                await caller.sends(ASKED[:sent])
 
         await asyncio.gather(*(leave_after(sent) for sent in range(len(ASKED) + 1)))
         async with calling(port) as caller:
-            await caller.says(ASKED)
+            await caller.sends(ASKED)
             await caller.gets(status=200)
         await until(lambda: gate.in_flight == 0)
 
@@ -645,21 +645,21 @@ async def test_caller_may_leave_at_any_byte_of_its_request() -> None:
 @pytest.mark.parametrize("before", [b"", b"HTTP/1.1 100 Continue\r\n\r\n", b"HTTP/1.1 103 Early Hints\r\nX: y\r\n\r\n"])
 async def test_whole_answer_is_taken_however_it_is_framed(before: bytes) -> None:
     async with gate_before(before + STREAM + WHOLE) as (port, aborted), calling(port) as caller:
-        await caller.says(ASKED)
+        await caller.sends(ASKED)
         answer = json.loads(await caller.gets(status=200))
         assert ("length", 3) == (answer["meta_info"]["finish_reason"]["type"], len(answer["output_ids"]))
         assert [] == aborted
 
 
 async def test_long_error_of_an_engine_is_cut() -> None:
-    says = b"HTTP/1.1 422 No\r\nContent-Length: 1000000\r\n\r\n" + b"e" * 1_000_000
-    async with gate_before(says) as (port, aborted), calling(port) as caller:
-        await caller.says(ASKED)
+    sent = b"HTTP/1.1 422 No\r\nContent-Length: 1000000\r\n\r\n" + b"e" * 1_000_000
+    async with gate_before(sent) as (port, aborted), calling(port) as caller:
+        await caller.sends(ASKED)
         assert 60_000 < len(await caller.gets(status=422)) < 70_000
         assert 1 == len(aborted), "the rest of it is not waited for"
 
 
-async def test_error_of_an_engine_that_has_no_end_is_told_at_its_limit() -> None:
+async def test_error_of_an_engine_that_has_no_end_is_reported_at_its_limit() -> None:
     """The request was held, and counted, for as long as the engine went on."""
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -675,7 +675,7 @@ async def test_error_of_an_engine_that_has_no_end_is_told_at_its_limit() -> None
     engine = await asyncio.start_server(answer, "127.0.0.1", 0)
     async with engine, DataPort(gate.serve).listening("127.0.0.1", 0) as port, calling(port) as caller:
         gate.open(Backend(f"http://127.0.0.1:{engine.sockets[0].getsockname()[1]}", "a", WeightVersion(0, 1), forget))
-        await caller.says(ASKED)
+        await caller.sends(ASKED)
         assert 60_000 < len(await caller.gets(status=500)) < 70_000
         await until(lambda: gate.in_flight == 0)
         gate.close()
@@ -688,9 +688,9 @@ async def forget(rid: str) -> None:
 @pytest.mark.parametrize("status", [201, 204, 302, 304, 600, 999])
 async def test_status_that_is_no_answer_to_a_request_is_not_relayed(status: int) -> None:
     """A 204 with a body broke the caller's framing, and no client knows a 999."""
-    says = b"HTTP/1.1 %d Odd\r\nContent-Length: 3\r\n\r\nabc" % status
-    async with gate_before(says) as (port, _), calling(port) as caller:
-        await caller.says(ASKED)
+    sent = b"HTTP/1.1 %d Odd\r\nContent-Length: 3\r\n\r\nabc" % status
+    async with gate_before(sent) as (port, _), calling(port) as caller:
+        await caller.sends(ASKED)
         await caller.gets(status=502)
 
 
@@ -699,29 +699,29 @@ async def test_caller_that_reads_late_stops_the_engine_and_gets_all_of_it() -> N
     gate = Gate()
     async with gate_before(STREAM + b"".join(pieces) + WHOLE, gate) as (port, aborted), calling(port) as caller:
         body = b'{"input_ids":[1],"stream":true}'
-        await caller.says(b"POST /generate HTTP/1.1\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body))
+        await caller.sends(b"POST /generate HTTP/1.1\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body))
         await until(lambda: any(it._connection is not None and it._connection._is_paused for it in gate._running))
         async with asyncio.timeout(DEADLINE_S):
-            said = b""
-            while not said.endswith(b"\r\n0\r\n\r\n"):
-                said += await caller.reader.read(65536)
-        assert len(pieces) + 3 == said.count(b"data: ")
+            received = b""
+            while not received.endswith(b"\r\n0\r\n\r\n"):
+                received += await caller.reader.read(65536)
+        assert len(pieces) + 3 == received.count(b"data: ")
         assert [] == aborted
 
 
 async def test_requests_and_connections_leave_nothing_that_a_collector_would_have_to_find() -> None:
     """An agent's looks seldom. Whole answers, one that broke off, and what is no request."""
-    ours, said = {Call, CallerConnection, Deadline, Running, UpstreamConnection}, STREAM + WHOLE
+    ours, sent = {Call, CallerConnection, Deadline, Running, UpstreamConnection}, STREAM + WHOLE
     gc.collect()
     gc.disable()
     try:
-        async with gate_before(said, is_cut=True) as (port, _):
-            for cut in (len(said), len(said) // 2):
+        async with gate_before(sent, is_cut=True) as (port, _):
+            for cut in (len(sent), len(sent) // 2):
                 async with calling(port) as caller:
                     body = b'{"input_ids":[%d]}' % cut
-                    await caller.says(b"POST /generate HTTP/1.1\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body))
+                    await caller.sends(b"POST /generate HTTP/1.1\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body))
                     await caller.gets(status=200)
-                    await caller.says(b"no request\r\n\r\n")
+                    await caller.sends(b"no request\r\n\r\n")
                     await caller.gets(status=400)
             await until(lambda: not any(type(it) in ours for it in gc.get_objects()))
     finally:
@@ -757,7 +757,7 @@ def test_turns_go_to_who_waits_longest_and_to_nobody_who_left() -> None:
 
 
 def test_past_what_turns_may_hold_together_the_first_goes_on_alone() -> None:
-    """Of 64 chunks of 64 MiB, each had its turn: eight times the memory that an agent has."""
+    """Each of 64 chunks of 64 MiB had its turn: eight times the memory that an agent has."""
     turns, called = Limiter(3, 100), list[str]()
     for who in "abcd":
         turns.ask(who, lambda who=who: called.append(who))  # type: ignore[misc]

@@ -94,14 +94,14 @@ class Scene:
 
     async def stream(self, *, path: str = "/generate", **request: Any) -> list[dict[str, Any]]:
         """Every event of a streamed answer, which must end with [DONE]."""
-        said: list[dict[str, Any]] = []
+        received: list[dict[str, Any]] = []
         async with self.session.post(self.url + path, json=PROMPTS[path] | request | {"stream": True}) as answer:
             assert (200, "text/event-stream") == (answer.status, answer.content_type)
             async for event in events(answer.content):
                 if event == DONE:
-                    return said
-                said.append(json.loads(event))
-        raise AssertionError(f"a stream without an end, after {said[-1:]}")
+                    return received
+                received.append(json.loads(event))
+        raise AssertionError(f"a stream without an end, after {received[-1:]}")
 
     async def until(self, is_so: Callable[[], bool]) -> None:
         async with asyncio.timeout(DEADLINE_S):
@@ -244,7 +244,7 @@ async def test_request_for_which_the_gate_has_no_descriptor_is_told_to_come_late
         statuses = [(await scene.post())[0] for _ in range(3)]
     assert [429, 429, 429] == statuses
     assert 0 == scene.gate.in_flight
-    assert 1 == [record.message for record in caplog.records].count("no descriptor for a connection to the engine")
+    assert 1 == [record.message for record in caplog.records].count("descriptors exhausted")
     assert 200 == (await scene.post())[0]
 
 
@@ -344,7 +344,7 @@ async def test_body_over_the_limit_is_refused(scene: Scene) -> None:
     assert 0 == scene.gate.in_flight
 
 
-async def test_state_is_told_at_once_and_on_each_change(scene: Scene) -> None:
+async def test_state_is_reported_at_once_and_on_each_change(scene: Scene) -> None:
     async with scene.session.get(f"{scene.url}/v1/gate") as answer:
         states = [GateState.model_validate_json(await answer.content.readline())]
         scene.gate.close()
@@ -437,7 +437,7 @@ async def test_switch_ends_a_request_with_what_was_generated(scene: Scene, path:
 
 @pytest.mark.parametrize("streams", [False, True])
 @pytest.mark.parametrize("fault", ["cut", "torn"])
-async def test_h17_h58_engine_that_is_lost_in_a_request_leaves_what_it_said(
+async def test_h17_h58_engine_that_is_lost_in_a_request_leaves_what_it_sent(
     scene: Scene, fault: str, streams: bool
 ) -> None:
     scene.engine.faults["/generate"] = fault
@@ -526,7 +526,7 @@ async def test_h38_tokens_of_a_caller_that_left_are_counted_as_wasted(scene: Sce
 
 
 async def test_caller_that_does_not_read_its_stream_holds_up_no_switch(scene: Scene) -> None:
-    """Without a deadline it kept the count above zero, and past settleSeconds that costs the engine."""
+    """It kept the count above zero without a deadline, and past settleSeconds that costs the engine."""
     host, _, port = scene.url.removeprefix("http://").partition(":")
     body = json.dumps({"input_ids": PROMPT, "sampling_params": ENDLESS, "return_logprob": True, "stream": True})
     reader, writer = await asyncio.open_connection(host, int(port), limit=1024)
@@ -777,15 +777,15 @@ async def test_a_status_that_no_engine_has_breaks_its_own_exchange_alone(status:
         assert [UpstreamLost, int] * 3 == [type(each) for each in ended]
 
 
-@pytest.mark.parametrize("says", [b"HTTP/1.1 200 OK", b"HTTP/1.1 500 Internal"])
+@pytest.mark.parametrize("sent", [b"HTTP/1.1 200 OK", b"HTTP/1.1 500 Internal"])
 async def test_an_answer_that_comes_for_ever_and_never_gets_on_has_lost_the_request(
-    says: bytes, monkeypatch: pytest.MonkeyPatch
+    sent: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each byte of it gave the engine its whole time to be silent once more."""
     monkeypatch.setattr("colocated_rl_agent.gate.upstream.SILENCE_S", 0.05)
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        writer.write(says + b"\r\nContent-Type: text/event-stream\r\n\r\n")
+        writer.write(sent + b"\r\nContent-Type: text/event-stream\r\n\r\n")
         with closing(writer), suppress(ConnectionError):
             while not reader.at_eof():
                 writer.write(b":\n\n")
@@ -829,19 +829,19 @@ async def test_of_a_body_one_copy_is_held_while_the_engine_answers(scene: Scene)
 
 def test_comments_without_an_end_are_no_engines() -> None:
     """They held a request for as long as they came."""
-    said = ServerSentEvents()
+    parsed = ServerSentEvents()
     comment = b":" + bytes(1021) + b"\n\n"
     for _ in range(MAX_COMMENT_BYTES // len(comment)):
-        assert [b"1"] == said.feed(comment + b"data: 1\n\n")
+        assert [b"1"] == parsed.feed(comment + b"data: 1\n\n")
     with pytest.raises(GateRefusal, match="that are no data"):
-        said.feed(comment)
+        parsed.feed(comment)
 
 
 def test_chunk_without_an_end_is_no_engines() -> None:
-    said = ServerSentEvents()
-    assert [] == said.feed(b"data: " + bytes(MAX_EVENT_BYTES - 6))
+    parsed = ServerSentEvents()
+    assert [] == parsed.feed(b"data: " + bytes(MAX_EVENT_BYTES - 6))
     with pytest.raises(GateRefusal, match="a chunk of more than"):
-        said.feed(b"x")
+        parsed.feed(b"x")
 
 
 def anything(*names: str) -> st.SearchStrategy[bytes]:
@@ -875,12 +875,12 @@ def test_any_body_becomes_a_request_of_ours_or_a_400(dialect: Dialect, body: byt
 
 
 @given(st.sampled_from(DIALECTS), st.lists(anything(*SAID), max_size=4))
-def test_whatever_an_engine_says_there_is_an_answer_or_an_error(dialect: Dialect, said: list[bytes]) -> None:
+def test_whatever_an_engine_says_there_is_an_answer_or_an_error(dialect: Dialect, sent: list[bytes]) -> None:
     request = dialect.request(json.dumps(PROMPTS[dialect.path]).encode())
     reply = dialect.reply(request, VERSION)
     answer: Any = {}
     try:
-        for event in said:
+        for event in sent:
             reply.take(event)
         answer = json.loads(reply.answer())
     except GateRefusal:
@@ -915,9 +915,12 @@ def test_whatever_is_sent_to_a_gate_it_stays_up_and_answers_no_500(tmp_path: Pat
                 writer.write(data + b"\r\n\r\n")
                 writer.write_eof()
                 async with asyncio.timeout(DEADLINE_S):
-                    said = await reader.readline()
+                    status_line = await reader.readline()
                 writer.transport.abort()
-                assert not said.startswith(b"HTTP/1.1 5") or said.startswith(b"HTTP/1.1 501"), (data, said)
+                assert not status_line.startswith(b"HTTP/1.1 5") or status_line.startswith(b"HTTP/1.1 501"), (
+                    data,
+                    status_line,
+                )
             assert 200 == (await it.post(sampling_params=SHORT))[0]
             assert 0 == it.gate.in_flight
 
@@ -935,7 +938,9 @@ def test_whatever_is_sent_to_a_gate_it_stays_up_and_answers_no_500(tmp_path: Pat
         ({"type": "stop", "matched": 2}, None),
     ],
 )
-def test_h8_abort_of_a_switch_is_told_from_an_error_of_the_engine(reason: dict[str, Any], status: int | None) -> None:
+def test_h8_abort_of_a_switch_is_distinguished_from_an_error_of_the_engine(
+    reason: dict[str, Any], status: int | None
+) -> None:
     reply = Native().reply(Native().request(b'{"input_ids":[1]}'), VERSION)
     reply.take(json.dumps({"output_ids": [4], "meta_info": {"id": "r", "finish_reason": reason}}).encode())
     if status is None:
@@ -970,12 +975,12 @@ def test_pieces_of_a_chat_become_one_message() -> None:
 def test_h27_chat_whose_log_probabilities_are_not_those_of_its_tokens_is_no_answer() -> None:
     """The engine's streams of chats have none for a token that only begins a character: one went missing in silence."""
     chat = DIALECTS[2]
-    for told in (2, 1):
+    for count in (2, 1):
         reply = chat.reply(chat.request(b'{"messages":[],"logprobs":true}'), VERSION)
-        logprobs = {"content": [{"token": "\ufffd", "logprob": -1.0, "top_logprobs": []}] * told}
+        logprobs = {"content": [{"token": "\ufffd", "logprob": -1.0, "top_logprobs": []}] * count}
         piece = {"index": 0, "delta": {"content": "\u05c6"}, "logprobs": logprobs, "finish_reason": "length"}
         reply.take(json.dumps({"choices": [piece], "usage": {"completion_tokens": 2}}).encode())
-        if told == 2:
+        if count == 2:
             assert 2 == len(json.loads(reply.answer())["choices"][0]["logprobs"]["content"])
         else:
             with pytest.raises(GateRefusal, match="log-probabilities of 1 of 2 tokens") as refused:
@@ -1000,7 +1005,7 @@ class Unsearched(list[Any]):
 
 
 def test_a_log_probability_is_joined_without_a_search_through_those_before_it() -> None:
-    """Of 16,000 tokens that took the agent's event loop 1.5 s."""
+    """The search took the agent's event loop 1.5 s for 16,000 tokens."""
     whole: dict[str, Any] = {"content": Unsearched()}
     for place in range(3):
         join(whole, {"content": [{"token": str(place), "logprob": -1.0}, None, {"index": -0.5}]})

@@ -15,6 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from builders import TOGETHER
+from colocated_rl_agent.agent import Agent
+from colocated_rl_agent.planner import actions as do
+from colocated_rl_agent.runner.runner_link import ChildExited
 from colocated_rl_api.facts import EngineState
 from colocated_rl_api.ladder import TIME_SLICED, Ladder, ladder_for
 from colocated_rl_api.member_wire import Refusal
@@ -56,7 +59,7 @@ class Life:
         self.version = await self.pod.climb(self.version, to)
 
     async def skip_barriers(self, to: Rung) -> None:
-        """What no plan does: straight to a rung, waiting for nothing."""
+        """Send a target straight to a rung, without waiting for any barrier, which no plan does."""
         self.pod.epoch += 1
         self.pod.send(self.pod.target(self.version, to))
 
@@ -79,7 +82,7 @@ class Life:
             self.pod.trainer.faults[route] = fault
 
     def engine_is_known(self) -> bool:
-        """If it is dead, the agent has heard of it."""
+        """Return whether the agent knows the engine's state: if the engine is dead, the agent has heard of it."""
         return self.pod.engine is not None or all(
             engine.state is EngineState.ABSENT for engine in self.pod.facts.engines
         )
@@ -240,7 +243,7 @@ RELEASES = ("/release_memory_occupation", "/resume_memory_occupation")
 
 
 async def serving_engine(pod: SmallPod) -> FakeEngine:
-    """At V0. Its calls are counted from here on."""
+    """Return the engine once it serves V0. Its calls are counted from here on."""
     await pod.climb(V0)
     assert pod.engine is not None
     pod.engine.calls.clear()
@@ -356,6 +359,44 @@ async def test_h22_engine_that_says_another_version_than_it_was_given_is_replace
         await pod.restart_agent(orderly=False)
         await pod.climb(V1)
         assert engine is not pod.engine, "when an agent finds it"
+        assert "length" == await pod.ask(tokens=4)
+        assert [] == pod.broken
+
+
+RELEASING = (do.Release, do.Resume)
+
+
+@pytest.mark.parametrize(
+    ("placement", "chosen"),
+    [
+        (placement, action)
+        for placement in TOGETHER
+        for action in (do.AwaitEngine, do.AbortAll, do.Pause, do.Flush, do.Update, do.Continue, *RELEASING)
+        if placement is Placement.TIME_SLICED or action not in RELEASING
+    ],
+)
+async def test_engine_that_ends_between_the_choice_of_an_action_and_its_beginning_is_replaced(
+    placement: Placement, chosen: type[do.EngineAction], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with small_pod(**OFFLOADS[placement]) as pod:
+        ended: list[str] = []
+
+        def end_engine(agent: Agent, action: do.LaneAction) -> None:
+            put_in_lane(agent, action)
+            incarnation = agent._engine.view.incarnation
+            if isinstance(action, chosen) and not ended and incarnation is not None:
+                ended.append(incarnation)
+                pod._ends("engine-0", 1)
+                agent._on_runner(ChildExited(event="exited", name="engine-0", incarnation=incarnation, code=1, tail=[]))
+
+        put_in_lane = Agent._put_in_lane
+        monkeypatch.setattr(Agent, "_put_in_lane", end_engine)
+        await pod.climb(V0)
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(pod.ask(tokens=4000))
+            await pod.news(lambda: pod.agent._gate.in_flight == 1)
+            await pod.climb(V1)
+        assert 1 == len(ended)
         assert "length" == await pod.ask(tokens=4)
         assert [] == pod.broken
 
@@ -481,6 +522,7 @@ async def test_figures_tell_a_life() -> None:
         for rung in (Rung.PAUSED, Rung.DRAINED, Rung.RELEASED, Rung.OFFLOADED):
             assert figure("rung_seconds_count", rung=rung) >= 1
         assert 1 == figure("engine_call_seconds_count", call="release")
+        assert figure("barrier_wait_seconds_total") > pod.facts.waited_s > 0
 
 
 async def test_h11_engine_that_somebody_continued_while_it_was_off_is_replaced() -> None:
@@ -510,8 +552,8 @@ async def test_starts_that_fail_come_later_each_time_and_are_counted() -> None:
             return TIME_SLICED.standing(pod.facts, V0) is Rung.SERVING
 
         await pod.news(note)
-        assert any("2 times since it last served, the next start in 1 s" in said for said in problems)
-        assert any("3 times since it last served, the next start in 2 s" in said for said in problems)
+        assert any("2 times since it last served, the next start in 1 s" in text for text in problems)
+        assert any("3 times since it last served, the next start in 2 s" in text for text in problems)
         assert [] == pod.broken
 
 

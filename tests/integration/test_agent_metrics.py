@@ -1,4 +1,4 @@
-"""What a real agent shows Prometheus while its pod climbs."""
+"""These tests read the metrics of a real agent while its pod climbs."""
 
 from __future__ import annotations
 
@@ -60,6 +60,8 @@ async def test_steps_are_at_risk_until_a_checkpoint_holds_them(tmp_path_factory:
         await it.until(lambda facts: facts.trainers[0].saved == 2, "saved")
         names = ("colocate_unsaved_steps", "colocate_unsaved_seconds", "colocate_checkpoint_write_seconds_count")
         assert [0, 0, 1] == [await shown(name) for name in names]
+        held = [await shown(f'colocate_child_memory_bytes{{child="{child}"}}') for child in ("engine-0", "trainer-0")]
+        assert all(bytes_ is not None and bytes_ > 1_000_000 for bytes_ in held), "as of the switches before"
 
 
 async def test_the_devices_of_a_pod_belong_to_one_holder_after_the_other(

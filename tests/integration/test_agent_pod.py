@@ -93,12 +93,15 @@ async def test_h21_group_waits_at_each_barrier_for_its_slow_replica(net: Network
         fast, slow = [await stack.enter_async_context(pod(net, make_job(replicas=2), replica=n)) for n in (0, 1)]
         group = Group([fast, slow])
         await group.climb(V0)
+        assert fast.now is not None
+        assert slow.now is not None
+        waited_s = fast.now.waited_s, slow.now.waited_s
         slow.trainer_fault("train", "slow")
         await group.climb(V1, to=Rung.TRAINED)
-        assert slow.now is not None
         assert slow.now.took_s[Rung.TRAINED] > 0.9
         assert Rung.TRAINED == fast.standings(V1, epoch=group.epoch)[-1], "trained, and not a rung further"
         await group.go_on(V1)
+        assert fast.now.waited_s - waited_s[0] > slow.now.waited_s - waited_s[1], "the straggler waits the least"
         assert {"/v1/batches/1?shard=0", "/v1/batches/1?shard=1"} == set(net.served)
 
 
@@ -111,6 +114,31 @@ async def test_h46_target_of_an_older_epoch_changes_nothing(net: Network) -> Non
         await group.news(lambda: bool(it.refusals))
         assert ("StaleEpoch", 7) == (it.refusals[0].reason, it.refusals[0].highest_epoch)
         assert (200, "0-1") == await served_version(it)
+
+
+async def test_f47_nobody_asks_an_engine_for_its_health_while_it_starts_or_is_off(net: Network) -> None:
+    """With weights released, /health would fail or kill it; and each good answer costs a token."""
+    async with pod(net, make_job()) as it:
+        group = Group([it])
+        await group.climb(V0)
+        it.trainer_fault("train", "slow")
+        await group.climb(V1)
+        assert "/release_memory_occupation" in (calls := await it.engine_calls())
+        assert [] == [call for call in calls if call.startswith("/health")]
+
+
+async def test_f2_target_of_an_older_epoch_opens_no_gate(net: Network) -> None:
+    async with pod(net, make_job()) as it:
+        group = Group([it])
+        await group.climb(V0)
+        old = group.target(V0, Rung.SERVING)
+        await group.climb(V1, to=Rung.RELEASED)
+        before = len(it.refusals)
+        await it.send(old)
+        await group.news(lambda: len(it.refusals) > before)
+        assert (503, {"error": "closed", "epoch": 2}) == await it.generate(input_ids=PROMPT)
+        await group.go_on(V1)
+        assert (200, "1-1") == await served_version(it)
 
 
 async def test_older_epoch_is_refused_by_a_restarted_agent_too(net: Network) -> None:
@@ -299,6 +327,24 @@ async def test_trainer_that_hangs_is_stopped_at_its_deadline(net: Network) -> No
         assert (TrainerState.ABSENT, -9, 1) == trainer_of(facts)
 
 
+async def test_trainer_that_stalls_says_where_it_stands_until_it_goes_on(net: Network) -> None:
+    async with pod(net, make_job()) as it:
+        group = Group([it])
+        await group.climb(V0)
+        it.trainer_fault("train", "stall")
+        await group.set_out(V1, Rung.TRAINED, after=Rung.RELEASED)
+        facts = await it.until(lambda facts: facts.trainers[0].stalled is not None, "stalled")
+        assert (3, "TrainerStalled") == (facts.trainers[0].stalled, facts.problem.reason if facts.problem else "")
+        assert facts.problem is not None
+        assert (
+            "rank 0 has not got on for 90 s, and never stood still for more than 0.2 s in a finished step; it is in "
+            "all_reduce (group.py:7)" == facts.problem.message
+        )
+        (it.directories.sockets / "go").touch()
+        facts = await it.until(lambda facts: facts.trainers[0].step == 1, "trained")
+        assert (None, None) == (facts.trainers[0].stalled, facts.problem)
+
+
 async def test_new_lineage_interrupts_a_step_that_waits_for_a_dead_peer(net: Network) -> None:
     async with pod(net, make_job()) as it:
         group = Group([it])
@@ -364,7 +410,7 @@ def device(tmp_path: Path) -> Device:
 async def test_device_memory_is_measured_through_a_switch(
     net: Network, device: Device, offload: list[str], kept: float
 ) -> None:
-    """What the job does not offload is not missed."""
+    """Memory that the job does not offload is not expected to come free."""
     async with pod(net, make_job(gpus={"count": 1}, rollout={"offload": offload}), device=device) as it:
         group = Group([it])
         await group.climb(V0)
@@ -397,7 +443,7 @@ async def test_f54_engine_over_two_devices_and_a_rank_on_each_of_them_take_turns
         it.trainer_fault("offload", "leaks")  # one of them, on its device
         await group.set_out(WeightVersion(2, 1), Rung.UPDATED, after=Rung.EXPORTED)
         await it.until(lambda facts: all(rank.exit_code is not None for rank in facts.trainers), "trainers stopped")
-        assert any("free after the offload" in said.problem.message for said in it.facts if said.problem)
+        assert any("free after the offload" in each.problem.message for each in it.facts if each.problem)
 
 
 async def test_h43_release_that_frees_nothing_costs_the_engine_and_lets_no_trainer_in(
@@ -436,9 +482,9 @@ async def test_trainer_that_leaves_no_room_for_the_engine_is_stopped(net: Networ
         await group.set_out(V1, Rung.UPDATED, after=Rung.EXPORTED)
         facts = await it.until(lambda facts: facts.trainers[0].exit_code is not None, "trainer stopped")
         assert (TrainerState.ABSENT, -9, 1) == trainer_of(facts)
-        assert any("free after the offload" in said.problem.message for said in it.facts if said.problem)
-        trained = [said for said in it.facts if said.trainers and said.trainers[0].step == 1]
-        assert all(said.engines[0].weights is TagState.RELEASED for said in trained)
+        assert any("free after the offload" in each.problem.message for each in it.facts if each.problem)
+        trained = [each for each in it.facts if each.trainers and each.trainers[0].step == 1]
+        assert all(each.engines[0].weights is TagState.RELEASED for each in trained)
         await group.climb(WeightVersion(1, 2))
         assert (200, "1-2") == await served_version(it)
 
@@ -475,8 +521,8 @@ async def test_goal_stop_ends_children_and_runner_with_code_0_and_nothing_to_war
         async with asyncio.timeout(DEADLINE_S):
             assert 0 == await it.runner.wait()
         await it.restart_agent(signal.SIGTERM)
-        said = [json.loads(line) for line in it.log.read_text().splitlines() if line.startswith("{")]
-        assert [] == [line for line in said if line.get("level") not in ("info", None)]
+        lines = [json.loads(line) for line in it.log.read_text().splitlines() if line.startswith("{")]
+        assert [] == [line for line in lines if line.get("level") not in ("info", None)]
 
 
 async def test_terminated_container_hands_back_what_is_in_flight_before_it_ends(net: Network) -> None:
@@ -506,7 +552,7 @@ async def test_secrets_are_in_no_log(net: Network) -> None:
 
 
 def exports(it: Pod) -> list[str]:
-    """What is on the volume; an agent makes room once the engine has what is newer."""
+    """Return the exports on the volume; an agent makes room once the engine has newer ones."""
     return sorted(path.name for path in it.directories.weights.iterdir())
 
 

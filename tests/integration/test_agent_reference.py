@@ -92,7 +92,7 @@ async def test_agent_that_restarts_while_a_batch_is_scored_goes_on_with_it(net: 
         assert (1, 1) == (it.now.trainers[0].step, it.now.trainers[0].scored)
 
 
-async def test_trainer_that_dies_while_it_scores_is_told_and_the_next_lineage_scores_again(net: Network) -> None:
+async def test_trainer_that_dies_while_it_scores_is_reported_and_the_next_lineage_scores_again(net: Network) -> None:
     async with pod(net, scored_job()) as it:
         group = Group([it])
         await group.climb(V0)

@@ -144,6 +144,22 @@ def children(pid: int) -> str:
     return Path(f"/proc/{pid}/task/{pid}/children").read_text()
 
 
+async def test_memory_that_an_earlier_container_left_is_freed_at_the_start_of_the_next(tmp_path: Path) -> None:
+    """Files of shared memory outlive a container that was killed, and its pod was charged for them for good."""
+    shm, elsewhere = tmp_path / "shm", tmp_path / "elsewhere"
+    (shm / "of/a/library").mkdir(parents=True)
+    elsewhere.mkdir()
+    for path in (shm / "nccl-1", shm / "of/a/library/segment", elsewhere / "kept"):
+        path.write_bytes(b"data")
+    (shm / "link").symlink_to(elsewhere)
+    (shm / "of/link").symlink_to(elsewhere / "kept")
+    async with container(tmp_path, env={runner.WIPED: str(shm)}):
+        assert [] == [*shm.iterdir()]
+        assert b"data" == (elsewhere / "kept").read_bytes()
+        (shm / "new").touch()
+    assert (shm / "new").exists()
+
+
 async def test_child_runs_with_its_own_environment_and_reports_its_exit(tmp_path: Path) -> None:
     async with container(tmp_path) as it:
         script = "import os; print(os.environ['A'], os.environ.get('LEAKED')); raise SystemExit(3)"
@@ -152,7 +168,7 @@ async def test_child_runs_with_its_own_environment_and_reports_its_exit(tmp_path
         assert (3, ("b None",)) == (exited.code, exited.tail)
 
 
-async def test_a_fork_that_fails_is_told_and_what_runs_goes_on(tmp_path: Path) -> None:
+async def test_a_fork_that_fails_is_reported_and_what_runs_goes_on(tmp_path: Path) -> None:
     async with container(tmp_path, before=[refusing_kernel.__file__, "forks"]) as it:
         waits = [sys.executable, "-c", "input()"]
         running = await it.link.start("engine-0", [sys.executable, "-c", "import time; time.sleep(600)"], {})
@@ -186,12 +202,12 @@ async def test_runner_whose_output_nobody_reads_goes_on_and_says_what_was_lost(t
     os.mkfifo(tmp_path / "output")
     reader = os.open(tmp_path / "output", os.O_RDONLY | os.O_NONBLOCK)  # or to open it would wait for the runner
     os.set_blocking(reader, True)
-    said = bytearray()
+    output = bytearray()
 
     async def hear(words: bytes) -> None:
         async with asyncio.timeout(DEADLINE_S):
-            while words not in said:
-                said.extend(await asyncio.to_thread(os.read, reader, 1 << 20))
+            while words not in output:
+                output.extend(await asyncio.to_thread(os.read, reader, 1 << 20))
 
     try:
         async with container(tmp_path) as it:
@@ -199,7 +215,7 @@ async def test_runner_whose_output_nobody_reads_goes_on_and_says_what_was_lost(t
             loud = await it.link.start("engine-0", [sys.executable, "-c", print_more], {})
             assert 0 == (await it.exited(loud)).code
             await hear(b'"event": "output lost", "role": "runner", "lines": ')
-            assert runner.MAX_UNREAD < len(said) < 2 * runner.MAX_UNREAD, "what it kept, and no more"
+            assert runner.MAX_UNREAD < len(output) < 2 * runner.MAX_UNREAD, "what it kept, and no more"
             await it.link.start("engine-0", ["echo", "it", "reads", "again"], {})
             await hear(b"[engine-0] it reads again\n")
             await it.link.exit(7)
@@ -221,8 +237,8 @@ async def test_secret_is_not_cut_in_two_where_a_long_line_is(tmp_path: Path) -> 
         script = f"print('x' * {runner.MAX_OUTPUT_LINE - 4} + 'hunter22' + 'y' * 9000, end='')"
         incarnation = await it.link.start("engine-0", [sys.executable, "-c", script], {}, secrets=["hunter22"])
         await it.exited(incarnation)
-        said = it.output.read_text().replace("\n[engine-0] ", "")
-        assert "xxx***yyy" in said
+        output = it.output.read_text().replace("\n[engine-0] ", "")
+        assert "xxx***yyy" in output
 
 
 async def test_progress_bar_in_the_output_is_shown_as_it_ended(tmp_path: Path) -> None:
@@ -335,7 +351,7 @@ async def test_running_name_is_not_started_twice(tmp_path: Path) -> None:
         assert first != await it.link.start("engine-0", SLEEP, {})
 
 
-async def test_child_whose_start_was_answered_too_late_is_told_of_again(tmp_path: Path) -> None:
+async def test_child_whose_start_was_answered_too_late_is_reported_again(tmp_path: Path) -> None:
     """It ran on, unknown to an agent that took it for absent: no other could be started, and it held the device."""
     async with container(tmp_path, call_s=0.2) as it:
         it.process.send_signal(signal.SIGSTOP)
@@ -353,7 +369,7 @@ async def test_command_that_does_not_exist_is_refused_by_name(tmp_path: Path) ->
             await it.link.start("engine-0", ["/no/such/engine"], {})
 
 
-async def test_children_outlive_the_agent_and_are_told_to_the_next_one(tmp_path: Path) -> None:
+async def test_children_outlive_the_agent_and_are_reported_to_the_next_one(tmp_path: Path) -> None:
     async with container(tmp_path) as it:
         alive = await it.link.start("engine-0", SLEEP, {})
         dead = await it.link.start("trainer-0", [sys.executable, "-c", "print('bye')"], {})
@@ -392,7 +408,7 @@ async def test_word_of_the_agent_ends_children_and_runner_with_its_code(tmp_path
             assert 0 == await it.process.wait()
 
 
-async def test_sigterm_is_told_to_the_agent_and_children_go_on_until_its_word(tmp_path: Path) -> None:
+async def test_sigterm_is_reported_to_the_agent_and_children_go_on_until_its_word(tmp_path: Path) -> None:
     async with container(tmp_path, grace_s=600) as it:
         incarnation = await it.link.start("engine-0", SLEEP, {})
         it.process.terminate()
@@ -405,7 +421,7 @@ async def test_sigterm_is_told_to_the_agent_and_children_go_on_until_its_word(tm
             assert 143 == await it.process.wait()
 
 
-async def test_who_ends_all_of_a_container_is_told_of_before_the_exits(tmp_path: Path) -> None:
+async def test_who_ends_all_of_a_container_is_reported_before_the_exits(tmp_path: Path) -> None:
     """A child that got the signal too has not failed."""
     async with container(tmp_path) as it:
         script = f"import os, time; open({str(tmp_path / 'pid')!r}, 'w').write(f'{{os.getpid()}}\\n'); time.sleep(600)"
@@ -419,8 +435,8 @@ async def test_who_ends_all_of_a_container_is_told_of_before_the_exits(tmp_path:
         it.process.terminate()
         it.process.send_signal(signal.SIGCONT)
         assert -signal.SIGTERM == (await it.exited(incarnation)).code
-        told = [type(event) for event in it.events]
-        assert told.index(RunnerTerminating) < told.index(ChildExited)
+        kinds = [type(event) for event in it.events]
+        assert kinds.index(RunnerTerminating) < kinds.index(ChildExited)
 
 
 async def test_children_end_near_the_end_of_grace_without_any_word(tmp_path: Path) -> None:
@@ -515,6 +531,21 @@ async def test_what_left_the_group_of_a_child_does_not_hold_up_its_end(tmp_path:
         await until(lambda: not is_alive(pid))
 
 
+async def test_host_memory_is_that_of_a_child_and_all_that_it_started(tmp_path: Path) -> None:
+    """A worker in a group of its own holds memory, too, as those of an engine do."""
+    holds = f"held = bytearray(b'x') * (64 << 20); open({str(tmp_path / 'up')!r}, 'w').write('up\\n');"
+    worker = f"import time; {holds} time.sleep(600)"
+    leader = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {worker!r}], start_new_session=True)"
+    async with container(tmp_path) as it:
+        await it.link.start("trainer-0", SLEEP, {})
+        await it.link.start("engine-0", [sys.executable, "-c", leader], {})
+        await file_line(tmp_path / "up")
+        found = await it.link.memory()
+        assert {"engine-0", "trainer-0"} == set(found)
+        assert 64 << 20 < found["engine-0"] < 256 << 20
+        assert 0 < found["trainer-0"] < 64 << 20
+
+
 async def test_device_memory_is_unmeasured_without_a_driver(tmp_path: Path) -> None:
     async with container(tmp_path, env={"LD_LIBRARY_PATH": "", "FAKE_DEVICE": ""}) as it:
         found = await it.link.devices()
@@ -554,7 +585,7 @@ def test_runner_keeps_to_the_syntax_of_old_pythons() -> None:
 
 
 def wake_up(pid: int) -> None:
-    """What a signal does to a runner, first of all that it finds when it looks."""
+    """Wake the runner as a signal does, which is the first thing that it finds when it looks."""
     ends = [(str(fd.readlink()), fd) for fd in Path(f"/proc/{pid}/fd").iterdir()]
     pipes = sorted(end for end in ends if end[0].startswith("pipe:"))
     own = next(second[1] for first, second in itertools.pairwise(pipes) if first[0] == second[0])

@@ -1,4 +1,6 @@
-"""Which weights a pod serves: checksums that the group compares, memory that is kept, updates that are not needed."""
+"""These tests show which weights a pod serves: checksums that the group compares,
+memory that is kept, needless updates.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,7 @@ def routes(pod: SmallPod) -> list[str]:
 
 
 @pytest.mark.parametrize("offload", [["Weights", "KVCache", "CUDAGraph"], ["KVCache"], []])
-async def test_f52_checksum_is_told_when_an_engine_starts_and_with_each_update(offload: list[str]) -> None:
+async def test_f52_checksum_is_reported_when_an_engine_starts_and_with_each_update(offload: list[str]) -> None:
     async with small_pod(**CHECKED, rollout={"offload": offload}) as pod:
         await pod.climb(V0, to=Rung.UPDATED)
         started_on = checksum(pod)
@@ -235,7 +237,7 @@ async def test_an_update_is_taken_by_an_engine_alone_and_not_judged_after_its_ag
         assert [] == pod.broken
 
 
-async def test_export_that_cannot_be_removed_is_said_and_costs_the_agent_nothing_else() -> None:
+async def test_export_that_cannot_be_removed_is_reported_and_costs_the_agent_nothing_else() -> None:
     """The agent died of it, each time that it came again."""
     async with small_pod() as pod:
         stays = pod.directories.weights / "9-9"
@@ -332,5 +334,5 @@ async def test_f67_engine_that_was_updated_when_its_agent_ended_is_not_updated_a
 
 
 def fresh_checksum(version: WeightVersion) -> str:
-    """Of an engine that holds what the trainer of a small pod exported."""
+    """Return the checksum of an engine that holds what the trainer of a small pod exported."""
     return weights_checksum(version.step + version.lineage / 8)

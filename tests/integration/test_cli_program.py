@@ -24,9 +24,12 @@ from pathlib import Path
 from typing import Any, NamedTuple, Self
 
 import pytest
+from prometheus_client import CollectorRegistry, generate_latest
 
 from builders import make_manifest
+from colocated_rl_agent.metrics import GpuSeconds
 from colocated_rl_api import names
+from colocated_rl_api.holders import PodHolder
 from colocated_rl_cli import __main__ as program
 from colocated_rl_cli import completion
 from colocated_rl_cli.base.errors import Exit
@@ -156,6 +159,42 @@ def test_one_frame_of_top_has_the_pods_and_what_is_learned(run: Run) -> None:
         assert part in done.stdout
 
 
+def test_the_cost_of_a_job_is_its_gpu_hours_by_who_had_them(run: Run, api: ClusterApi) -> None:
+    """The least that the same work would hold on GPUs of their own stands beside it: twice the longer side."""
+    seconds = GpuSeconds(2, clock=iter(range(0, 100_000, 1800)).__next__)
+    registry = CollectorRegistry()
+    for holder in (PodHolder.ROLLOUT, PodHolder.SWITCH, PodHolder.ROLLOUT, PodHolder.TRAINER, PodHolder.BOTH):
+        seconds.hold(holder)
+    registry.register(seconds)
+    figures = generate_latest(registry).decode()
+    api.pages["sums-gpu-0-0", "/metrics"] = f"HTTP/1.1 200 OK\n\n{figures}"
+    done = run("cost", "sums")
+    assert (Exit.FINE, "") == (done.code, done.stderr)
+    head, *rows = [line.split("   ") for line in done.stdout.split("\n\n")[0].splitlines()]
+    assert ["HOLDER", "GPU_HOURS", "SHARE"] == [word.strip() for word in head if word]
+    held = json.loads(run("cost", "sums", "-o", "json").stdout)
+    assert {"start-up": 1.0, "rollout": 2.0, "switch": 1.0, "training": 1.0} == {
+        holder: hours for holder, hours in held["held"].items() if holder != PodHolder.BOTH
+    }
+    both = held["held"][PodHolder.BOTH]
+    assert (5.0 + both, 2 * (2.0 + both)) == (held["total"], held["apart"])
+    assert len(held["held"]) == len(rows)
+
+
+def test_a_pod_that_gives_no_figures_is_named_beside_the_cost_of_the_others(run: Run, api: ClusterApi) -> None:
+    done = run("cost", "sums")
+    assert Exit.NO_ANSWER == done.code
+    assert "sums-gpu-0-0" in done.stderr
+    api.pods.append(_pod("gpu-1"))
+    api.pages["sums-gpu-1-0", "/metrics"] = 'HTTP/1.1 200 OK\n\ncolocate_gpu_seconds_total{holder="rollout"} 7200.0\n'
+    done = run("cost", "sums")
+    assert Exit.FINE == done.code
+    assert "without pod sums-gpu-0-0" in done.stderr
+    assert "2 GPU hours; on GPUs of their own rollout and training would hold 4" in done.stdout
+    api.pages["sums-gpu-1-0", "/metrics"] = "HTTP/1.1 200 OK\n\n"
+    assert "no pod of this job has a GPU" in run("cost", "sums").stdout
+
+
 def test_samples_and_evaluations_are_tables_json_and_yaml(run: Run, api: ClusterApi) -> None:
     done = run("samples", "sums", "--state", "trained", "--limit", "5")
     assert ["ID", "GROUP_ID", "STATE", "REWARD", "FINISH", "ATTEMPTS", "STEP", "REASON"] == done.stdout.split()[:8]
@@ -249,7 +288,7 @@ def test_a_failed_job_is_retried_and_no_other(run: Run, api: ClusterApi) -> None
 
 # ------------------------------------------------------------------------------------------------------ what goes wrong
 @pytest.mark.parametrize(
-    ("refused", "said"),
+    ("refused", "message"),
     [
         ({"/sums": 403}, "is refused; docs/cli.md lists the rights"),
         ({"/sums": 401}, "log in again, as for kubectl"),
@@ -259,13 +298,13 @@ def test_a_failed_job_is_retried_and_no_other(run: Run, api: ClusterApi) -> None
     ],
 )
 def test_what_the_server_refuses_is_code_3_with_what_to_do(
-    run: Run, api: ClusterApi, refused: dict[str, int], said: str
+    run: Run, api: ClusterApi, refused: dict[str, int], message: str
 ) -> None:
     api.refused = refused
     done = run("explain", "sums")
     assert (Exit.NO_ANSWER, "") == (done.code, done.stdout)
     assert done.stderr.startswith("colocated-rl explain: job default/sums: ")
-    assert said in done.stderr
+    assert message in done.stderr
     assert "Traceback" not in done.stderr
 
 
@@ -324,7 +363,7 @@ def test_a_job_may_be_named_as_kubectl_names_objects(run: Run, name: str) -> Non
 
 @pytest.mark.parametrize("bytes_", [b"\xff\xfe", "steps: \u00b2".encode("latin-1")])
 def test_what_is_no_utf8_is_code_2(kubectl: Played, bytes_: bytes) -> None:
-    """Also where Python would let it through, because the locale says nothing."""
+    """The exit code is 2 also where Python would accept the bytes, because the locale names no encoding."""
     done = subprocess.run(
         [sys.executable, "-m", "colocated_rl_cli", "validate", "-"],
         env={**kubectl.environment, "LC_ALL": "C"}, input=bytes_, capture_output=True, check=False,
@@ -375,7 +414,7 @@ def test_without_kubectl_it_says_so(run: Run, tmp_path: Path, kubectl: Played) -
     assert "there is no kubectl on PATH, which logs in to the cluster: install it" in done.stderr
 
 
-def test_what_kubectl_complains_of_is_told(run: Run, tmp_path: Path, kubectl: Played) -> None:
+def test_what_kubectl_complains_of_is_reported(run: Run, tmp_path: Path, kubectl: Played) -> None:
     complains = tmp_path / "complains"
     complains.write_text("#!/bin/sh\necho 'error: context \"x\" does not exist' >&2\nexit 1\n")
     complains.chmod(0o755)
@@ -465,7 +504,7 @@ class Screen:
         fcntl.ioctl(self._typed, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
 
     def wait_for(self, pattern: str, *, after: int = 0) -> int:
-        """Where a pattern has ended in what was written."""
+        """Return where a pattern ended in the output."""
         until = time.monotonic() + DEADLINE_S
         while (found := re.compile(pattern, re.DOTALL).search(self.written, after)) is None:
             assert time.monotonic() < until, f"not seen: {pattern}\n{self.written[-3000:]}"

@@ -82,7 +82,7 @@ async def ended(process: Process) -> tuple[int, str]:
     return await process.wait(), complaints
 
 
-async def test_samples_are_told_as_they_end_until_the_job_is_over(
+async def test_samples_are_reported_as_they_end_until_the_job_is_over(
     scene: Scene, api: ClusterApi, kubectl: Played
 ) -> None:
     completed_group(scene.store)
@@ -99,7 +99,7 @@ async def test_samples_are_told_as_they_end_until_the_job_is_over(
     assert not kubectl.is_running()
 
 
-async def test_a_port_forward_that_breaks_is_made_again_and_no_sample_is_told_twice_or_never(
+async def test_a_port_forward_that_breaks_is_made_again_and_no_sample_is_reported_twice_or_never(
     scene: Scene, api: ClusterApi, kubectl: Played
 ) -> None:
     async with started(kubectl, "--follow", "-o", "json") as process:
@@ -115,7 +115,7 @@ async def test_a_port_forward_that_breaks_is_made_again_and_no_sample_is_told_tw
     assert 3 == complaints.count("it is asked again\n") == complaints.count("\n")
 
 
-async def test_a_port_forward_that_breaks_as_the_job_goes_is_told_and_not_made_again(
+async def test_a_port_forward_that_breaks_as_the_job_goes_is_reported_and_not_made_again(
     scene: Scene, api: ClusterApi, kubectl: Played
 ) -> None:
     async with started(kubectl, "--follow", "-o", "json") as process:
@@ -208,7 +208,7 @@ async def test_a_file_that_is_cut_off_is_none(scene: Scene, kubectl: Played, tmp
 
 
 @pytest.mark.parametrize(
-    ("answer", "said"),
+    ("answer", "message"),
     [
         (page({"samples": []}), f"pod {POD} is of an earlier release, whose samples can't be followed"),
         (
@@ -217,9 +217,9 @@ async def test_a_file_that_is_cut_off_is_none(scene: Scene, kubectl: Played, tmp
         ),
     ],
 )
-async def test_what_can_not_begin_is_code_3(api: ClusterApi, kubectl: Played, answer: str, said: str) -> None:
+async def test_what_can_not_begin_is_code_3(api: ClusterApi, kubectl: Played, answer: str, message: str) -> None:
     api.pages[POD, "/v1/samples"] = answer
     async with started(kubectl, "--follow") as process:
         code, complaints = await ended(process)
     assert Exit.NO_ANSWER == code
-    assert said in complaints
+    assert message in complaints

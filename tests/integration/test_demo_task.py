@@ -34,8 +34,8 @@ def test_the_rollout_controller_splits_as_the_warm_up_does() -> None:
 def test_the_split_is_the_same_in_another_process() -> None:
     ask = "from examples.arithmetic.task import problems; print(problems(20, seed=5, held_out=True)[-1].question)"
     command = [sys.executable, "-W", "ignore", "-c", ask]
-    said = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=300).stdout.strip()
-    assert problems(20, seed=5, held_out=True)[-1].question == said
+    output = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=300).stdout.strip()
+    assert problems(20, seed=5, held_out=True)[-1].question == output
 
 
 def test_a_worked_answer_adds_two_numbers_a_line() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager
 from pathlib import Path
 
 import aiohttp
@@ -18,7 +18,10 @@ from colocated_rl_agent.gate.data_port import DataPort
 from colocated_rl_api import names
 from colocated_rl_api.listening import EVERYWHERE, listen
 from colocated_rl_api.member_wire import Endpoint, PodTarget
+from colocated_rl_member import accepting as accepting_module
+from colocated_rl_member.accepting import accepting
 from colocated_rl_member.data import DataClient, data_application
+from colocated_rl_member.room import RoomFor
 from colocated_rl_member.server import MemberServer
 from colocated_rl_member.tls import MemberTls
 from colocated_rl_operator.clients.members import Address, Members
@@ -55,13 +58,46 @@ def test_where_the_kernel_has_no_ipv6_a_port_is_of_ipv4(monkeypatch: pytest.Monk
         assert "0.0.0.0" == listening.getsockname()[0]
 
 
+async def test_the_oldest_silent_connections_make_room_at_once_for_a_member(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A member waited five seconds for each round of them. Who has spoken keeps its place, however slow it is."""
+    monkeypatch.setattr(accepting_module, "PATIENCE_S", 100 * DEADLINE_S)
+    tls = MemberTls.read(Authority().member_directory(tmp_path / "tls", job_uid=JOB_UID, token="t" * 32))
+    loop = asyncio.get_running_loop()
+    listener, room = listen("127.0.0.1", 0), RoomFor(100, lambda: 0, asyncio.Protocol)
+    async with (
+        asyncio.timeout(DEADLINE_S),
+        accepting(listener, room, at_a_time=8, context=tls.data_context(), handshake_s=100 * DEADLINE_S) as port,
+    ):
+        with ExitStack() as sockets:
+
+            async def connect() -> socket.socket:
+                made = sockets.enter_context(socket.socket())
+                made.setblocking(False)
+                await loop.sock_connect(made, ("127.0.0.1", port))
+                return made
+
+            slow = await connect()
+            await loop.sock_sendall(slow, b"\x16")
+            silent = [await connect() for _ in range(40)]
+            assert b"" == await loop.sock_recv(silent[0], 1)
+            _, writer = await asyncio.open_connection(
+                "127.0.0.1", port, ssl=tls.client_context(), server_hostname=names.member_server_name(JOB_UID)
+            )
+            writer.transport.abort()
+            for kept in (slow, *silent[-4:]):
+                with pytest.raises(BlockingIOError):
+                    kept.recv(1)
+
+
 async def _there(_: web.Request) -> web.Response:
     return web.Response()
 
 
 @asynccontextmanager
 async def member(directory: Path) -> AsyncIterator[tuple[MemberServer[PodTarget], MemberTls, Authority]]:
-    """As it listens in a pod, but for its ports' numbers."""
+    """Run a member that listens as it does in a pod, on other ports."""
     authority = Authority()
     tls = MemberTls.read(authority.member_directory(directory / "tls", job_uid=JOB_UID, token="t" * 32))
     data = data_application(tls, max_request_bytes=1024)
@@ -84,7 +120,10 @@ async def test_a_member_is_reached_by_operator_and_members_at_an_address_of_eith
             assert 200 == answer.status
         heard = asyncio.Event()
         async with Members(authority.client_context(tmp_path / "operator"), lambda *_, **__: heard.set()) as members:
-            members.keep(JOB_UID, [Address("job-gpu-0-0", "uid-0", names.ROLE_GPU, host, server.ports.control)])
+            members.keep(
+                names.JobUid(JOB_UID),
+                [Address("job-gpu-0-0", names.PodUid("uid-0"), names.ROLE_GPU, host, server.ports.control)],
+            )
             await heard.wait()
 
 

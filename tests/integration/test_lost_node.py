@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 from cluster import Cluster, CommandFailed
-from e2e.conftest import NAMESPACE, installed, with_images
+from e2e.conftest import NAMESPACE, OPERATOR_NAMESPACE, installed, with_images
 from e2e.running_job import Kubectl, RunningJob, wait_for
 from traces import Process, family, living
 
@@ -34,6 +34,7 @@ SILENCE_S = 300  # until the loss is noticed and a pod stands elsewhere
 QUEUED_S = 300
 ENDED_S = 300  # grace, and half a minute
 KILLED_S = 300  # until kubelet has said so, and the agent has found the container again
+OPERATOR_LOG = ("-n", OPERATOR_NAMESPACE, "logs", "deploy/colocated-rl", "--since=20s")
 
 OTHER_TENANT = f"""
 apiVersion: v1
@@ -52,7 +53,7 @@ spec:
 
 
 def simulated_gpu_image(place: Path) -> dict[str, Any]:
-    """That of this checkout, in which `sglang` is the engine of the tests, and `fakes.trainer` a trainer."""
+    """Return this checkout's image, in which `sglang` is the engine of the tests, and `fakes.trainer` a trainer."""
     (place / "sglang").mkdir()
     (place / "sglang/__init__.py").touch()
     (place / "sglang/launch_server.py").write_text("from fakes.engine import main\nmain()\n")
@@ -104,7 +105,7 @@ def send(processes: set[Process], number: signal.Signals) -> None:
 
 
 def nodes(job: RunningJob) -> dict[str, str]:
-    """Where its GPU pods stand, of those that are there and have not ended."""
+    """Return the nodes of the job's GPU pods that exist and have not ended."""
     return {
         pod["metadata"]["name"]: pod["spec"].get("nodeName", "")
         for pod in job.pods(names.ROLE_GPU)
@@ -122,6 +123,7 @@ def test_a_job_goes_on_elsewhere_and_one_without_room_gives_its_devices_back(
     for job in jobs:
         job.wait_for_step(2, deadline_s=START_S)
         assert [HOME, LOST] == sorted(nodes(job).values())
+    who_is_away_for_a_moment_costs_nothing(cluster, jobs[0])
     kubectl("uncordon", SPARE)
     with silent(cluster, LOST):
         before = {job.name: job.step for job in jobs}
@@ -155,8 +157,33 @@ def test_a_job_goes_on_elsewhere_and_one_without_room_gives_its_devices_back(
     a_container_over_its_limit_ends_the_job_by_its_rule(winner)
 
 
+def who_is_away_for_a_moment_costs_nothing(cluster: Cluster, job: RunningJob) -> None:
+    """F96: an agent stands still until the operator has lost it; there it is again before its pod is given up."""
+    group = [pod["metadata"]["uid"] for pod in job.pods(names.ROLE_GPU)]
+    pid = next(part["pid"] for part in cluster.status()["components"] if part["name"] == f"cri-{LOST}")
+    agents = {process for process in family(pid) if "-m colocated_rl_agent" in process.words and of_job(process, job)}
+    send(agents, signal.SIGSTOP)
+    try:
+        wait_for(
+            "the operator to lose the agent",
+            lambda: "member lost" in cluster.kubectl(*OPERATOR_LOG),
+            deadline_s=START_S,
+            explain=job.describe,
+        )
+    finally:
+        send(living(agents), signal.SIGCONT)
+    job.wait_for_step(job.step + 2, deadline_s=START_S)
+    status = job.status
+    assert group == [pod["metadata"]["uid"] for pod in job.pods(names.ROLE_GPU)]
+    assert (1, 0, None) == (status["lineage"], status["restarts"], status.get("failures"))
+
+
+def of_job(process: Process, job: RunningJob) -> bool:
+    return f"{names.ENV_POD_NAME}={job.name}-".encode() in Path(f"/proc/{process.pid}/environ").read_bytes()
+
+
 def a_container_over_its_limit_ends_the_job_by_its_rule(job: RunningJob) -> None:
-    """With what else runs in it, so the kernel ends all of it: engine, trainer and runner.
+    """The kernel ends everything in the container: engine, trainer and runner.
 
     The first time kubelet starts the container again at once, and its agent may find it before kubelet's word of how it
     ended is heard: then a trainer has died. The second time kubelet waits.

@@ -43,7 +43,7 @@ from fakes.authority import Authority
 T = TypeVar("T")
 Ends = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
-JOB_UID = "2f6c1f5e-0f0e-4a39-8f0f-1f2e3d4c5b6a"
+JOB_UID = names.JobUid("2f6c1f5e-0f0e-4a39-8f0f-1f2e3d4c5b6a")
 DEADLINE_S = 60.0
 
 
@@ -126,7 +126,7 @@ async def in_time(connect: Callable[[], Awaitable[T]]) -> T:
 
 
 async def all_of(reader: asyncio.StreamReader) -> bytes:
-    """Until the connection ends. Nothing if it is reset: the member ended it before it had read what came."""
+    """Read until the connection ends. Returns nothing if it is reset: the member ended it before it had read all."""
     try:
         return await reader.read()
     except ConnectionResetError:
@@ -465,7 +465,7 @@ async def test_data_port_serves_a_member_and_refuses_a_wrong_token(tmp_path: Pat
 
 
 async def test_authorization_that_is_no_ascii_is_a_wrong_token(tmp_path: Path) -> None:
-    """What is no UTF-8 was answered with a 500."""
+    """A header that is not UTF-8 was answered with a 500."""
     async with scene(tmp_path) as it:
         port = it.member.server.ports.data
         for shown in (b"Bearer \xff\xfe", "Bearer pässword".encode(), "Bearer \u2028".encode()):
@@ -583,7 +583,7 @@ async def test_handshake_that_is_not_finished_is_not_waited_for(tmp_path: Path, 
         writer.close()
 
 
-async def test_link_stays_open_however_little_is_said(tmp_path: Path) -> None:
+async def test_link_stays_open_however_little_is_sent(tmp_path: Path) -> None:
     async with scene(tmp_path, idle_s=0.1) as it:
         link = await it.link()
         await receive(link)

@@ -115,7 +115,7 @@ async def kept_running(world: World) -> AsyncIterator[list[Operator]]:
 
 
 def all_know_its_epoch(world: World) -> bool:
-    """Once the operator has heard that it is recorded."""
+    """Return whether all members have targets of the epoch that is recorded."""
     targets = [member.pod.target for member in world.kubelet.members.values()]
     return {world.status["epoch"]} == {target and target.epoch for target in targets}
 
@@ -130,24 +130,24 @@ async def test_an_api_server_that_is_away_for_a_minute_costs_a_job_nothing(
         world.kubelet.hold("gpu-1", under=lambda target: isinstance(target, PodTarget) and target.step == 2)
         world.stay_in_rollout()
         async with kept_running(world) as first:
-            await world.until(lambda: first and first[0].said("lease taken"))
+            await world.until(lambda: first and first[0].logged("lease taken"))
             async with kept_running(world) as second:
-                await world.until(lambda: second and second[0].said(CANDIDATE))
-                world.kubelet.let_go("rollout")  # not before: who is held up for long is taken for one that hangs
+                await world.until(lambda: second and second[0].logged(CANDIDATE))
+                world.kubelet.release("rollout")  # not before: who is held up for long is taken for one that hangs
                 await world.until(lambda: world.status.get("targetStep") == 2 and all_know_its_epoch(world))
                 members = {*world.kubelet.members}
                 until = asyncio.get_running_loop().time() + AWAY_S
                 await proxy.leave()
-                world.kubelet.let_go("gpu-1")
+                world.kubelet.release("gpu-1")
                 await world.until(lambda: world.group.sealed == 3)
                 assert {1: [1, 2]} == world.group.trained_in
-                await world.until(lambda: len(first) == 2 and first[1].said(CANDIDATE))
+                await world.until(lambda: len(first) == 2 and first[1].logged(CANDIDATE))
                 await asyncio.sleep(until - asyncio.get_running_loop().time())
                 assert (2, members) == (world.status["targetStep"], {*world.kubelet.members})
                 await proxy.come_back()
                 await world.until(lambda: world.is_complete)
                 assert (2, 1) == (len(first), len(second)), "starts of each"
-                assert 1 == sum(len(operator.said("lease taken")) for operator in (first[1], second[0]))
+                assert 1 == sum(len(operator.logged("lease taken")) for operator in (first[1], second[0]))
                 assert ("3-1", 0) == (world.status["weightVersion"], world.status["restarts"])
     assert {1: [1, 2, 3]} == world.group.trained_in
 
@@ -155,7 +155,7 @@ async def test_an_api_server_that_is_away_for_a_minute_costs_a_job_nothing(
 async def test_jobs_whose_requests_are_never_answered_hold_up_no_other(
     access: ClusterAccess, proxy: UnrulyApi, tmp_path: Path
 ) -> None:
-    """As where a webhook hangs: of one job all requests, of the other those that follow kopf's."""
+    """A webhook may hang so: of one job all requests hang, of the other those that follow kopf's."""
     proxy.stalls = lambda path, body: "/held" in path or "/stuck/status" in path or b"stuck-" in body
     async with open_real_world(access, tmp_path, SPEC, operators=proxy.access) as world:
         for name in ("held", "stuck"):

@@ -9,7 +9,9 @@ from __future__ import annotations
 import asyncio
 import gc
 import json
+import os
 import shlex
+import shutil
 import signal
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -44,6 +46,7 @@ pytestmark = pytest.mark.cluster
 SPEC: Body = {"replicas": 2, "steps": 3, "checkpoint": {"everySteps": 2}, "evaluation": {"everySteps": 2}}
 CLAIMS = f"/api/v1/namespaces/{NAMESPACE}/persistentvolumeclaims"
 QUOTAS = f"/api/v1/namespaces/{NAMESPACE}/resourcequotas"
+MERGE = "application/merge-patch+json"
 CRD = CHECKOUT.root / "crds/colocatedrljobs.yaml"
 LONG_LEASE = LEASE | {"LEASE_DURATION_S": "600"}  # only who is given it gets it in a test's time
 
@@ -59,7 +62,7 @@ async def world(request: pytest.FixtureRequest, access: ClusterAccess, tmp_path:
 async def test_a_job_completes_under_the_real_operator(world: World) -> None:
     async with world.operator() as operator:
         await world.until(lambda: world.is_complete)
-        told = await told_up_to(world, Reason.COMPLETED)
+        events = await told_up_to(world, Reason.COMPLETED)
         assert 0 == await operator.end()
     assert {1: [1, 2, 3]} == world.group.trained_in
     climbs = list(world.group.stood.values())[:-1]
@@ -68,8 +71,8 @@ async def test_a_job_completes_under_the_real_operator(world: World) -> None:
     assert {} == world.job["metadata"].get("annotations", {})
     assert ("True", "Completed") == (world.condition("Ready")["status"], world.condition("Ready")["reason"])
     assert world.job["metadata"]["generation"] == world.status["observedGeneration"]
-    assert ["FirstStart", "NextStep", "NextStep", "NextStep", "AllStepsDone", "Completed"] == told
-    assert not operator.said("pass not finished, trying again")
+    assert ["FirstStart", "NextStep", "NextStep", "NextStep", "AllStepsDone", "Completed"] == events
+    assert not operator.logged("pass not finished, trying again")
 
 
 QUOTA: Body = {  # without a generation, which ours have
@@ -92,7 +95,7 @@ async def test_the_condition_of_another_controller_survives_a_whole_job(world: W
         await world.until(lambda: world.status.get("phase") == "Rollout")
         assert QUOTA | {"status": "False"} == world.condition("QuotaReserved")
         await apply(QUOTA)
-        world.kubelet.let_go("rollout")
+        world.kubelet.release("rollout")
         await world.until(lambda: world.is_complete)
     assert QUOTA == world.condition("QuotaReserved")
     owners = {
@@ -112,9 +115,9 @@ async def test_the_condition_of_another_controller_survives_a_whole_job(world: W
 async def told_up_to(world: World, reason: Reason) -> list[str]:
     """Reasons of what operators told of the job, oldest first, once it is among them: some time after the status."""
     async with asyncio.timeout(DEADLINE_S):
-        while reason not in (told := await events_of(world)):  # noqa: ASYNC110 - it is for a server that is asked
+        while reason not in (reasons := await events_of(world)):  # noqa: ASYNC110 - it is for a server that is asked
             await asyncio.sleep(0.1)
-    return told
+    return reasons
 
 
 async def events_of(world: World) -> list[str]:
@@ -153,21 +156,21 @@ async def two_operators_in_a_switch(world: World, lease: Mapping[str, str] = LEA
     """The leader, beside a standby, while one pod holds up the second step. It ends complete, by the standby."""
     world.stay_in_rollout()
     async with world.operator(lease) as leader:
-        await world.until(lambda: leader.said("lease taken"))
+        await world.until(lambda: leader.logged("lease taken"))
         async with world.operator(lease) as standby:
-            await world.until(lambda: standby.said(CANDIDATE))
+            await world.until(lambda: standby.logged(CANDIDATE))
             await go_on_to_a_switch(world)
             yield leader
-            world.kubelet.let_go("gpu-1")
+            world.kubelet.release("gpu-1")
             await world.until(lambda: world.is_complete)
-            assert standby.said("lease taken")
+            assert standby.logged("lease taken")
     assert {1: [1, 2, 3]} == world.group.trained_in
 
 
 async def go_on_to_a_switch(world: World) -> None:
     """Returns in the second step, which one pod holds up: not for long, or the group is taken for one that hangs."""
     world.kubelet.hold("gpu-1", under=lambda target: isinstance(target, PodTarget) and target.step == 2)
-    world.kubelet.let_go("rollout")
+    world.kubelet.release("rollout")
     await world.until(lambda: world.status.get("phase") == "Switching" and world.status["targetStep"] == 2)
 
 
@@ -179,18 +182,18 @@ def stay_at(world: World, rung: Rung, *, step: int) -> None:
 
     world.kubelet.hold("gpu-1", under=is_there)
     world.kubelet.hold("rollout", under=lambda target: target.type == "rolloutTarget" and target.trained_step == step)
-    world.kubelet.poke_all()  # who was held somewhere else
+    world.kubelet.wake_all()  # who was held somewhere else
 
 
 def stands(world: World, rung: Rung, *, step: int) -> bool:
     pod = world.kubelet.of_seat("gpu-1").pod
     assert isinstance(pod, GpuPod)
     at = pod.target
-    return at is not None and at.step == step and pod.standing(world.group.ladder, at.version) is rung
+    return at is not None and at.step == step and pod.rung is rung
 
 
 def has_taken_over(world: World, operator: Operator, epoch: int) -> bool:
-    return bool(operator.said("lease taken")) and world.status["epoch"] > epoch
+    return bool(operator.logged("lease taken")) and world.status["epoch"] > epoch
 
 
 EVERY_RUNG = {"steps": len(TIME_SLICED.rungs)}
@@ -206,7 +209,7 @@ async def test_an_operator_that_is_killed_in_any_rung_is_taken_over_by_the_stand
         pods = set(world.kubelet.members)
         standby = await operators.enter_async_context(world.operator())
         for step, rung in enumerate(TIME_SLICED.rungs, start=1):
-            await world.until(partial(standby.said, CANDIDATE))  # at rest: on a rung the group may not stay for long
+            await world.until(partial(standby.logged, CANDIDATE))  # at rest: on a rung the group may not stay for long
             stay_at(world, rung, step=step)
             await world.until(partial(stands, world, rung, step=step))
             epoch = max(world.group.stood)
@@ -215,8 +218,8 @@ async def test_an_operator_that_is_killed_in_any_rung_is_taken_over_by_the_stand
             leader, standby = standby, await operators.enter_async_context(world.operator())
             await world.until(partial(has_taken_over, world, leader, epoch))
             assert stands(world, rung, step=step)
-            world.kubelet.let_go("gpu-1")
-        world.kubelet.let_go("rollout")
+            world.kubelet.release("gpu-1")
+        world.kubelet.release("rollout")
         await world.until(lambda: world.is_complete)
     assert {1: list(range(1, 1 + len(TIME_SLICED.rungs)))} == world.group.trained_in
     assert (pods, 1, 0) == (set(world.kubelet.members), world.status["lineage"], world.status["restarts"])
@@ -227,16 +230,16 @@ async def test_of_two_leaders_only_the_one_with_the_newer_epoch_moves_the_group(
     unaware = {"LEASE_DURATION_S": "600", "LEASE_RENEW_DEADLINE_S": "500", "LEASE_RETRY_S": "400"}
     world.stay_in_rollout()
     async with world.operator(unaware) as first:
-        await world.until(lambda: first.said("lease taken"))
+        await world.until(lambda: first.logged("lease taken"))
         async with world.operator() as second:
-            await world.until(lambda: second.said(CANDIDATE))
+            await world.until(lambda: second.logged(CANDIDATE))
             await go_on_to_a_switch(world)
             await world.api.call("DELETE", LEASE_PATH)
-            await world.until(lambda: second.said("epoch raised"))
-            world.kubelet.let_go("gpu-1")
+            await world.until(lambda: second.logged("epoch raised"))
+            world.kubelet.release("gpu-1")
             await world.until(lambda: world.is_complete)
             assert first.process.returncode is None
-        raised = [[line["epoch"] for line in each.said("epoch raised")] for each in (first, second)]
+        raised = [[line["epoch"] for line in each.logged("epoch raised")] for each in (first, second)]
         assert max(raised[0]) < min(raised[1]), "the first one waits for a renewal that it does not get"
     assert {1: [1, 2, 3]} == world.group.trained_in
     assert (1, 0) == (world.status["lineage"], world.status["restarts"])
@@ -250,7 +253,7 @@ async def test_a_leader_that_was_stopped_in_the_middle_of_a_switch_wakes_up_and_
         await world.until(lambda: world.status["epoch"] > before)
         taken_over = world.status["epoch"]
         leader.process.send_signal(signal.SIGCONT)
-        await world.until(lambda: leader.said("process aborted"))
+        await world.until(lambda: leader.logged("process aborted"))
         assert 1 == await leader.process.wait()
         assert (taken_over, 2) == (world.status["epoch"], world.status["targetStep"])
 
@@ -277,7 +280,7 @@ async def test_a_restart_writes_no_object_again_and_keeps_the_authority(world: W
     async with world.operator():
         await world.until(lambda: world.status.get("phase") == "Rollout")
         before = await objects()
-    world.kubelet.let_go("rollout")
+    world.kubelet.release("rollout")
     async with world.operator():
         await world.until(lambda: world.is_complete)
         assert before == await objects()
@@ -307,7 +310,7 @@ async def test_a_job_whose_members_are_dead_goes_all_the_same(world: World) -> N
     assert not await world.api.all(PODS)
 
 
-async def test_a_job_that_was_deleted_while_no_operator_ran_is_let_go_by_the_next_one(world: World) -> None:
+async def test_a_job_that_was_deleted_while_no_operator_ran_is_released_by_the_next_one(world: World) -> None:
     world.stay_in_rollout()
     async with world.operator():
         await world.until(lambda: world.status.get("phase") == "Rollout")
@@ -319,7 +322,7 @@ async def test_a_job_that_was_deleted_while_no_operator_ran_is_let_go_by_the_nex
 
 
 async def test_a_job_is_suspended_and_resumed_by_kubectl(world: World, kubectl: AsyncKubectl) -> None:
-    """As a queue does it, and as people wait for it."""
+    """It is suspended as by a queue, and waited for as by a user."""
     world.stay_in_rollout()
     job = f"{names.SHORT_NAME}/sums"
     async with world.operator():
@@ -331,7 +334,7 @@ async def test_a_job_is_suspended_and_resumed_by_kubectl(world: World, kubectl: 
         assert all(pod.stopped for pod in world.group.pods)
         assert 2 == len(await claims_of(world, world.job["metadata"]["uid"]))
         await kubectl("patch", job, "--type=merge", "--patch", '{"spec": {"suspend": false}}')
-        world.kubelet.let_go("rollout")
+        world.kubelet.release("rollout")
         await seen_by_kubectl(world, kubectl, "Complete")
     assert (2, 0) == (world.status["lineage"], world.status["restarts"])
     assert started <= world.status["startTime"]
@@ -358,22 +361,19 @@ async def test_an_out_of_memory_is_answered_by_suspend_edit_and_resume(world: Wo
             await edit(spec)
         return str(refused.value)
 
-    def begins_step_2(target: PodTarget | RolloutTarget) -> bool:
-        return isinstance(target, RolloutTarget) and target.goal is Goal.CLIMB and target.trained_step == 1
-
     world.kubelet.hold("rollout", under=begins_step_2)
     async with world.operator():
         await world.until(lambda: world.status.get("step") == 1 and world.status["phase"] == "Rollout")
-        said = await refusal(MORE_MEMORY)
+        message = await refusal(MORE_MEMORY)
         for field in ("gpus.resources", "rollout.engine.args", "checkpoint.everySteps", "weightSync.sizeLimit"):
-            assert f"{field} can't change while the job runs: set suspend to true, change it" in said
+            assert f"{field} can't change while the job runs: set suspend to true, change it" in message
         await edit({"suspend": True})
         await seen_by_kubectl(world, kubectl, "Suspended")
         await edit(MORE_MEMORY)
-        said = await refusal({"gpus": {"count": 1}})
-        assert "gpus.count can't change once the job exists: make a new job with the new value" in said
+        message = await refusal({"gpus": {"count": 1}})
+        assert "gpus.count can't change once the job exists: make a new job with the new value" in message
         await edit({"suspend": False})
-        world.kubelet.let_go("rollout")
+        world.kubelet.release("rollout")
         await world.until(lambda: world.is_complete)
     pods = {pod["metadata"]["name"]: pod["spec"] for pod in await world.api.all(PODS)}
     gpu = next(each for each in pods["sums-gpu-0-1"]["containers"] if each["name"] == names.GPU_CONTAINER)
@@ -389,6 +389,75 @@ async def test_an_out_of_memory_is_answered_by_suspend_edit_and_resume(world: Wo
 def config_name(world: World) -> str:
     metadata = world.job["metadata"]
     return resources.config_name(replace(make_job(metadata["name"]), uid=metadata["uid"]))
+
+
+REVISIONS = f"/apis/apps/v1/namespaces/{NAMESPACE}/controllerrevisions"
+DIGEST = f"colocated-rl/agent@sha256:{'a' * 64}"
+
+
+def begins_step_2(target: PodTarget | RolloutTarget) -> bool:
+    return isinstance(target, RolloutTarget) and target.goal is Goal.CLIMB and target.trained_step == 1
+
+
+def next_version(folder: Path) -> dict[str, str]:
+    """An operator of other images, whose code gives an agent more memory."""
+    package = folder / "colocated_rl_operator"
+    shutil.copytree(CHECKOUT.root / "operator/colocated_rl_operator", package)
+    rendering = package / "manifests/resources.py"
+    now = rendering.read_text()
+    rendering.write_text(now.replace('memory="2Gi"', 'memory="3Gi"'))
+    assert now != rendering.read_text()
+    images = {f"{part.upper()}_IMAGE": f"colocated-rl/{part}:next" for part in ("agent", "rollout", "gpu")}
+    return images | {"PYTHONPATH": os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])}
+
+
+async def form_of(world: World, name: str) -> Body:
+    """Return what its containers are made of; images by the tag that they were started with."""
+    pod = await world.api.call("GET", f"{PODS}/{name}")
+    spec: Body = json.loads(json.dumps(pod["spec"]).replace(DIGEST, "colocated-rl/agent:dev"))
+    for container in (*spec["initContainers"], *spec["containers"]):
+        container["env"] = [each for each in container.get("env", ()) if each["name"] != names.ENV_REPLICA]
+    return spec
+
+
+def agent_of(spec: Body) -> tuple[str, str]:
+    agent = next(each for each in spec["initContainers"] if each["name"] == names.AGENT_CONTAINER)
+    return agent["image"], agent["resources"]["limits"]["memory"]
+
+
+async def test_a_pod_made_again_after_an_upgrade_is_what_its_peers_are_until_the_group_starts_anew(
+    world: World, kubectl: AsyncKubectl, tmp_path: Path
+) -> None:
+    job, upgrade = f"{names.SHORT_NAME}/sums", next_version(tmp_path / "next")
+    world.kubelet.hold("rollout", under=begins_step_2)
+    async with world.operator():
+        await world.until(lambda: world.status.get("step") == 1 and world.status["phase"] == "Rollout")
+        ran: Body = {"name": "agent", "image": "colocated-rl/agent:dev", "imageID": f"docker.io/{DIGEST}"}
+        ran |= {"ready": True, "restartCount": 0}
+        await world.api.call(
+            "PATCH", f"{PODS}/sums-gpu-0-0/status", {"status": {"initContainerStatuses": [ran]}}, MERGE
+        )
+    first = world.status["start"]["revision"]
+    async with world.operator(LEASE | upgrade):
+        await world.until(lambda: world.status["cause"] == "OperatorRestarted")
+        await world.api.call("DELETE", f"{PODS}/sums-gpu-1-0")
+        await world.until(lambda: world.status["cause"] == "PodReplaced")
+        peer, again = await form_of(world, "sums-gpu-0-0"), await form_of(world, "sums-gpu-1-1")
+        assert (peer, ("colocated-rl/agent:dev", "2Gi")) == (again, agent_of(again))
+        assert {"colocated-rl/agent:dev": DIGEST} == world.status["start"]["digests"]
+        with pytest.raises(AssertionError, match="field is immutable"):
+            await world.api.call("PATCH", f"{REVISIONS}/{first}", {"data": {"templates": {}}}, MERGE)
+        await kubectl("patch", job, "--type=merge", "--patch", '{"spec": {"suspend": true}}')
+        await seen_by_kubectl(world, kubectl, "Suspended")
+        await kubectl("patch", job, "--type=merge", "--patch", '{"spec": {"suspend": false}}')
+        world.kubelet.release("rollout")
+        await world.until(lambda: world.is_complete)
+    assert ("colocated-rl/agent:next", "3Gi") == agent_of(await form_of(world, "sums-gpu-1-2"))
+    start = world.status["start"]
+    assert ("colocated-rl/agent:next", None) == (start["images"]["agent"], start.get("digests") or None)
+    uid = world.job["metadata"]["uid"]
+    kept = [each["metadata"]["name"] for each in await world.api.all(REVISIONS) if uid in each["metadata"]["name"]]
+    assert [start["revision"]] == kept != [first]
 
 
 async def test_a_volume_that_somebody_deleted_is_missed_and_not_begun_anew(world: World, kubectl: AsyncKubectl) -> None:
@@ -407,10 +476,44 @@ async def test_a_volume_that_somebody_deleted_is_missed_and_not_begun_anew(world
         assert not await claims_of(world, uid)
         for name, spec in claims.items():
             await world.api.call("POST", CLAIMS, {"metadata": {"name": name}, "spec": spec})
-        world.kubelet.let_go("rollout")
+        world.kubelet.release("rollout")
         await kubectl("patch", job, "--type=merge", "--patch", '{"spec": {"backoffLimit": 5}}')  # it looks at once
         await world.until(lambda: world.is_complete)
     assert (2, "False") == (world.status["lineage"], world.condition("Stalled")["status"])
+
+
+GROWS = {"size": "1Gi", "storageClassName": "grows"}
+CLASSES = "/apis/storage.k8s.io/v1/storageclasses"
+
+
+@pytest.mark.parametrize(
+    "world", [{"storage": {"volume": GROWS}, "checkpoint": {"everySteps": 2, "volume": GROWS}}], indirect=True
+)
+async def test_claims_that_somebody_makes_larger_stay_so_and_cost_their_job_nothing(world: World) -> None:
+    """In use, and with a pod that is made again meanwhile: the operator neither resets their size nor stalls for it."""
+    body = {"metadata": {"name": "grows"}, "provisioner": "nobody", "allowVolumeExpansion": True}
+    await world.api.call("POST", CLASSES, body)
+    try:
+        world.stay_in_rollout()
+        async with world.operator():
+            await world.until(lambda: world.status.get("phase") == "Rollout")
+            claims = await claims_of(world, world.job["metadata"]["uid"])
+            larger = {"spec": {"resources": {"requests": {"storage": "2Gi"}}}}
+            for claim in claims:
+                path = f"{CLAIMS}/{claim['metadata']['name']}"
+                await world.api.call("PATCH", f"{path}/status", {"status": {"phase": "Bound"}}, MERGE)
+                await world.api.call("PATCH", path, larger, MERGE)
+            await world.api.call("DELETE", f"{PODS}/{world.kubelet.of_seat('gpu-1').server.hello.pod}")
+            await world.until(lambda: world.status["cause"] == "PodReplaced" and world.status["readyReplicas"] == 2)
+            world.kubelet.release("rollout")
+            await world.until(lambda: world.is_complete)
+        found = await claims_of(world, world.job["metadata"]["uid"])
+        assert 2 <= len(found) == len(claims)
+        assert ["2Gi"] * len(found) == [claim["spec"]["resources"]["requests"]["storage"] for claim in found]
+        assert ("False", 0) == (world.condition("Stalled")["status"], world.status["restarts"])
+        assert [1, 2, 3] == sorted({step for steps in world.group.trained_in.values() for step in steps})
+    finally:
+        await world.api.call("DELETE", f"{CLASSES}/grows")
 
 
 async def test_a_job_that_has_used_up_its_quota_is_made_whole_and_goes_on_after_a_suspension(
@@ -431,7 +534,7 @@ async def test_a_job_that_has_used_up_its_quota_is_made_whole_and_goes_on_after_
             await kubectl("patch", job, "--type=merge", "--patch", '{"spec": {"suspend": true}}')
             await seen_by_kubectl(world, kubectl, "Suspended")
             await kubectl("patch", job, "--type=merge", "--patch", '{"spec": {"suspend": false}}')
-            world.kubelet.let_go("rollout")
+            world.kubelet.release("rollout")
             await world.until(lambda: world.is_complete)
         finally:
             await world.api.call("DELETE", f"{QUOTAS}/full")
@@ -450,7 +553,7 @@ INJECTED = """
 
 @asynccontextmanager
 async def policy(world: World, kind: str, **spec: Any) -> AsyncIterator[None]:
-    """Of the server's own admission, for pods of the job's namespace, until the context ends."""
+    """Install a policy of the server's own admission for pods of the job's namespace, until the context ends."""
     group = "/apis/admissionregistration.k8s.io/v1"
     plural = f"{kind.lower()[:-1]}ies"
     rule = {"apiGroups": [""], "apiVersions": ["v1"], "operations": ["CREATE"], "resources": ["pods"]}
@@ -493,7 +596,31 @@ async def test_what_a_policy_puts_into_pods_is_left_there(world: World) -> None:
     assert ["sums-gpu-0-0", "sums-gpu-1-0", "sums-rollout-0"] == sorted(pod["metadata"]["name"] for pod in pods)
     assert all("mesh" == pod["spec"]["containers"][0]["name"] for pod in pods)
     assert (0, 1) == (world.status["restarts"], world.status["lineage"])
-    assert not operator.said("pod deleted")
+    assert not operator.logged("pod deleted")
+
+
+@pytest.mark.parametrize(
+    ("change", "pod"),
+    [
+        ({"labels": {names.MANAGED_BY_LABEL: None}}, "sums-gpu-1-1"),
+        ({"labels": {names.JOB_UID_LABEL: None}}, "sums-gpu-1-0"),
+        ({"ownerReferences": None}, "sums-gpu-1-0"),
+    ],
+    ids=["label of the watch", "label of the job", "owner"],
+)
+async def test_a_pod_from_which_somebody_takes_what_makes_it_ours_costs_its_job_no_step(
+    world: World, change: Body, pod: str
+) -> None:
+    """Another pod without its labels came into its seat beside it, and it kept its devices for as long as the job."""
+    world.stay_in_rollout()
+    async with world.operator():
+        await world.until(lambda: world.status.get("phase") == "Rollout")
+        await world.api.call("PATCH", f"{PODS}/sums-gpu-1-0", {"metadata": change}, MERGE)
+        await world.until(lambda: pod in {member.server.hello.pod for member in world.kubelet.members.values()})
+        world.kubelet.release("rollout")
+        await world.until(lambda: world.is_complete)
+    assert [1, 2, 3] == sorted({step for steps in world.group.trained_in.values() for step in steps})
+    assert {"sums-gpu-0-0", pod, "sums-rollout-0"} == {each["metadata"]["name"] for each in await world.api.all(PODS)}
 
 
 async def test_a_policy_that_denies_pods_is_quoted_and_the_job_goes_on_without_it(world: World) -> None:
@@ -506,7 +633,7 @@ async def test_a_policy_that_denies_pods_is_quoted_and_the_job_goes_on_without_i
             assert "ObjectRefused" == world.condition("Stalled")["reason"]
         await in_force(world, lambda answer: answer["kind"] == "Pod")
         patch = {"spec": {"backoffLimit": 7}}  # an edit is an occasion to try again; else it is half a minute
-        await world.api.call("PATCH", f"{JOBS}/sums", patch, "application/merge-patch+json")
+        await world.api.call("PATCH", f"{JOBS}/sums", patch, MERGE)
         await world.until(lambda: world.is_complete)
     assert ("False", 0) == (world.condition("Stalled")["status"], world.status["restarts"])
 
@@ -523,7 +650,7 @@ async def test_a_job_comes_back_with_fewer_pods(world: World, kubectl: AsyncKube
         world.group.resize(1)
         assert 1 == world.group.job.spec.replicas
         await kubectl("patch", job, "--type=merge", "--patch", '{"spec": {"suspend": false}}')
-        world.kubelet.let_go("rollout")
+        world.kubelet.release("rollout")
         await seen_by_kubectl(world, kubectl, "Complete")
         await world.until(lambda: world.status["readyReplicas"] == 0)  # its pod has ended
         pods = await world.api.all(PODS)
@@ -534,7 +661,7 @@ async def test_a_job_comes_back_with_fewer_pods(world: World, kubectl: AsyncKube
 async def test_a_finished_job_goes_with_its_pods_after_its_time_and_leaves_its_volumes(world: World) -> None:
     uid = world.job["metadata"]["uid"]
     patch = {"spec": {"ttlSecondsAfterFinished": 1}}
-    await world.api.call("PATCH", f"{JOBS}/sums", patch, "application/merge-patch+json")
+    await world.api.call("PATCH", f"{JOBS}/sums", patch, MERGE)
     async with world.operator():
         await world.until(lambda: not world.job)
         await world.until(lambda: not world.kubelet.members)
@@ -556,22 +683,22 @@ async def test_a_job_of_another_controller_is_left_alone(world: World) -> None:
 
 async def test_kubectl_waits_for_a_failure(world: World, kubectl: AsyncKubectl) -> None:
     patch = {"spec": {"backoffLimit": 0}}
-    await world.api.call("PATCH", f"{JOBS}/sums", patch, "application/merge-patch+json")
+    await world.api.call("PATCH", f"{JOBS}/sums", patch, MERGE)
     world.kubelet.hold("gpu-1", under=lambda target: isinstance(target, PodTarget) and target.step == 1)
     async with world.operator():
         await world.until(lambda: world.status.get("phase") == "Switching")
         member = world.kubelet.of_seat("gpu-0")
         assert isinstance(member.pod, GpuPod)
         world.group.trainer_dies(member.pod)
-        member.poke()
-        world.kubelet.let_go("gpu-1")
+        member.wake()
+        world.kubelet.release("gpu-1")
         await seen_by_kubectl(world, kubectl, "Failed")
         await seen_by_kubectl(world, kubectl, "Stalled")
     assert "BackoffLimitExceeded" == world.condition("Failed")["reason"]
 
 
 async def test_helm_waits_until_the_job_serves(world: World, tmp_path: Path) -> None:
-    """By kstatus. The job is there before, and helm takes it over; its generation stays."""
+    """Helm reads kstatus. The job exists before, and helm takes it over; its generation stays."""
     chart = tmp_path / "chart"
     (chart / "templates").mkdir(parents=True)
     (chart / "Chart.yaml").write_text("{apiVersion: v2, name: sums, version: 0.0.1}")
@@ -585,7 +712,7 @@ async def test_helm_waits_until_the_job_serves(world: World, tmp_path: Path) -> 
         await world.until(lambda: world.status.get("phase") == "Starting")
         await world.until(lambda: "meta.helm.sh/release-name" in world.job["metadata"].get("annotations", {}))
         assert not installing.done()
-        world.kubelet.let_go("gpu-1")
+        world.kubelet.release("gpu-1")
         async with asyncio.timeout(DEADLINE_S):
             await installing
         await world.until(lambda: world.condition("Ready").get("status") == "True")
@@ -596,11 +723,11 @@ async def test_two_releases_that_watch_one_namespace_do_not_fight_over_its_job(w
     async with world.operator():
         await world.until(lambda: world.status.get("phase") == "Rollout")
         async with world.operator(LEASE | {"LEASE_NAME": "another"}) as other:
-            await world.until(lambda: other.said("lease taken"))
+            await world.until(lambda: other.logged("lease taken"))
             await told_up_to(world, Reason.ANOTHER_OPERATOR)
-            world.kubelet.let_go("rollout")
+            world.kubelet.release("rollout")
             await world.until(lambda: world.is_complete)
-            assert not other.said("epoch raised")
+            assert not other.logged("epoch raised")
     assert (f"{OPERATORS}/colocated-rl-operator", 5) == (world.status["operator"], world.status["epoch"])
 
 
@@ -617,27 +744,48 @@ async def test_an_evicted_pod_is_replaced_while_the_other_goes_on(world: World, 
         else:
             await world.api.call("DELETE", f"{PODS}/{name}")
         await world.until(lambda: world.status.get("cause") == "PodReplaced")
-        world.kubelet.let_go("rollout")
+        world.kubelet.release("rollout")
         await world.until(lambda: world.is_complete)
     assert (0, "3-2") == (world.status["restarts"], world.status["weightVersion"])
 
 
-async def test_who_answers_in_a_members_place_is_told_nothing(world: World, tmp_path: Path) -> None:
+ONE_GPU = {"backoffLimit": 0, "gpus": {"count": 1, "resources": {"limits": {"memory": "8Gi"}}}}
+
+
+@pytest.mark.parametrize("world", [ONE_GPU], indirect=True, ids=["backoffLimit 0"])
+async def test_a_pod_whose_device_its_node_reports_as_unhealthy_is_replaced(world: World) -> None:
+    device = {"resourceID": "GPU-1", "health": "Unhealthy", "message": "XID 79"}
+    gpu = {"name": "gpu", "image": "colocated-rl/gpu:dev", "imageID": "", "ready": True, "restartCount": 0}
+    world.stay_in_rollout()
+    async with world.operator():
+        await world.until(lambda: world.status.get("phase") == "Rollout")
+        gpu |= {"allocatedResourcesStatus": [{"name": "nvidia.com/gpu", "resources": [device]}]}
+        await world.api.call("PATCH", f"{PODS}/sums-gpu-1-0/status", {"status": {"containerStatuses": [gpu]}}, MERGE)
+        await world.until(lambda: world.status.get("cause") == "PodReplaced" and world.status["lineage"] == 2)
+        world.kubelet.release("rollout")
+        await world.until(lambda: world.is_complete)
+    assert ("BadDevice", 0) == (world.status["failures"]["cause"], world.status["restarts"])
+    assert {"sums-gpu-0-0", "sums-gpu-1-1", "sums-rollout-0"} == {
+        each["metadata"]["name"] for each in await world.api.all(PODS)
+    }
+
+
+async def test_who_answers_in_a_members_place_is_sent_nothing(world: World, tmp_path: Path) -> None:
     """A pod's address is another's now, who has the job's own keys; or keys that somebody else has made."""
     world.stay_in_rollout()
     async with world.operator(LEASE | {"LOG_LEVEL": "DEBUG"}) as operator:
         await world.until(lambda: world.status.get("phase") == "Rollout")
         lost = world.kubelet.of_seat("gpu-1")
         world.kubelet.end(lost.pod.uid)
-        await world.until(lambda: operator.said("member lost") and not lost.listens)
+        await world.until(lambda: operator.logged("member lost") and not lost.listens)
         own = tmp_path / resources.tls_secret_name(replace(make_job(), uid=world.job["metadata"]["uid"]))
         await passes_for_nobody(world, operator, lost, uid="another pod's", keys=own, because="unknown member")
         forged = write_keys(Authority.new().job_files(world.job["metadata"]["uid"]), tmp_path / "forged")
         await passes_for_nobody(world, operator, lost, uid=lost.pod.uid, keys=forged, because="CERTIFICATE_VERIFY")
         await world.api.call("DELETE", f"{PODS}/{lost.server.hello.pod}")
-        world.kubelet.let_go("rollout")
+        world.kubelet.release("rollout")
         await world.until(lambda: world.is_complete)
-        assert not operator.said("pass not finished, trying again")
+        assert not operator.logged("pass not finished, trying again")
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
@@ -648,12 +796,12 @@ async def test_a_job_gets_on_with_another_authority_as_the_runbook_says(world: W
         await world.until(lambda: world.status.get("phase") == "Rollout")
     await world.api.call("DELETE", f"/api/v1/namespaces/{OPERATORS}/secrets/{SECRET_NAME}")
     async with world.operator() as operator:
-        await world.until(lambda: operator.said("authority made"))
+        await world.until(lambda: operator.logged("authority made"))
         [command] = under("docs/runbooks/operations.md", "The operator's authority is lost")
         program, *words = shlex.split(command.replace("JOB", "sums"))
         assert "kubectl" == program
         await kubectl(*words)
-        world.kubelet.let_go("rollout")
+        world.kubelet.release("rollout")
         await world.until(lambda: world.is_complete)
     assert (0, "3-2") == (world.status["restarts"], world.status["weightVersion"])
     gc.collect()  # and says it here, in no other test
@@ -669,7 +817,7 @@ def write_keys(files: Mapping[str, str], directory: Path) -> Path:
 async def passes_for_nobody(
     world: World, operator: Operator, lost: FakeMember, *, uid: str, keys: Path, because: str
 ) -> None:
-    """At the address of a member that is lost."""
+    """Run an impostor at the address of a member that is lost, until the operator reports why it is rejected."""
     hello, pod = lost.server.hello, GpuPod("gpu-1", 0, uid)
     place: dict[str, Any] = {"host": lost.server.ports.host, "control": names.CONTROL_PORT, "tls": keys}
     impostor = FakeMember(world.group, pod, name=hello.pod, job_uid=hello.job_uid, **place)
@@ -718,8 +866,8 @@ async def test_a_running_job_goes_on_under_another_crd_and_back_under_its_own(
             await world.until(lambda: world.status.get("step") == 2 and world.status["phase"] == "Rollout")
             await kubectl(*install, CRD)
             await world.until(lambda: "addedLater" not in world.job["spec"])
-            world.kubelet.let_go("gpu-1")
-            world.kubelet.let_go("rollout")
+            world.kubelet.release("gpu-1")
+            world.kubelet.release("rollout")
             await world.until(lambda: world.is_complete)
         assert "unchanged" in await kubectl("apply", "--filename", manifest)
     finally:

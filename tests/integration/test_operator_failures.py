@@ -16,6 +16,7 @@ from colocated_rl_api import names
 from colocated_rl_api.facts import PodFacts
 from colocated_rl_api.member_wire import Goal, PodTarget
 from colocated_rl_api.rungs import Rung
+from colocated_rl_operator.planner import plan
 from colocated_rl_operator.planner.failure_policy import QUEUE_S
 from fakes.group import GpuPod
 from fakes.world import SPEC, World, change, condition, has_failed, stay_in_rollout, stood
@@ -39,17 +40,19 @@ def gpu_pod(world: World, seat: str) -> GpuPod:
 async def trainer_dies_in_step_2(
     world: World, seat: str = "gpu-0", *, lineage: int = 1, before: Callable[[], None] = lambda: None
 ) -> None:
-    """In that lineage: its pod stays where it is until then, and the group with it. before: happens right before."""
+    """Let a trainer of that lineage die in step 2. The hold on its pod keeps the group
+    there. before: called right before.
+    """
 
     def is_in_step_2(target: object) -> bool:
         aim = (target.goal, target.step, target.lineage) if isinstance(target, PodTarget) else None
-        return aim == (Goal.CLIMB, 2, lineage) and gpu_pod(world, seat).trainer.lineage == lineage
+        return aim == (Goal.CLIMB, 2, lineage) and gpu_pod(world, seat).state.rank.lineage == lineage
 
     world.kubelet.hold(seat, under=is_in_step_2)
     await world.until(lambda: world.status.get("lineage") == lineage and is_in_step_2(gpu_pod(world, seat).target))
     before()
     assert world.group.trainer_dies(gpu_pod(world, seat))
-    world.kubelet.poke_all()
+    world.kubelet.wake_all()
 
 
 def pods(world: World) -> set[str]:
@@ -61,8 +64,8 @@ def events(world: World, reason: str) -> list[str]:
 
 
 def failures(world: World) -> dict[str, Any]:
-    told: dict[str, Any] = world.status["failures"]
-    return told
+    found: dict[str, Any] = world.status["failures"]
+    return found
 
 
 FIRST = {"sums-gpu-0-0", "sums-gpu-1-0", "sums-rollout-0"}
@@ -85,9 +88,9 @@ async def test_a_step_is_retried_after_a_back_off_that_status_and_event_tell_of(
     assert waiting["message"].endswith("the trainers start together again (failurePolicy.rules[0]), 1 s later")
     assert [waiting["message"]] == events(world, "BackingOff")
     assert FIRST == pods(world)
-    told = failures(world)
-    assert ("TrainerDied", "RetryStep", 0) == (told["cause"], told["action"], told["rule"])
-    assert (1, 0, 1) == (told["stepRetries"], told["podRestarts"], world.status["restarts"])
+    counted = failures(world)
+    assert ("TrainerDied", "RetryStep", 0) == (counted["cause"], counted["action"], counted["rule"])
+    assert (1, 0, 1) == (counted["stepRetries"], counted["podRestarts"], world.status["restarts"])
 
 
 @answered("TrainerDied", "RollBack", backoff_s=1)
@@ -102,6 +105,40 @@ async def test_a_step_is_rolled_back_and_tried_again_after_its_back_off(world: W
     assert "Rollout" in {status["phase"] for status in between}
     assert ["step 2 failed 1 time: rollout goes on before it is tried again"] == events(world, "BackingOff")
     assert (3, 1, FIRST) == (world.status["step"], world.status["restarts"], pods(world))
+
+
+SHORT = {"settleSeconds": 1, "engineCallSeconds": 2}
+
+
+@pytest.mark.parametrize(
+    "world",
+    [
+        SPEC
+        | {
+            "switch": SHORT,
+            "failurePolicy": {
+                "rules": [{"onCauses": ["RungDeadlineExceeded"], "atRungs": ["Sealed"], "action": "RestartPod"}],
+                "backoffSeconds": 0,
+            },
+        }
+    ],
+    indirect=True,
+    ids=["RestartPod"],
+)
+async def test_f81_past_the_deadline_of_a_rung_the_rule_for_it_is_applied(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plan, "MARGIN_S", 0.0)
+
+    def is_in_step_2(target: object) -> bool:
+        return isinstance(target, PodTarget) and (target.step, target.lineage) == (2, 1)
+
+    async with world.operator():
+        world.kubelet.hold("gpu-1", under=is_in_step_2)  # it stays at Sealed, and the other one at Paused
+        await world.until(lambda: world.status.get("phase") == "Complete")
+    told = failures(world)
+    assert ("RungDeadlineExceeded", "RestartPod", 0) == (told["cause"], told["action"], told["rule"])
+    assert FIRST - {"sums-gpu-1-0"} | {"sums-gpu-1-1"} == pods(world)
 
 
 @answered("TrainerDied", "RestartPod")
@@ -127,6 +164,22 @@ async def test_a_pod_is_replaced_on_another_node_and_a_new_operator_still_avoids
     assert {"matchFields": [{"key": "metadata.name", "operator": "NotIn", "values": ["node-0"]}]} == term
     assert "node-1" == made["spec"]["nodeName"]
     assert (["node-0"], 1) == (failures(world)["avoidedNodes"], world.status["restarts"])
+
+
+async def test_a_pod_in_which_the_trainers_of_a_step_die_twice_is_made_again_on_another_node(world: World) -> None:
+    """Another operator sees the second death: which pod the first was in is in the status."""
+    change(world, failurePolicy={"backoffSeconds": 0})
+    async with world.operator():
+        await trainer_dies_in_step_2(world, "gpu-1")
+        await world.until(lambda: world.status.get("lineage") == 2)
+    assert ("sums-gpu-1-0", "RetryStep") == (failures(world)["pod"], failures(world)["action"])
+    async with world.operator():
+        await trainer_dies_in_step_2(world, "gpu-1", lineage=2)
+        await world.until(lambda: world.status.get("phase") == "Complete")
+    assert FIRST - {"sums-gpu-1-0"} | {"sums-gpu-1-1"} == pods(world)
+    made = next(pod for pod in world.api.all("pods") if pod["metadata"]["name"] == "sums-gpu-1-1")
+    assert ("node-2", ["node-1"]) == (made["spec"]["nodeName"], failures(world)["avoidedNodes"])
+    assert 2 == world.status["restarts"]
 
 
 @answered("TrainerDied", "FailJob")
@@ -165,7 +218,7 @@ async def test_a_failed_job_is_retried_under_the_next_operator_and_trains_nothin
 
 
 @answered("OutOfMemory", "RetryStep")
-async def test_a_death_by_memory_is_told_from_a_later_one_by_itself(world: World) -> None:
+async def test_a_death_by_memory_is_distinguished_from_a_later_one_by_itself(world: World) -> None:
     def is_killed() -> None:
         path = f"/api/v1/namespaces/default/pods/{world.kubelet.of_seat('gpu-0').server.hello.pod}"
         ended = {"exitCode": 137, "reason": "OOMKilled"}
@@ -179,6 +232,21 @@ async def test_a_death_by_memory_is_told_from_a_later_one_by_itself(world: World
         await world.until(lambda: world.status.get("failures", {}).get("cause") == "TrainerDied")
         await world.until(lambda: world.status.get("phase") == "Complete")
     assert 2 == world.status["restarts"]
+
+
+@pytest.mark.parametrize("world", [SPEC | {"backoffLimit": 1}], indirect=True, ids=["backoffLimit 1"])
+async def test_a_job_near_its_backoff_limit_is_counted_until_it_is_over(world: World) -> None:
+    async with world.operator() as operator:
+
+        def near() -> float | None:
+            return operator.metrics.registry.get_sample_value("colocated_rl_operator_jobs_near_backoff_limit")
+
+        assert 0 == near()
+        await trainer_dies_in_step_2(world)
+        await world.until(lambda: near() == 1)
+        await world.until(lambda: world.status.get("phase") == "Complete")
+        await world.until(lambda: near() == 0)
+    assert 1 == world.status["restarts"]
 
 
 ENGINES = [
@@ -196,16 +264,16 @@ async def test_an_engine_is_started_again_by_its_agent_before_its_pod_is_replace
         world.kubelet.hold("rollout", under=lambda target: target.type == "rolloutTarget" and target.trained_step == 1)
         await world.until(lambda: world.status.get("phase") == "Rollout" and world.status.get("step", 0) >= 1)
         assert world.group.engine_dies(gpu_pod(world, "gpu-0"))
-        world.kubelet.poke_all()
-        await world.until(lambda: gpu_pod(world, "gpu-0").gate.open)
+        world.kubelet.wake_all()
+        await world.until(lambda: gpu_pod(world, "gpu-0").state.gate_open)
         assert FIRST == pods(world)
         world.kubelet.hold("gpu-1", under=is_step_2)
         pod = gpu_pod(world, "gpu-0")
         pod.engine_failures = 2  # since it last served
-        world.kubelet.poke_all()
+        world.kubelet.wake_all()
         await world.until(lambda: "sums-gpu-0-1" in pods(world))
-        world.kubelet.let_go("gpu-1")
-        world.kubelet.let_go("rollout")
+        world.kubelet.release("gpu-1")
+        world.kubelet.release("rollout")
         await world.until(lambda: world.status.get("phase") == "Complete")
     assert ["node-0"] == failures(world)["avoidedNodes"]
 
@@ -229,9 +297,9 @@ async def test_a_drain_of_which_the_agents_tell_first_costs_no_restart(world: Wo
         world.kubelet.hold("gpu-1", under=lambda target: target.type == "podTarget" and target.step == 2)
         await world.until(lambda: any(stood(world, Rung.SEALED, step=2)))
         drained, victim = world.kubelet.of_seat("gpu-1"), gpu_pod(world, "gpu-1")
-        victim.ending = True
+        assert world.group.pod_is_drained(victim)
         assert world.group.trainer_dies(victim)
-        drained.poke()
+        drained.wake()
         name, job_uid = drained.server.hello.pod, world.body["metadata"]["uid"]
 
         def is_heard(name: str) -> bool:
@@ -241,21 +309,23 @@ async def test_a_drain_of_which_the_agents_tell_first_costs_no_restart(world: Wo
         await world.until(lambda: is_heard(name))
         other = world.kubelet.of_seat("gpu-0")
         assert world.group.trainer_dies(gpu_pod(world, "gpu-0"))
-        other.poke()
+        other.wake()
         await world.until(lambda: is_heard(other.server.hello.pod))
         world.kubelet.end(victim.uid)
         taken_away(world, name)
-        world.kubelet.let_go("gpu-1")
+        world.kubelet.release("gpu-1")
         await world.until(lambda: world.status.get("completionTime"))
     assert ("Complete", 0) == (world.status["phase"], world.status["restarts"])
     assert ("PodEvicted", 1, 0) == tuple(failures(world)[each] for each in ("cause", "podRestarts", "stepRetries"))
-    [told] = events(world, "PodReplaced")
-    assert told.endswith("the trainers start together again, which does not count against backoffLimit")
+    [event] = events(world, "PodReplaced")
+    assert event.endswith("the trainers start together again, which does not count against backoffLimit")
 
 
 @unforgiving
 async def test_a_drain_that_the_watch_has_not_told_of_is_looked_for_before_a_death_is_counted(world: World) -> None:
-    """Nor has the agent of the drained pod: others' trainers, which end because of it, are heard of first."""
+    """The agent of the drained pod has not reported it either: others' trainers, which
+    end because of it, are heard of first.
+    """
     async with world.operator():
         world.kubelet.hold("gpu-1", under=lambda target: target.type == "podTarget" and target.step == 2)
         await world.until(lambda: any(stood(world, Rung.SEALED, step=2)))
@@ -267,12 +337,12 @@ async def test_a_drain_that_the_watch_has_not_told_of_is_looked_for_before_a_dea
         world.api.put(path, world.api.objects[path] | {"metadata": world.api.objects[path]["metadata"] | ending})
         world.api.watchers = watchers
         assert world.group.trainer_dies(gpu_pod(world, "gpu-0"))
-        world.kubelet.of_seat("gpu-0").poke()
+        world.kubelet.of_seat("gpu-0").wake()
         again = path.replace("gpu-1-0", "gpu-1-1")
         await world.until(lambda: again in world.api.objects or "completionTime" in world.status)
         world.kubelet.end(victim.pod.uid)
         world.api.remove(path)
-        world.kubelet.let_go("gpu-1")
+        world.kubelet.release("gpu-1")
         world.kubelet.blocked = set()
         world.kubelet.note("MODIFIED", world.api.objects[again])
         await world.until(lambda: world.status.get("completionTime"))
@@ -310,7 +380,7 @@ async def test_an_eviction_that_does_not_count_leaves_the_limit_alone(world: Wor
         path = f"/api/v1/namespaces/default/pods/{victim.server.hello.pod}"
         world.api.set_status(path, {"phase": "Failed", "conditions": [evicted]})
         await world.until(lambda: world.status["cause"] == "PodReplaced")
-        world.kubelet.let_go("rollout")
+        world.kubelet.release("rollout")
         await world.until(lambda: world.status.get("phase") == "Complete")
     assert (0, 1, "PodEvicted") == (
         world.status["restarts"],

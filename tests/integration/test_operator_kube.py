@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ssl
 from collections.abc import AsyncIterator
 from datetime import UTC, datetime, timedelta
@@ -18,6 +19,7 @@ from colocated_rl_api import names
 from colocated_rl_operator.clients.authority import SECRET_NAME, Authority, find_authority
 from colocated_rl_operator.clients.cluster import ClusterAccess
 from colocated_rl_operator.clients.errors import (
+    ApiError,
     ApiUnreachable,
     Conflict,
     NotAdmitted,
@@ -25,6 +27,7 @@ from colocated_rl_operator.clients.errors import (
 )
 from colocated_rl_operator.clients.events import SERIES_S, About, Events
 from colocated_rl_operator.clients.kube import AT_ONCE, Kube
+from colocated_rl_operator.clients.limiter import CallLimiter
 from fakes.api_server import FakeApiServer
 
 JOB_PATH = f"/apis/{names.API_VERSION}/namespaces/default/{names.PLURAL}/sums"
@@ -70,8 +73,8 @@ async def test_a_server_that_is_not_there_is_unreachable() -> None:
             await kube.read_job("default", "sums")
 
 
-@pytest.mark.parametrize(("code", "says"), [(200, "no JSON"), (302, "302")])
-async def test_something_in_between_that_answers_is_no_api_server(code: int, says: str) -> None:
+@pytest.mark.parametrize(("code", "message"), [(200, "no JSON"), (302, "302")])
+async def test_something_in_between_that_answers_is_no_api_server(code: int, message: str) -> None:
     """A page of a proxy ended the job's loop; a redirect was followed wherever it led."""
 
     async def answer(request: web.Request) -> web.Response:
@@ -80,7 +83,7 @@ async def test_something_in_between_that_answers_is_no_api_server(code: int, say
     application = web.Application()
     application.router.add_route("*", "/{path:.*}", answer)
     async with TestServer(application) as server, Kube(ClusterAccess(str(server.make_url("")).rstrip("/"))) as kube:
-        with pytest.raises(ApiUnreachable, match=says):
+        with pytest.raises(ApiUnreachable, match=message):
             await kube.read_job("default", "sums")
 
 
@@ -131,7 +134,39 @@ async def test_calls_that_hang_hold_up_none_of_another_kind_or_namespace() -> No
         assert all(task.result() for task in held)
 
 
-async def test_a_missing_object_is_told_from_a_missing_kind(api: FakeApiServer, kube: Kube) -> None:
+@pytest.mark.parametrize(
+    ("code", "retry_after", "held_s"),
+    [(429, "7", 7), (503, "1", 1), (429, None, 0), (429, "soon", 0), (429, "-1", 0), (200, "7", 0), (422, "7", 0)],
+)
+async def test_a_server_that_is_too_busy_is_left_alone_for_as_long_as_it_says(
+    monkeypatch: pytest.MonkeyPatch, code: int, retry_after: str | None, held_s: float
+) -> None:
+    """All calls but those of the lease, without which the operator would end."""
+    held: list[float] = []
+    waits = 0
+
+    async def wait(_: CallLimiter) -> None:
+        nonlocal waits
+        waits += 1
+
+    monkeypatch.setattr(CallLimiter, "wait", wait)
+    monkeypatch.setattr(CallLimiter, "hold", lambda _, seconds: held.append(seconds))
+
+    async def answer(request: web.Request) -> web.Response:
+        return web.json_response(
+            {**X, "items": []}, status=code, headers={"Retry-After": retry_after} if retry_after else {}
+        )
+
+    application = web.Application()
+    application.router.add_route("*", "/{path:.*}", answer)
+    async with TestServer(application) as server, Kube(ClusterAccess(str(server.make_url("")).rstrip("/"))) as kube:
+        for call in (kube.list_pods("default", UID), kube.read_lease("operators", "lease")):
+            with contextlib.suppress(ApiError):
+                await call
+    assert ([held_s] * 2, 1) == (held, waits)
+
+
+async def test_a_missing_object_is_distinguished_from_a_missing_kind(api: FakeApiServer, kube: Kube) -> None:
     with pytest.raises(NotFound) as missing:
         await kube.read_job("default", "sums")
     assert missing.value.is_kind_known
@@ -163,7 +198,7 @@ async def test_our_finalizer_alone_is_dropped_and_only_of_a_job_on_its_way_out(a
     await kube.drop_finalizer("default", "sums", uid=uid)
     assert job == api.objects[JOB_PATH]
     job = api.put(JOB_PATH, {**job, "metadata": {**job["metadata"], "deletionTimestamp": "2026-01-01T00:00:00Z"}})
-    await kube.drop_finalizer("default", "sums", uid="another")
+    await kube.drop_finalizer("default", "sums", uid=names.JobUid("another"))
     assert job == api.objects[JOB_PATH]
     await kube.drop_finalizer("default", "sums", uid=uid)
     assert ["theirs"] == api.objects[JOB_PATH]["metadata"]["finalizers"]
@@ -174,10 +209,10 @@ async def test_our_finalizer_alone_is_dropped_and_only_of_a_job_on_its_way_out(a
 async def test_deleting_spares_another_pod_of_the_same_name(api: FakeApiServer, kube: Kube) -> None:
     path = "/api/v1/namespaces/default/pods/x"
     api.put(path, {"metadata": {"name": "x"}})
-    await kube.delete_pod("default", "x", uid="another")
+    await kube.delete_pod("default", "x", uid=names.PodUid("another"))
     assert path in api.objects
     await kube.delete_pod("default", "x", uid=api.objects[path]["metadata"]["uid"])
-    await kube.delete_pod("default", "x", uid="gone already")
+    await kube.delete_pod("default", "x", uid=names.PodUid("gone already"))
     assert path not in api.objects
 
 
@@ -194,7 +229,7 @@ async def test_the_same_event_is_counted_and_a_new_one_is_made(api: FakeApiServe
     assert 3 == len(api.all("events"))
 
 
-async def test_an_event_that_somebody_deleted_is_told_anew(api: FakeApiServer, kube: Kube) -> None:
+async def test_an_event_that_somebody_deleted_is_reported_anew(api: FakeApiServer, kube: Kube) -> None:
     """It was counted where nobody could see it, for as long as it went on happening."""
     events, about = Events(kube, instance="test"), About("default", "sums", UID)
     for _ in range(2):
@@ -253,7 +288,10 @@ def test_a_jobs_certificate_serves_its_own_name_and_nothing_else() -> None:
 def test_a_jobs_data_token_is_its_own_and_stays_the_same() -> None:
     """Members keep the one they began with, whatever becomes of the job's Secret."""
     one, other = Authority.new(), Authority.new()
-    tokens = [each.job_files(uid)[names.DATA_TOKEN_FILE] for each, uid in ((one, UID), (one, "another"), (other, UID))]
+    tokens = [
+        each.job_files(uid)[names.DATA_TOKEN_FILE]
+        for each, uid in ((one, UID), (one, names.JobUid("another")), (other, UID))
+    ]
     assert 3 == len(set(tokens))
     assert tokens[0] == Authority.read(one.files()).job_files(UID)[names.DATA_TOKEN_FILE]
 

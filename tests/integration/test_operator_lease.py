@@ -28,7 +28,9 @@ LONG_S = 2 * DEADLINE_S
 
 @dataclass
 class Deaths:
-    """Why `os._exit` would have ended the process. `die` does not come back either: the thread stands still."""
+    """A Deaths keeps why `os._exit` would have ended the process. `die` does not
+    return either: the thread stands still.
+    """
 
     reasons: list[str] = field(default_factory=list)
 
@@ -87,7 +89,7 @@ async def it_is_so(what: Callable[[], object]) -> None:
 
 
 def renewals(api: FakeApiServer) -> int:
-    """That were tried."""
+    """Return how many renewals were tried."""
     return api.requests.count(f"PUT {PATH}")
 
 
@@ -195,6 +197,18 @@ async def test_a_leader_that_finds_another_holder_ends(api: FakeApiServer) -> No
     async with beating(lease):
         await it_is_so(lambda: deaths.reasons)
     assert "another process holds the lease" in deaths.reasons[0]
+
+
+async def test_a_leader_that_finds_an_older_lease_ends(api: FakeApiServer) -> None:
+    """After a restore of etcd a leader went on, and its watches reported nothing."""
+    lease = make_lease(api, "a", deaths := Deaths())
+    await lease.acquire()
+    backup = api.objects[PATH]
+    async with beating(lease), asyncio.timeout(DEADLINE_S):
+        await lease.confirm()
+        api.objects[PATH] = backup
+        await it_is_so(lambda: deaths.reasons)
+    assert "restored from a backup" in deaths.reasons[0]
 
 
 class Faulty(Kube):

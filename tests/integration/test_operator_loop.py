@@ -11,6 +11,7 @@ import logging
 import time
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from typing import Any
 
 import pytest
@@ -23,8 +24,9 @@ from colocated_rl_api.ladder import RESIDENT
 from colocated_rl_api.member_wire import Goal, PodTarget, RolloutTarget
 from colocated_rl_api.rungs import Placement, Rung
 from colocated_rl_operator.clients.errors import ApiUnreachable
+from colocated_rl_operator.clients.kube import Kube
 from colocated_rl_operator.loop.deletion import DELETE_TRIES, expire_again_s
-from colocated_rl_operator.loop.drive import drive_job, note_job
+from colocated_rl_operator.loop.drive import drive_job, note_job, note_pod
 from colocated_rl_operator.loop.objects import FAILS_S
 from colocated_rl_operator.manifests.resources import PodImages
 from colocated_rl_operator.metrics import OperatorMetrics
@@ -61,6 +63,18 @@ async def test_a_job_runs_its_steps_and_completes(world: World, caplog: pytest.L
     logging.getLogger(__name__).info("operator's own time per barrier: %.2f ms over %d barriers", *mean_ms(barriers))
 
 
+async def test_f16_weights_are_evaluated_before_the_first_step_as_often_as_the_job_asks_and_after_the_last(
+    world: World,
+) -> None:
+    """Every second step of three."""
+    async with world.operator():
+        await world.until(lambda: world.status.get("phase") == "Complete")
+        targets = [target for target in world.kubelet.of_seat("rollout").seen if isinstance(target, RolloutTarget)]
+    asked = [target.evaluate for target in targets if target.evaluate is not None]
+    assert [0, 2, 3] == sorted(set(asked), key=asked.index)
+    assert 3 == world.status["evaluation"]["step"]
+
+
 @resident
 async def test_a_resident_job_runs_its_steps_and_says_so(world: World) -> None:
     seen: list[dict[str, Any]] = []
@@ -68,14 +82,14 @@ async def test_a_resident_job_runs_its_steps_and_says_so(world: World) -> None:
     world.kubelet.hold("gpu-1", under=lambda target: isinstance(target, PodTarget) and target.step == 2)
     async with world.operator():
         await world.until(lambda: world.status.get("gpuHolder") == "Both")  # a status that is overtaken is not written
-        world.kubelet.let_go("gpu-1")
+        world.kubelet.release("gpu-1")
         await world.until(lambda: world.status.get("phase") == "Complete")
     assert {1: [1, 2, 3]} == world.group.trained_in
     assert (3, "3-1", 0) == (world.status["step"], world.status["weightVersion"], world.status["restarts"])
-    told = [status for status in seen if status.get("placement")]
-    assert {"Resident"} == {status["placement"] for status in told}
-    assert {*map(str, (Rung.UNKNOWN, *RESIDENT.rungs)), None} >= {status.get("rung") for status in told}
-    assert "Trainer" not in {status["gpuHolder"] for status in told}
+    placed = [status for status in seen if status.get("placement")]
+    assert {"Resident"} == {status["placement"] for status in placed}
+    assert {*map(str, (Rung.UNKNOWN, *RESIDENT.rungs)), None} >= {status.get("rung") for status in placed}
+    assert "Trainer" not in {status["gpuHolder"] for status in placed}
 
 
 @pytest.mark.parametrize("world", [{"mode": "RolloutOnly"}], indirect=True)
@@ -87,9 +101,9 @@ async def test_a_job_that_only_records_never_starts_a_trainer_and_says_who_has_t
     assert (0, {}) == (world.group.store_trained, world.group.trained_in), "what is recorded is not trained"
     assert (3, "0-1", 0) == (world.status["step"], world.status["weightVersion"], world.status["restarts"])
     assert "all 3 batches are recorded" == message(world, "Complete")
-    told = [status for status in seen if status.get("placement")]
-    assert {"RolloutOnly"} == {status["placement"] for status in told}
-    assert {"Nobody", "Switching", "Rollout"} >= {status["gpuHolder"] for status in told}
+    placed = [status for status in seen if status.get("placement")]
+    assert {"RolloutOnly"} == {status["placement"] for status in placed}
+    assert {"Nobody", "Switching", "Rollout"} >= {status["gpuHolder"] for status in placed}
 
 
 @pytest.mark.parametrize(
@@ -110,9 +124,9 @@ async def test_a_job_that_only_trains_never_starts_an_engine_and_says_who_has_th
         await world.until(lambda: world.status.get("phase") == "Complete")
     assert [1, 2, 3] == [step for steps in world.group.trained_in.values() for step in steps]
     assert (3, "3-1", 0) == (world.status["step"], world.status["weightVersion"], world.status["restarts"])
-    told = [status for status in seen if status.get("placement")]
-    assert {"TrainOnly"} == {status["placement"] for status in told}
-    assert {"Nobody", "Switching", "Trainer"} >= {status["gpuHolder"] for status in told}
+    placed = [status for status in seen if status.get("placement")]
+    assert {"TrainOnly"} == {status["placement"] for status in placed}
+    assert {"Nobody", "Switching", "Trainer"} >= {status["gpuHolder"] for status in placed}
 
 
 def message(world: World, kind: str) -> str:
@@ -133,7 +147,7 @@ async def test_a_job_with_a_reference_trains_nothing_before_every_pod_has_scored
     async with world.operator():
         await world.until(lambda: any(stood(world, Rung.SCORED, step=2)))
         assert {1: [1]} == world.group.trained_in
-        world.kubelet.let_go("gpu-1")
+        world.kubelet.release("gpu-1")
         await world.until(lambda: world.status.get("phase") == "Complete")
     assert {1: [1, 2, 3]} == world.group.trained_in
 
@@ -178,9 +192,9 @@ async def test_no_rung_of_a_switch_waits_for_the_api_server(world: World) -> Non
     async with world.operator():
         await world.until(lambda: world.status.get("phase") == "Rollout")
         world.api.hold(is_no_epoch)
-        world.kubelet.let_go("rollout")
+        world.kubelet.release("rollout")
         await world.until(lambda: all(stood(world, Rung.SERVING, step=1)))
-        world.api.let_go()
+        world.api.release()
         await world.until(lambda: world.status.get("phase") == "Complete")
 
 
@@ -237,7 +251,7 @@ async def test_a_volume_that_somebody_deleted_is_not_begun_anew(world: World, vo
             world.api.remove(path)
         change(world, suspend=False)
         await world.until(lambda: condition(world, "Stalled") == ("True", "VolumeLost"))
-        words = told(world, "Stalled")
+        words = condition_message(world, "Stalled")
         assert all(f"claim {path.rsplit('/', 1)[1]} is gone" in words for path in lost)
         assert len(lost) == words.count("is gone, ")
         assert ({"VolumeLost": 1}, []) == (stalled(operator.metrics), world.api.all("pods"))
@@ -245,7 +259,7 @@ async def test_a_volume_that_somebody_deleted_is_not_begun_anew(world: World, vo
         assert not [path for path in lost if path in world.api.objects]
         for path, claim in lost.items():
             world.api.put(path, claim)
-        world.kubelet.let_go("rollout")
+        world.kubelet.release("rollout")
         operator.context.wakeups.wake(world.body["metadata"]["uid"])
         await world.until(lambda: world.status.get("phase") == "Complete")
     assert ("False", "NotStalled") == condition(world, "Stalled")
@@ -302,9 +316,9 @@ async def test_a_switch_does_not_wait_for_repairs(world: World) -> None:
     async with world.operator(repair_s=0):
         await world.until(lambda: world.status.get("phase") == "Switching" and world.status["targetStep"] == 2)
         world.api.hold(lambda path, body: "/configmaps/" in path)
-        world.kubelet.let_go("gpu-1")
+        world.kubelet.release("gpu-1")
         await world.until(lambda: all(stood(world, Rung.SERVING, step=2)))
-        world.api.let_go()
+        world.api.release()
         await world.until(lambda: world.status.get("phase") == "Complete")
 
 
@@ -347,8 +361,31 @@ async def test_one_slow_pod_holds_the_other_at_the_barrier(world: World) -> None
         newest = world.kubelet.of_seat("gpu-0").seen[-1]
         assert isinstance(newest, PodTarget)
         assert Rung.PAUSED is newest.rung
-        world.kubelet.let_go("gpu-1")
+        world.kubelet.release("gpu-1")
         await world.until(lambda: world.status.get("phase") == "Complete")
+
+
+async def test_f40_a_barrier_is_granted_to_every_pod_before_any_of_them_answers(world: World) -> None:
+    """A switch therefore costs as much as its slowest pod, however many there are."""
+    seats = ("gpu-0", "gpu-1")
+
+    def granted() -> list[Rung]:
+        """Return the rung of the newest target of each pod that has one."""
+        sent = [member.seen[-1] for member in world.kubelet.members.values() if member.seen]
+        return [target.rung for target in sent if isinstance(target, PodTarget) and target.step == 1]
+
+    async with world.operator():
+        for barrier in (Rung.PAUSED, Rung.RELEASED, Rung.UPDATED):
+            for seat in seats:
+                world.kubelet.hold(seat, under=partial(is_for, barrier))
+            await world.until(lambda at=barrier: granted() == [at, at])  # type: ignore[misc]
+            for seat in seats:
+                world.kubelet.release(seat)
+        await world.until(lambda: world.status.get("phase") == "Complete")
+
+
+def is_for(barrier: Rung, target: PodTarget | RolloutTarget) -> bool:
+    return isinstance(target, PodTarget) and target.rung is barrier
 
 
 async def test_a_lost_pod_is_made_anew_and_the_trainers_start_together_again(world: World) -> None:
@@ -362,52 +399,68 @@ async def test_a_lost_pod_is_made_anew_and_the_trainers_start_together_again(wor
         await world.until(lambda: world.status["cause"] == "PodReplaced")
         await world.until(lambda: world.status.get("phase") == "Rollout" and world.status.get("lineage") == 2)
         assert 1 == mean_ms(operator.metrics.switch_s)[1], "to come back after a loss is no switch"
-        world.kubelet.let_go("rollout")
+        world.kubelet.release("rollout")
         await world.until(lambda: world.status.get("phase") == "Complete")
     assert 3 == mean_ms(operator.metrics.switch_s)[1]
     assert "/api/v1/namespaces/default/pods/sums-gpu-1-1" in world.api.objects
     assert (2, 0) == (world.status["lineage"], world.status["restarts"])
 
 
-def images_of(world: World, seat: str) -> set[str]:
-    """Of all containers of the newest pod in a seat."""
+def made_of(world: World, seat: str) -> set[tuple[str, str]]:
+    """Return image and pull policy of all containers of the newest pod in a seat."""
     pods = {str(pod["metadata"]["name"]): pod for pod in world.api.all("pods")}
-    pod = pods[max(name for name in pods if f"-{seat}-" in name)]
-    return {each["image"] for kind in ("initContainers", "containers") for each in pod["spec"].get(kind, ())}
+    spec = pods[max(name for name in pods if f"-{seat}-" in name)]["spec"]
+    return {(each["image"], each["imagePullPolicy"]) for each in (*spec["initContainers"], *spec["containers"])}
 
 
-async def test_a_pod_made_again_after_an_upgrade_is_what_its_peers_are_until_the_group_starts_anew(
-    world: World,
+async def test_a_pod_that_lost_its_label_is_deleted_though_the_server_fails_at_that_first(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was forgotten by then, and kept its devices beside the pod in its seat."""
+    stay_in_rollout(world)
+    lost, refusals, delete = "sums-gpu-1-0", [ApiUnreachable("the server is too busy", 503)], Kube.delete_pod
+
+    async def delete_later(self: Kube, namespace: str, name: str, **options: Any) -> None:
+        if name == lost and refusals:
+            raise refusals.pop()
+        await delete(self, namespace, name, **options)
+
+    monkeypatch.setattr(Kube, "delete_pod", delete_later)
+    async with world.operator() as operator:
+        await world.until(lambda: world.status.get("phase") == "Rollout")
+        note_pod({"type": "DELETED", "object": world.api.objects[pod_path(lost)]}, operator.context)
+        await world.until(lambda: pod_path("sums-gpu-1-1") in world.api.objects)
+        assert [] == refusals
+        assert (
+            "deletionTimestamp"
+            in world.api.objects.get(pod_path(lost), {"metadata": {"deletionTimestamp"}})["metadata"]
+        )
+
+
+@pytest.mark.parametrize("is_older", [False, True], ids=["somebody deleted it", "an older operator made none"])
+async def test_without_a_record_of_its_templates_a_pod_made_again_has_the_images_of_its_start(
+    world: World, is_older: bool
 ) -> None:
     old = PodImages(agent="rl/agent:1", rollout="rl/rollout:1", gpu="rl/gpu:1", pull_policy="IfNotPresent")
-    new = replace(old, agent="rl/agent:2", rollout="rl/rollout:2", gpu="rl/gpu:2")
-    digest = f"rl/agent@sha256:{'a' * 64}"
-
-    def is_after_a_step(target: Any) -> bool:
-        return isinstance(target, RolloutTarget) and target.goal is Goal.CLIMB and target.trained_step == 1
-
-    world.kubelet.hold("rollout", under=is_after_a_step)
+    new = replace(old, agent="rl/agent:2", rollout="rl/rollout:2", gpu="rl/gpu:2", pull_policy="Always")
+    stay_in_rollout(world)
     async with world.operator(images=old, version="1.0"):
-        await world.until(lambda: world.status.get("phase") == "Rollout" and world.status.get("step", 0) >= 1)
-        path = pod_path("sums-gpu-0-0")
-        ran = [{"name": "agent", "imageID": f"docker.io/{digest}"}]
-        world.api.set_status(path, world.api.objects[path]["status"] | {"initContainerStatuses": ran})
-    assert ("1.0", "rl/agent:1") == (world.status["start"]["operator"], world.status["start"]["images"]["agent"])
+        await world.until(lambda: world.status.get("phase") == "Rollout")
+    [record] = [path for path in world.api.objects if "/controllerrevisions/" in path]
+    if is_older:
+        start = {name: value for name, value in world.status["start"].items() if name != "revision"}
+        world.api.set_status(JOB_PATH, world.status | {"start": start})
+    else:
+        world.api.remove(record)
     async with world.operator(images=new, version="2.0"):
         await world.until(lambda: world.status["cause"] == "OperatorRestarted")
         world.kubelet.end(world.kubelet.of_seat("gpu-1").pod.uid)
         world.api.set_status(pod_path("sums-gpu-1-0"), {"phase": "Failed", "reason": "Evicted"})
         await world.until(lambda: world.status.get("lineage") == 2)
-        assert {digest, "rl/gpu:1"} == images_of(world, "gpu-1")
-        assert {"rl/agent:1": digest} == world.status["start"]["digests"]
-        change(world, suspend=True)
-        await world.until(lambda: world.status.get("phase") == "Suspended")
-        world.kubelet.let_go("rollout")
-        change(world, suspend=False)
+        assert {("rl/agent:1", "Always"), ("rl/gpu:1", "Always")} == made_of(world, "gpu-1")
+        assert "1.0" == world.status["start"]["operator"]
+        world.kubelet.release("rollout")
         await world.until(lambda: world.status.get("phase") == "Complete")
-    assert ("2.0", "rl/agent:2") == (world.status["start"]["operator"], world.status["start"]["images"]["agent"])
-    assert {"rl/agent:2", "rl/gpu:2"} == images_of(world, "gpu-1")
-    assert {"rl/rollout:2"} == images_of(world, "rollout")
 
 
 async def test_a_dead_trainer_starts_a_new_lineage(world: World) -> None:
@@ -416,9 +469,10 @@ async def test_a_dead_trainer_starts_a_new_lineage(world: World) -> None:
         member = world.kubelet.of_seat("gpu-0")
         assert not isinstance(member.pod, str)
         await world.until(lambda: world.group.trainer_dies(member.pod))  # type: ignore[arg-type]
-        member.poke()
+        member.wake()
         await world.until(lambda: world.status.get("phase") == "Complete")
-    assert world.status["restarts"] <= 1
+    assert (2, 1) == (world.status["lineage"], world.status["restarts"])
+    assert (1, "TrainerDied") == (world.status["failures"]["step"], world.status["failures"]["cause"])
 
 
 async def test_a_deleted_job_is_dismissed_at_once(world: World) -> None:
@@ -514,7 +568,7 @@ def event_of(world: World, kind: str) -> dict[str, Any]:
 
 
 def delete_job(world: World) -> None:
-    """As the server marks it, for as long as it has a finalizer."""
+    """Mark the job as deleted, as the server does for as long as it has a finalizer."""
     job = world.api.objects[JOB_PATH]
     marked = {"deletionTimestamp": "2026-01-01T00:00:00Z", "finalizers": [names.FINALIZER]}
     world.api.put(JOB_PATH, {**job, "metadata": {**job["metadata"], **marked}})
@@ -536,7 +590,7 @@ async def test_a_state_of_the_past_takes_nothing_back_of_what_a_person_wrote(wor
         await world.until(lambda: world.status.get("phase") == "Suspended")
 
 
-async def test_a_job_that_went_unsaid_is_let_go(world: World) -> None:
+async def test_a_job_whose_deletion_was_not_reported_is_released(world: World) -> None:
     """Deleted before it had a finalizer, and kopf stops no loop for that. It read a job that is not there, for ever."""
     stay_in_rollout(world)
     async with world.operator() as operator:
@@ -581,7 +635,9 @@ async def test_a_job_of_the_past_is_not_begun_again(world: World) -> None:
 
 @pytest.mark.parametrize("failures", [0, DELETE_TRIES + 1])
 async def test_a_finalizer_that_kopf_could_not_drop_is_dropped_after_a_while(world: World, failures: int) -> None:
-    """Also where the server fails for longer than anybody waits: the job stayed until somebody changed it."""
+    """It is dropped also where the server fails for longer than anybody waits: the
+    job stayed until somebody changed it.
+    """
     left = iter(range(failures))
     world.api.panics = lambda method, path: (method, path) == ("PATCH", JOB_PATH) and next(left, None) is not None
     stay_in_rollout(world)
@@ -609,7 +665,7 @@ async def test_a_suspended_job_has_no_pods_and_goes_on_where_it_was_under_the_ne
     assert "startTime" not in world.status
     epoch, events = world.status["epoch"], [event["type"] for event in world.api.all("events")]
     assert {"Normal"} == set(events), "nothing went wrong"
-    world.kubelet.let_go("gpu-1")
+    world.kubelet.release("gpu-1")
     async with world.operator() as operator:
         await world.until(lambda: operator.context.wakeups.of(world.body["metadata"]["uid"]))
         change(world, suspend=False)
@@ -638,7 +694,7 @@ async def test_a_job_is_suspended_while_its_pods_are_still_coming(world: World) 
         await world.until(lambda: world.status.get("phase") == "Suspended")
         assert [] == world.api.all("pods")
         change(world, suspend=False)
-        world.kubelet.let_go("rollout")
+        world.kubelet.release("rollout")
         await world.until(lambda: world.status.get("phase") == "Complete")
     assert 0 == world.status["restarts"]
 
@@ -690,7 +746,7 @@ async def test_a_failed_job_frees_its_pods(world: World) -> None:
         await world.until(lambda: any(stood(world, Rung.RELEASED, step=1)))
         member = world.kubelet.of_seat("gpu-0")
         await world.until(lambda: world.group.trainer_dies(member.pod))  # type: ignore[arg-type]
-        member.poke()
+        member.wake()
         await world.until(lambda: has_failed(world))
     assert ("True", "BackoffLimitExceeded") == condition(world, "Failed")
     assert has_freed_everything(world)
@@ -735,7 +791,7 @@ async def test_a_job_without_time_to_live_after_its_end_is_seen_complete_before_
     assert "Complete" == phases[-1]
 
 
-async def test_a_deletion_that_the_server_refuses_is_said_once_and_not_asked_for_all_the_time(world: World) -> None:
+async def test_a_deletion_that_the_server_refuses_is_reported_once_and_not_asked_for_all_the_time(world: World) -> None:
     """An expired job was deleted, and its status written, each second, with a line in the log each time. Then events
     alone said so, which are gone after an hour.
     """
@@ -773,10 +829,10 @@ async def test_a_failed_job_whose_deletion_the_server_refuses_says_so_too(world:
         await world.until(lambda: any(stood(world, Rung.RELEASED, step=1)))
         member = world.kubelet.of_seat("gpu-0")
         await world.until(lambda: world.group.trainer_dies(member.pod))  # type: ignore[arg-type]
-        member.poke()
+        member.wake()
         await world.until(lambda: has_failed(world) and condition(world, "Stalled") == ("True", "ObjectRefused"))
         assert ("True", "BackoffLimitExceeded") == condition(world, "Failed")
-        assert "trainer died" in told(world, "Failed")
+        assert "trainer died" in condition_message(world, "Failed")
         assert {"ObjectRefused": 1} == stalled(operator.metrics)
 
 
@@ -806,7 +862,7 @@ async def test_a_second_operator_leaves_a_job_alone_that_the_first_one_has(world
         async with world.operator(release="others/lease"):
             await world.until(lambda: "AnotherOperator" in reasons_of_events(world))
             assert (epoch, "operators/lease") == (world.status["epoch"], world.status["operator"])
-            world.kubelet.let_go("rollout")
+            world.kubelet.release("rollout")
             await world.until(lambda: world.status.get("phase") == "Complete")
     assert {1: [1, 2, 3]} == world.group.trained_in
     assert 1 + 3 + 1 == world.status["epoch"]
@@ -827,7 +883,7 @@ async def test_a_job_can_be_handed_over(world: World) -> None:
     async with world.operator(release="others/lease") as operator:
         await world.until(lambda: "AnotherOperator" in reasons_of_events(world))
         world.api.set_status(JOB_PATH, {key: value for key, value in world.status.items() if key != "operator"})
-        world.kubelet.let_go("rollout")
+        world.kubelet.release("rollout")
         operator.context.wakeups.wake(world.body["metadata"]["uid"])
         await world.until(lambda: world.status.get("phase") == "Complete")
     assert "others/lease" == world.status["operator"]
@@ -849,17 +905,17 @@ async def test_refused_objects_stall_the_job_with_the_servers_words_and_are_trie
 
 
 async def test_a_job_that_queues_because_the_server_refused_its_pods_says_so(world: World) -> None:
-    """For as long as it was queued it said that there was no pod, and nobody saw the policy that denied them."""
+    """It reported that there was no pod for as long as it was queued, and nobody saw the policy that denied them."""
     passed_s = 0.0
     world.api.set_status(JOB_PATH, {"operator": "operators/lease"})
     world.api.refuse_next(403)
     async with world.operator(clock=lambda: time.monotonic() + passed_s) as operator:
         await world.until(lambda: "ObjectRefused" in str(world.status.get("conditions")))
-        refused = told(world, "Stalled")
+        refused = condition_message(world, "Stalled")
         passed_s = 3600.0
         operator.context.wakeups.wake(world.body["metadata"]["uid"])
         await world.until(lambda: world.status.get("phase") == "Queued")
-    assert refused in told(world, "Reconciling")
+    assert refused in condition_message(world, "Reconciling")
 
 
 async def test_what_the_server_fails_at_again_and_again_stalls_the_job_as_what_it_refuses(world: World) -> None:
@@ -889,7 +945,7 @@ async def test_what_the_server_fails_at_again_and_again_stalls_the_job_as_what_i
         await tried_again(operator)
         await world.until(lambda: world.status.get("conditions"))
         assert ("True", "ObjectRefused") == condition(world, "Stalled")
-        assert "500 This request caused apiserver to panic" in told(world, "Stalled")
+        assert "500 This request caused apiserver to panic" in condition_message(world, "Stalled")
         assert {"ObjectRefused": 1} == stalled(operator.metrics)
         await tried_again(operator)
         await world.until(lambda: "ObjectRefused" in reasons_of_events(world))
@@ -915,7 +971,7 @@ async def test_an_expired_job_that_the_server_fails_to_delete_says_so(world: Wor
 
 @pytest.mark.parametrize(("status", "expected"), [(500, [1, 1, 2, 4, 8, 10, 10]), (None, [1] * 7)])
 def test_what_the_server_fails_at_is_asked_for_less_and_less_often(status: int | None, expected: list[float]) -> None:
-    """Not where there is no answer: a server that was away a minute would be found again as late."""
+    """A server that does not answer is called as often as before: it would be found again too late."""
     waits, failing_s = list[float](), 0.0
     for _ in expected:
         waits.append(ApiUnreachable("", status).again_s(failing_s=failing_s))
@@ -923,7 +979,7 @@ def test_what_the_server_fails_at_is_asked_for_less_and_less_often(status: int |
     assert expected == waits
 
 
-def told(world: World, kind: str) -> str:
+def condition_message(world: World, kind: str) -> str:
     return str(next(item["message"] for item in world.status["conditions"] if item["type"] == kind))
 
 
@@ -935,7 +991,7 @@ def stalled(metrics: OperatorMetrics) -> dict[str, float]:
 
 @pytest.mark.parametrize("suspend", [False, True])
 async def test_pods_that_the_server_would_refuse_stall_the_job_before_any_is_made(world: World, suspend: bool) -> None:
-    """What a template says as free-form maps nobody else can judge; a job that waits for its release learns it too."""
+    """Only the server can judge the free-form maps of a template; a job that waits for its release learns of it too."""
     change(world, suspend=suspend, podTemplates={"rollout": {"spec": {"priorityClassName": "nobody-knows"}}})
     world.api.refused_trial = lambda pod: f"no PriorityClass with name {pod['spec']['priorityClassName']} was found"
     async with world.operator() as operator:
@@ -963,7 +1019,7 @@ async def test_pods_that_are_there_are_not_tried_again_where_a_quota_has_room_fo
     world.api.refused_trial = lambda pod: "exceeded quota"
     async with world.operator():
         await world.until(lambda: world.status["epoch"] > epoch)
-        world.kubelet.let_go("rollout")
+        world.kubelet.release("rollout")
         await world.until(lambda: world.status.get("phase") == "Complete")
     assert not {"ObjectRefused"} & reasons_of_events(world)
 
@@ -989,7 +1045,7 @@ async def test_a_pod_of_somebody_elses_that_has_the_name_is_named(world: World) 
     async with world.operator() as operator:
         await world.until(lambda: world.status.get("conditions"))
         await world.until(lambda: condition(world, "Stalled") == ("True", "ObjectRefused"))
-        assert f"{TAKEN} already exists, and is no pod of this job: delete it" in told(world, "Stalled")
+        assert f"{TAKEN} already exists, and is no pod of this job: delete it" in condition_message(world, "Stalled")
         world.api.remove(TAKEN)
         operator.context.wakeups.wake(world.body["metadata"]["uid"])
         await world.until(lambda: world.status.get("phase") == "Complete")
@@ -1028,7 +1084,7 @@ async def test_a_spec_that_the_server_took_and_that_can_t_run_is_named_in_a_cond
 
 
 async def test_an_older_operator_touches_nothing_that_it_does_not_understand(world: World) -> None:
-    """After a roll-back its loop ended by an error, again and again, and said so in its log alone."""
+    """After a roll-back its loop ended by an error again and again, and only its log said so."""
     stay_in_rollout(world)
     async with world.operator():
         await world.until(lambda: world.status.get("phase") == "Rollout")
@@ -1046,7 +1102,7 @@ async def test_a_change_of_the_spec_in_between_does_not_lose_the_epoch(world: Wo
     async with world.operator():
         await world.until(lambda: world.status.get("phase") == "Rollout")
         change(world, steps=4)
-        world.kubelet.let_go("rollout")
+        world.kubelet.release("rollout")
         await world.until(lambda: world.status.get("phase") == "Complete")
     assert 4 == world.status["step"]
 
@@ -1058,7 +1114,7 @@ async def test_steps_that_are_lowered_complete_the_job(world: World) -> None:
         change(world, steps=1, evaluation=None)
         rollout = world.kubelet.of_seat("rollout")
         await world.until(lambda: isinstance(rollout.seen[-1], RolloutTarget) and rollout.seen[-1].last_step == 1)
-        world.kubelet.let_go("rollout")
+        world.kubelet.release("rollout")
         await world.until(lambda: world.status.get("phase") == "Complete")
     assert (2, 2) == (world.status["step"], world.status["targetStep"])
 
@@ -1067,11 +1123,11 @@ async def test_a_step_that_is_made_the_last_one_after_the_fact_is_saved_all_the_
     world.kubelet.hold("rollout", under=lambda target: target.type == "rolloutTarget" and target.trained_step == 1)
     async with world.operator():
         await world.until(lambda: world.status.get("phase") == "Rollout" and world.status.get("step") == 1)
-        assert {0} == world.group.checkpoints
+        assert 0 == world.group.saved
         change(world, steps=1)
-        world.kubelet.let_go("rollout")
+        world.kubelet.release("rollout")
         await world.until(lambda: world.status.get("phase") == "Complete")
-    assert max(world.group.checkpoints) == world.status["step"]
+    assert world.group.saved == world.status["step"]
 
 
 async def test_an_epoch_raised_by_somebody_else_is_gone_beyond_after_a_look_at_the_lease(world: World) -> None:
@@ -1080,6 +1136,6 @@ async def test_an_epoch_raised_by_somebody_else_is_gone_beyond_after_a_look_at_t
         await world.until(lambda: world.status.get("phase") == "Rollout")
         stolen = world.status["epoch"] + 10
         world.api.set_status(JOB_PATH, {**world.status, "epoch": stolen})
-        world.kubelet.let_go("rollout")
+        world.kubelet.release("rollout")
         await world.until(lambda: world.status.get("phase") == "Complete")
     assert world.status["epoch"] > stolen

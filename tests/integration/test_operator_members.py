@@ -40,10 +40,12 @@ from colocated_rl_operator.clients.members import (
 )
 from colocated_rl_trainer.conformance.ranks import free_port
 from fakes import serving
+from fakes.relay import relayed
 
 TESTS = Path(__file__).parents[1]
 DEADLINE_S = 60.0
 POD = "sums-gpu-0-0"
+POD_UID, ANOTHER = names.PodUid("uid-0"), names.JobUid("another")
 
 
 def make_target(epoch: int, rung: Rung = Rung.SEALED) -> PodTarget:
@@ -65,7 +67,7 @@ class Agent:
 
     @property
     def address(self) -> Address:
-        return Address(POD, "uid-0", names.ROLE_GPU, "127.0.0.1", self.server.ports.control)
+        return Address(POD, POD_UID, names.ROLE_GPU, "127.0.0.1", self.server.ports.control)
 
 
 @pytest.fixture
@@ -73,7 +75,7 @@ def authority() -> Authority:
     return Authority.new()
 
 
-def write_files(authority: Authority, directory: Path, job_uid: str) -> None:
+def write_files(authority: Authority, directory: Path, job_uid: names.JobUid) -> None:
     directory.mkdir(exist_ok=True)
     for name, text in authority.job_files(job_uid).items():
         (directory / name).write_text(text)
@@ -81,10 +83,10 @@ def write_files(authority: Authority, directory: Path, job_uid: str) -> None:
 
 @asynccontextmanager
 async def agent(
-    authority: Authority, directory: Path, *, highest_epoch: int = 0, job_uid: str = UID, **hello: Any
+    authority: Authority, directory: Path, *, highest_epoch: int = 0, job_uid: names.JobUid = UID, **hello: Any
 ) -> AsyncIterator[Agent]:
     write_files(authority, directory, job_uid)
-    said: dict[str, Any] = {"pod": POD, "pod_uid": "uid-0", "job_uid": UID, "role": names.ROLE_GPU, "incarnation": "a"}
+    usual: dict[str, Any] = {"pod": POD, "pod_uid": POD_UID, "job_uid": UID, "role": names.ROLE_GPU, "incarnation": "a"}
     made: Agent
 
     def accept(target: PodTarget) -> None:
@@ -94,7 +96,7 @@ async def agent(
             made.facts = made.answers.get(target.epoch, same)
 
     server: MemberServer[PodTarget] = MemberServer(
-        hello=Hello(**said | hello, highest_epoch=highest_epoch),
+        hello=Hello(**usual | hello, highest_epoch=highest_epoch),
         kind=PodTarget,
         tls=MemberTls.read(directory),
         facts=lambda: made.facts,
@@ -135,7 +137,7 @@ async def operator(context: ssl.SSLContext, **options: Any) -> AsyncIterator[Ope
 
 
 async def stays_unknown(door: Operator) -> None:
-    """For as long as several attempts take."""
+    """Check that the member stays unknown for as long as several attempts take."""
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(0.5):
             await door.until(lambda: door.answer().facts)
@@ -196,43 +198,12 @@ async def test_a_lost_member_is_unknown_at_once_and_found_again(authority: Autho
             assert [] == again.targets  # a new connection begins without a target: nothing old is repeated
 
 
-@asynccontextmanager
-async def relayed(port: int, to: int, frozen: asyncio.Event) -> AsyncIterator[None]:
-    """Passes bytes on, until frozen: then the connection stays open and nothing passes."""
-    serving: set[asyncio.Task[None]] = set()
-
-    async def pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        while data := await reader.read(65536):
-            if frozen.is_set():
-                continue
-            writer.write(data)
-        writer.close()
-
-    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with ExitStack() as ends:
-            ends.callback(writer.transport.abort)
-            there, back = await asyncio.open_connection("127.0.0.1", to)
-            ends.callback(back.transport.abort)
-            async with asyncio.TaskGroup() as group:
-                group.create_task(pump(reader, back))
-                group.create_task(pump(there, writer))
-
-    def begin(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        serving.add(asyncio.create_task(serve(reader, writer)))
-
-    async with await asyncio.start_server(begin, "127.0.0.1", port):
-        yield
-        for each in serving:
-            each.cancel()
-        await asyncio.gather(*serving, return_exceptions=True)
-
-
 async def test_a_half_open_connection_is_noticed_by_its_heartbeat(authority: Authority, tmp_path: Path) -> None:
     frozen = asyncio.Event()
     async with agent(authority, tmp_path) as member, operator(authority.operator_context(), ping_s=0.2) as door:
         port = free_port()
         async with relayed(port, member.server.ports.control, frozen):
-            door.members.keep(UID, [Address(POD, "uid-0", names.ROLE_GPU, "127.0.0.1", port)])
+            door.members.keep(UID, [Address(POD, POD_UID, names.ROLE_GPU, "127.0.0.1", port)])
             await door.until(lambda: door.answer().facts)
             frozen.set()
             await door.until(lambda: door.answer().facts is None)
@@ -240,7 +211,7 @@ async def test_a_half_open_connection_is_noticed_by_its_heartbeat(authority: Aut
 
 
 async def test_members_that_were_lost_at_one_moment_are_asked_again_at_different_ones(authority: Authority) -> None:
-    """Or each outage would end in a thousand handshakes at once, and again at each attempt."""
+    """Otherwise each outage would end in a thousand handshakes at once, and again at each attempt."""
     rests: dict[str, list[float]] = {f"sums-gpu-{number}-0": [] for number in range(40)}
     attempts, is_enough = 8, asyncio.Event()
 
@@ -255,7 +226,7 @@ async def test_members_that_were_lost_at_one_moment_are_asked_again_at_different
 
     async with operator(authority.operator_context(), rest=rest) as door:
         nobody = free_port()
-        door.members.keep(UID, [Address(pod, pod, names.ROLE_GPU, "127.0.0.1", nobody) for pod in rests])
+        door.members.keep(UID, [Address(pod, names.PodUid(pod), names.ROLE_GPU, "127.0.0.1", nobody) for pod in rests])
         async with asyncio.timeout(DEADLINE_S):
             await is_enough.wait()
     for attempt in range(attempts):
@@ -268,7 +239,7 @@ async def test_members_that_were_lost_at_one_moment_are_asked_again_at_different
 
 @contextmanager
 def port_of_a_lost_node() -> Iterator[int]:
-    """Who connects there hears nothing: the few places that a listener has are taken."""
+    """Yield a port on which callers hear nothing: the few places that a listener has are taken."""
     with ExitStack() as sockets:
         listener = sockets.enter_context(socket.create_server(("127.0.0.1", 0), backlog=0))
         port: int = listener.getsockname()[1]
@@ -284,13 +255,15 @@ async def test_members_of_lost_nodes_keep_no_other_job_from_its_own(authority: A
     with port_of_a_lost_node() as port:
         lost = [f"lost-gpu-{number}-0" for number in range(2 * HANDSHAKES_AT_ONCE)]
         async with agent(authority, tmp_path) as member, operator(authority.operator_context()) as door:
-            door.members.keep("another", [Address(pod, pod, names.ROLE_GPU, "127.0.0.1", port) for pod in lost])
+            door.members.keep(
+                ANOTHER, [Address(pod, names.PodUid(pod), names.ROLE_GPU, "127.0.0.1", port) for pod in lost]
+            )
             door.members.keep(UID, [member.address])
             await door.until(lambda: door.answer().facts)
-        assert not [answer for answer in door.members.answers("another").values() if answer.facts]
+        assert not [answer for answer in door.members.answers(ANOTHER).values() if answer.facts]
 
 
-async def test_members_that_accept_and_say_nothing_keep_no_other_job_from_its_own(
+async def test_members_that_accept_and_send_nothing_keep_no_other_job_from_its_own(
     authority: Authority, tmp_path: Path
 ) -> None:
     """Each had its turn to shake hands for 10 s: a few hundred hung processes, and pods of other jobs were replaced."""
@@ -298,10 +271,12 @@ async def test_members_that_accept_and_say_nothing_keep_no_other_job_from_its_ow
     with socket.create_server(("127.0.0.1", 0), backlog=mute) as listener:
         hung, port = [f"hung-gpu-{number}-0" for number in range(mute)], listener.getsockname()[1]
         async with agent(authority, tmp_path) as member, operator(authority.operator_context()) as door:
-            door.members.keep("another", [Address(pod, pod, names.ROLE_GPU, "127.0.0.1", port) for pod in hung])
+            door.members.keep(
+                ANOTHER, [Address(pod, names.PodUid(pod), names.ROLE_GPU, "127.0.0.1", port) for pod in hung]
+            )
             door.members.keep(UID, [member.address])
             await door.until(lambda: door.answer().facts)
-        assert not [answer for answer in door.members.answers("another").values() if answer.facts]
+        assert not [answer for answer in door.members.answers(ANOTHER).values() if answer.facts]
 
 
 # --------------------------------------------------------------------------------------------------- who is no member
@@ -319,7 +294,7 @@ async def test_whoever_says_it_is_somebody_else_is_nobody(
 
 async def test_a_certificate_of_another_job_is_no_member(authority: Authority, tmp_path: Path) -> None:
     context = authority.operator_context()
-    async with agent(authority, tmp_path, job_uid="another-job") as member, operator(context) as door:
+    async with agent(authority, tmp_path, job_uid=names.JobUid("another-job")) as member, operator(context) as door:
         door.members.keep(UID, [member.address])
         await stays_unknown(door)
 
@@ -357,7 +332,7 @@ async def test_garbage_ends_the_connection_and_nothing_else(
     await web.TCPSite(runner, "127.0.0.1", 0, ssl_context=MemberTls.read(tmp_path).control_context()).start()
     try:
         async with operator(authority.operator_context()) as door:
-            address = Address(POD, "uid-0", names.ROLE_GPU, "127.0.0.1", runner.addresses[0][1])
+            address = Address(POD, POD_UID, names.ROLE_GPU, "127.0.0.1", runner.addresses[0][1])
             door.members.keep(UID, [address])
             await stays_unknown(door)
     finally:
@@ -380,7 +355,7 @@ async def test_the_members_own_certificate_sends_no_targets(authority: Authority
     """Another job's member has a certificate of the same authority; it is not the operator."""
     async with agent(authority, tmp_path) as member:
         thief = tmp_path / "thief"
-        write_files(authority, thief, "thief")
+        write_files(authority, thief, names.JobUid("thief"))
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         context.load_verify_locations(thief / names.CA_FILE)
         context.load_cert_chain(thief / names.CERT_FILE, thief / names.KEY_FILE)
@@ -392,7 +367,7 @@ async def test_the_members_own_certificate_sends_no_targets(authority: Authority
 
 # -------------------------------------------------------------------------------------------------------------- memory
 class LongFacts(PodFacts):
-    """Of a member whose version has more to say."""
+    """A member whose version has more to say reports LongFacts."""
 
     more: str = "x" * (MAX_MESSAGE_BYTES - 1024)
 
@@ -409,17 +384,17 @@ async def test_a_connection_takes_less_than_100_kib_of_the_operators_memory_and_
         for each in agents:
             each.answers = {2: largest, 3: make_facts(epoch=3)}
         files = {name: text.decode() for name, text in authority.files().items()}
-        told = {"authority": files, "ports": [each.server.ports.control for each in agents]}
+        setup = {"authority": files, "ports": [each.server.ports.control for each in agents]}
         program = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "fakes.linked_operator"), cwd=TESTS, stdin=PIPE, stdout=PIPE
         )
         try:
             async with asyncio.timeout(60):
-                said, _ = await program.communicate(json.dumps(told).encode() + b"\n")
+                output, _ = await program.communicate(json.dumps(setup).encode() + b"\n")
         finally:
             if program.returncode is None:
                 program.kill()
     assert 0 == program.returncode
-    usual, after_the_largest = map(float, said.split())
+    usual, after_the_largest = map(float, output.split())
     assert 10 < usual < 100
     assert usual < after_the_largest < 400

@@ -20,8 +20,8 @@ def references(world: World) -> dict[str, str | None]:
     return {name: each.get("deletionTimestamp") for name, each in pods.items() if "-reference-" in name}
 
 
-def told(world: World) -> list[str]:
-    """Which of them the rollout controller is to ask."""
+def named_references(world: World) -> list[str]:
+    """Return the reference pods that the rollout controller is told to use."""
     targets = [member.pod.target for member in world.kubelet.members.values() if member.pod.seat == "rollout"]
     return [each.pod for target in targets if isinstance(target, RolloutTarget) for each in target.references]
 
@@ -31,7 +31,7 @@ def told(world: World) -> list[str]:
 )
 async def test_a_job_completes_and_its_reference_goes_with_it(world: World) -> None:
     async with world.operator():
-        await world.until(lambda: len(told(world)) == 2)
+        await world.until(lambda: len(named_references(world)) == 2)
         await world.until(lambda: world.status.get("phase") == "Complete")
         await world.until(lambda: not references(world))
     assert {1: [1, 2, 3]} == world.group.trained_in
@@ -42,7 +42,7 @@ async def test_a_job_completes_and_its_reference_goes_with_it(world: World) -> N
 
 @apart
 async def test_steps_are_trained_before_it_is_ready_and_status_says_who_is_waited_for(world: World) -> None:
-    """What is sealed has its scores: the fake controller seals all the same."""
+    """The fake controller seals batches without waiting for scores: what is sealed counts as scored."""
     world.kubelet.loads.clear()
     world.kubelet.hold("rollout", under=lambda target: isinstance(target, RolloutTarget) and target.trained_step == 2)
     async with world.operator():
@@ -59,14 +59,14 @@ async def test_steps_are_trained_before_it_is_ready_and_status_says_who_is_waite
 
 
 @apart
-async def test_a_lost_one_is_made_again_and_rollout_is_told_where(world: World) -> None:
+async def test_a_lost_one_is_made_again_and_rollout_gets_its_address(world: World) -> None:
     stay_in_rollout(world)
     async with world.operator():
-        await world.until(lambda: len(told(world)) == 2 and world.status.get("phase") == "Rollout")
+        await world.until(lambda: len(named_references(world)) == 2 and world.status.get("phase") == "Rollout")
         epoch = world.status["epoch"]
         world.api.remove("/api/v1/namespaces/default/pods/sums-reference-1-0")
-        await world.until(lambda: "sums-reference-1-1" in told(world))
-        assert ["sums-reference-0-0", "sums-reference-1-1"] == told(world)
+        await world.until(lambda: "sums-reference-1-1" in named_references(world))
+        assert ["sums-reference-0-0", "sums-reference-1-1"] == named_references(world)
         await world.until(lambda: world.status["reference"]["readyReplicas"] == 2)
     assert (epoch, 1, 0) == (world.status["epoch"], world.status["lineage"], world.status["restarts"])
 

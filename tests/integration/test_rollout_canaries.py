@@ -132,13 +132,13 @@ def logged() -> Iterator[io.StringIO]:
 
 
 async def judge(request: web.Request) -> web.Response:
-    """As FastAPI: what it refuses it quotes."""
+    """Judge as FastAPI does, which quotes what it refuses."""
     asked = await request.json()
-    said = f"{CANARIES['Endpoint']} {json.dumps(asked)}"
+    answer = f"{CANARIES['Endpoint']} {json.dumps(asked)}"
     for word, status in (("refused", 422), ("busy", 503), ("garbled", 200)):
         if word in asked["prompt"]:
-            return web.Response(text=said, status=status)
-    return web.json_response({"reward": 0.25, "why": said})
+            return web.Response(text=answer, status=status)
+    return web.json_response({"reward": 0.25, "why": answer})
 
 
 def write_task(directory: Path) -> dict[str, Any]:
@@ -200,18 +200,20 @@ async def talking(directory: Path) -> AsyncIterator[tuple[FakeGate, OperatorEnd,
         yield gate, operator, controller, client
 
 
-def test_nothing_that_was_asked_or_answered_is_said_anywhere(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    said, refused = asyncio.run(_said_of_a_whole_run(tmp_path))
-    said.printed = "".join(capfd.readouterr())
-    archive = _archive(said, tmp_path)
+def test_nothing_that_was_asked_or_answered_is_shown_anywhere(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    shown, refused = asyncio.run(_said_of_a_whole_run(tmp_path))
+    shown.printed = "".join(capfd.readouterr())
+    archive = _archive(shown, tmp_path)
 
     # it is looked for where it was: the client whose request the engine refused is told what the engine said
     assert CANARIES["Engine"] in refused
     everything = {
-        "logs": said.logs,
-        "facts": "\n".join(said.facts),
-        "log of the rewards container": said.printed,
-        **said.pages,
+        "logs": shown.logs,
+        "facts": "\n".join(shown.facts),
+        "log of the rewards container": shown.printed,
+        **shown.pages,
         **archive,
     }
     for place, text in everything.items():
@@ -226,17 +228,17 @@ def test_nothing_that_was_asked_or_answered_is_said_anywhere(tmp_path: Path, cap
         "EngineRejected": ("job-gpu-0-0 answered 400 and ", " characters"),
     }
     for reason, words in wanted.items():
-        lines = [line for line in said.logs.splitlines() if f'"{reason}"' in line]
+        lines = [line for line in shown.logs.splitlines() if f'"{reason}"' in line]
         assert all(any(word in line for line in lines) for word in words), (reason, lines[:3])
-    failed = [line for line in said.logs.splitlines() if '"EpisodeFailed"' in line]
+    failed = [line for line in shown.logs.splitlines() if '"EpisodeFailed"' in line]
     assert any("ToolError: KeyError at /env/tool.py:7" in line for line in failed)
     assert any("RuntimeError at " in line and "verifiers/v1/__init__.py:" in line for line in failed)
-    assert "answered 500 and " in said.logs
-    assert said.problems
+    assert "answered 500 and " in shown.logs
+    assert shown.problems
 
 
 async def _said_of_a_whole_run(directory: Path) -> tuple[Said, str]:
-    """And what a client was told whose request the engine refused."""
+    """Run a job to its end, and return what it said, and the answer to a client whose request the engine refused."""
     with logged() as log:
         async with talking(directory) as (gate, operator, controller, client), aiohttp.ClientSession() as session:
             gate.faults.extend([Fault.REJECTED, Fault.ERROR_500, Fault.GARBLED, Fault.DROPPED])
@@ -263,11 +265,11 @@ async def _said_of_a_whole_run(directory: Path) -> tuple[Said, str]:
     return Said(log.getvalue(), [each for each in heard if "rolloutFacts" in each], pages, ""), str(refused.value)
 
 
-def _archive(said: Said, directory: Path) -> dict[str, str]:
-    """What `kubectl crlj bundle` keeps of a pod that says this."""
+def _archive(shown: Said, directory: Path) -> dict[str, str]:
+    """Return the files that `kubectl crlj bundle` keeps of a pod that says this."""
     manifest = make_manifest("sums", replicas=1)
     job = {**manifest, "metadata": {**manifest["metadata"], "uid": "uid-1", "generation": 1}}
-    problems = [{"name": "sums-rollout-0", "reason": why, "message": text} for why, text in said.problems.items()]
+    problems = [{"name": "sums-rollout-0", "reason": why, "message": text} for why, text in shown.problems.items()]
     job["status"] = {"observedGeneration": 1, "phase": "Rollout", "step": 0, "epoch": 1, "outOfLine": problems}
     labels = {names.ROLE_LABEL: "rollout", names.ATTEMPT_LABEL: "0"}
     containers: list[dict[str, Any]] = [{"name": name, "state": {"running": {}}} for name in ("rollout", "rewards")]
@@ -276,8 +278,10 @@ def _archive(said: Said, directory: Path) -> dict[str, str]:
         "status": {"phase": "Running", "containerStatuses": containers},
     }
     api = ClusterApi(jobs={"sums": job}, pods=[pod])
-    api.logs = {("sums-rollout-0", "rollout"): said.logs, ("sums-rollout-0", "rewards"): said.printed}
-    api.pages = {("sums-rollout-0", path): page(json.loads(said.pages[path])) for path in ("/v1/state", "/v1/progress")}
+    api.logs = {("sums-rollout-0", "rollout"): shown.logs, ("sums-rollout-0", "rewards"): shown.printed}
+    api.pages = {
+        ("sums-rollout-0", path): page(json.loads(shown.pages[path])) for path in ("/v1/state", "/v1/progress")
+    }
     path = directory / "sums.tar.gz"
     with play_kubectl(api, directory) as kubectl:
         assert 0 == program.run(["bundle", "sums", "--file", str(path)], kubectl.environment)

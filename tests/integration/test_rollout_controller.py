@@ -98,7 +98,7 @@ class Scene:
             await gate.close()
 
     async def generating(self, count: int) -> None:
-        """As many requests as this are with the engines, at their pace."""
+        """Wait until the engines have exactly as many requests."""
         await until(lambda: sum(gate.in_flight for gate in self.gates) == count)
 
     async def sealed(self, step: int) -> RolloutFacts:
@@ -119,7 +119,7 @@ class Scene:
         await self.samples(interrupted=2 * BATCH)
 
     async def page(self, path: str) -> Any:
-        """What a page says, which is as the document has it."""
+        """Return the contents of a page, after a check against the document."""
         async with self.session.get(f"http://127.0.0.1:{self.controller.member.ports.pages}{path}") as response:
             body = await response.read()
             rollout_interface().check("GET", response.url.path, response.status, response.content_type, body)
@@ -231,10 +231,32 @@ async def test_generations_span_a_switch_and_come_back_as_one_completion(
                 assert [0] * 5 + [1] * (len(made_by) - 5) == made_by  # four, and the one that an abort still makes
                 start = end
         assert f"\ncolocate_rollout_resent_tokens_total {2 * BATCH * 5}.0\n" in await scene.figures()
+        samples = (await scene.page("/v1/samples?state=sealed"))["samples"]
+        assert [(2, 5)] * 2 * BATCH == [(sample["attempts"], sample["resent"]) for sample in samples]
+
+
+async def test_f6_what_was_interrupted_goes_on_before_anything_new_begins(
+    job: JobOnDisk, processes: TaskProcesses, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each engine takes no more than its share of the interrupted ones, so whatever it is sent came first."""
+    async with running(job, processes) as scene:
+        await scene.interrupt_all()
+        await scene.target(concurrency=2 * BATCH)
+        await scene.samples(interrupted=2 * BATCH, admitted=2 * BATCH)
+        await until(lambda: not scene.controller._engines._sent)
+        monkeypatch.setattr(engines, "BURST", BATCH)
+        monkeypatch.setattr(engines, "PACE_S", 10 * DEADLINE_S)
+        before = [len(gate.requests) for gate in scene.gates]
+        await scene.open(V1, pace=1)
+        await scene.generating(2 * BATCH)
+        sent = [gate.requests[count:] for gate, count in zip(scene.gates, before, strict=True)]
+        limits = [request["sampling_params"]["max_new_tokens"] for requests in sent for request in requests]
+        assert [48 - 5] * 2 * BATCH == limits, "each goes on with the rest of its budget"
+        await scene.samples(running=2 * BATCH, admitted=2 * BATCH)
 
 
 async def test_a_batch_says_which_experts_read_each_token_last(tmp_path: Path, processes: TaskProcesses) -> None:
-    """After a switch an engine reads again what is there, and later tokens look at that."""
+    """After a switch an engine reads earlier tokens again, and later tokens attend to that pass."""
     async with running(with_rollout(tmp_path, routerReplay=True), processes) as scene:
         await scene.interrupt_all()
         await scene.open(V1)
@@ -367,9 +389,14 @@ async def test_what_one_engine_spoils_another_mends(job: JobOnDisk, processes: T
         facts = await scene.operator.until(lambda facts: not any(gate.faults for gate in scene.gates))
         assert facts.problem is None
         assert 0 == facts.samples.get("failed", 0)
-        said = await scene.figures()
-        counted = [f'\ncolocate_rollout_attempts_total{{ending="{ending}"}} ' in said for ending in ("lost", "garbled")]
+        figures = await scene.figures()
+        counted = [
+            f'\ncolocate_rollout_attempts_total{{ending="{ending}"}} ' in figures for ending in ("lost", "garbled")
+        ]
         assert [True, True] == counted
+        assert '\ncolocate_rollout_attempts_total{ending="garbled"} 1.0\n' in figures
+        for token, logp, step in token_rows(await scene.batch(1)):
+            assert logp == pytest.approx(logp_of(WeightVersion(step, 1), token), abs=1e-6), "nothing garbled is in it"
 
 
 async def test_what_a_busy_gate_refuses_was_no_attempt(job: JobOnDisk, processes: TaskProcesses) -> None:
@@ -397,7 +424,9 @@ async def test_a_rejected_sample_is_replaced_in_its_group(job: JobOnDisk, proces
         assert [1, 1, 2, 2, 3, 3] == (await scene.batch(1)).groups
 
 
-async def test_a_task_without_a_signal_is_said_and_trained_as_it_is(tmp_path: Path, processes: TaskProcesses) -> None:
+async def test_a_task_without_a_signal_is_reported_and_trained_as_it_is(
+    tmp_path: Path, processes: TaskProcesses
+) -> None:
     """The fake engine gives every sample of a group the same answer."""
     job = with_rollout(tmp_path, filters=["EqualRewards", "Truncated"], maxFilteredPerBatch=4)
     async with running(job, processes) as scene:
@@ -435,14 +464,21 @@ async def test_surplus_waits_in_order_for_the_next_batch(tmp_path: Path, process
     job = with_rollout(tmp_path, maxConcurrency=6)
     async with running(job, processes) as scene:
         await scene.target()
+        scene.gates[0].preemptions = scene.gates[1].preemptions = 2
         await scene.open(V0)
         facts = await scene.samples(completed=2 * BATCH, sealed=2 * BATCH)
+        assert f"\ncolocate_rollout_preemptions_total {2 * 4 * BATCH}.0\n" in await scene.figures()
         assert facts.sealed is not None
         assert facts.sealed.step == 1, "the second batch waits until the first is trained"
         await scene.close()
         await scene.target(trained_step=1)
         facts = await scene.sealed(2)
         assert [4, 4, 5, 5, 6, 6] == (await scene.batch(2)).groups
+        tokens = [len(token_rows(await scene.batch(step))) for step in (1, 2)]
+        figures = await scene.figures()
+        for limit, count in (("0.0", tokens[0]), ("1.0", sum(tokens)), ("+Inf", sum(tokens))):
+            assert f'\ncolocate_rollout_sealed_token_staleness_bucket{{le="{limit}"}} {count}.0\n' in figures
+        assert f"\ncolocate_rollout_sealed_token_staleness_sum {tokens[1]}.0\n" in figures
         assert facts.staleness_mean == 1.0
         assert 2 * BATCH == facts.samples["trained"]
 
@@ -482,6 +518,20 @@ async def test_no_batch_is_handed_out_before_it_is_durable(job: JobOnDisk, proce
             )
             assert (set(), {early}) == await asyncio.wait([early], timeout=0.3)
         assert 200 == (await early)[0]
+
+
+async def test_f94_a_full_batch_waits_out_its_time_in_rollout_while_engines_have_work(
+    tmp_path: Path, processes: TaskProcesses, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = with_rollout(tmp_path, minRolloutSeconds=86_400)
+    async with running(job, processes) as scene:
+        await open_one_after_another(scene, monkeypatch)
+        await scene.gates[0].release()
+        await scene.operator.until(lambda facts: facts.samples.get("completed", 0) >= BATCH)
+        early = asyncio.create_task(scene.sealed(1))
+        assert (set(), {early}) == await asyncio.wait([early], timeout=0.3), "a whole batch, and it waits"
+        await scene.gates[1].release()
+        assert (await early).sealed, "nothing more may be generated"
 
 
 async def test_steps_go_on_through_switches_without_losing_a_sample(tmp_path: Path, processes: TaskProcesses) -> None:
@@ -594,7 +644,7 @@ for line in sys.stdin:
 async def test_what_the_limit_cut_short_is_worth_nothing_in_an_evaluation_too(
     tmp_path: Path, limit: int, mean: float
 ) -> None:
-    """As in training; no verifier is asked."""
+    """Evaluation counts it as training does; no verifier sees it."""
     job = with_rollout(tmp_path, maxResponseTokens=limit)
     command = [sys.executable, "-c", ALL_ARE_RIGHT]
     async with (
@@ -624,9 +674,9 @@ async def test_an_evaluation_asks_for_as_many_responses_as_it_should(tmp_path: P
         assert facts.evaluated.mean == pytest.approx(facts.evaluated.best), "the fake engine answers alike"
         result = facts.evaluated.model_dump(mode="json", by_alias=True)
         assert {"evaluations": [result]} == await scene.page("/v1/evaluations")
-        said = await scene.figures()
+        figures = await scene.figures()
         for name, figure in (("", "mean"), ("_stderr", "stderr"), ("_best", "best")):
-            assert f"\ncolocate_rollout_evaluation_reward{name} {result[figure]}\n" in said
+            assert f"\ncolocate_rollout_evaluation_reward{name} {result[figure]}\n" in figures
 
 
 async def test_an_evaluation_that_nobody_can_score_has_no_result(job: JobOnDisk, tmp_path: Path) -> None:
@@ -864,7 +914,7 @@ async def test_tokens_beyond_the_limit_are_context_where_the_job_says_so(
     assert "discarded" not in facts.samples
 
 
-async def test_a_group_that_keeps_failing_is_given_up_and_said(job: JobOnDisk, processes: TaskProcesses) -> None:
+async def test_a_group_that_keeps_failing_is_given_up_and_reported(job: JobOnDisk, processes: TaskProcesses) -> None:
     async with running(job, processes) as scene:
         for gate in scene.gates:
             gate.faults.extend([Fault.REJECTED] * 30)

@@ -51,7 +51,7 @@ def answer(question: str) -> str:
 
 
 def surroundings(home: Path, *modules: str | Path) -> dict[str, str]:
-    """What a process of the frameworks' environment finds around it: the example, and these modules."""
+    """Return the environment of a process of the frameworks: the example, and these modules."""
     return {
         "HOME": str(home),
         "PATH": f"{EXAMPLE}:{CHECKOUT.python(FRAMEWORKS).parent}:{os.environ['PATH']}",
@@ -60,7 +60,7 @@ def surroundings(home: Path, *modules: str | Path) -> dict[str, str]:
 
 
 def task_command(home: Path, *modules: Path) -> tuple[str, ...]:
-    """Of task processes in an image with verifiers, the example, and these modules."""
+    """Return the command of task processes in an image with verifiers, the example, and these modules."""
     ours = (CHECKOUT.root / "operator", CHECKOUT.root / "workloads/rollout", *modules)
     around = (f"{name}={value}" for name, value in surroundings(home, *ours).items())
     return "/usr/bin/env", *around, str(CHECKOUT.python(FRAMEWORKS)), *COMMAND[1:]
@@ -131,8 +131,8 @@ def assert_trained(scene: GatewayScene, columns: dict[str, NDArray[np.generic]])
     asked = re.findall(r"How many (\w+) and (\w+) are", chat.text(ids.tolist()))[0]
     trained, context = chat.text(ids[mask == 1].tolist()), chat.text(ids[mask == 0].tolist())
     assert list(asked) == re.findall(r'"thing": "(\w+)"', trained), "its calls are the policy's"
-    told = re.findall(r"tool\n(\d+)", context)
-    assert f"There are {int(told[0]) + int(told[1])}." in trained, "what the tools said is not"
+    tool_answers = re.findall(r"tool\n(\d+)", context)
+    assert f"There are {int(tool_answers[0]) + int(tool_answers[1])}." in trained, "what the tools said is not"
     cut = PACE + 1  # an engine makes one more when it is interrupted
     versions = [V0] * cut + [V1] * (int(mask.sum()) - cut)
     made = zip(versions, ids[mask == 1].tolist(), strict=True)
@@ -182,7 +182,7 @@ async def test_an_episode_that_the_model_can_not_play_fails_with_what_to_do(
         await scene.gate.open(V0)
         await until(lambda: scene.controller._store.reasons, PLAYED_S)
         assert {(SampleState.FAILED, "EpisodeFailed")} == {*scene.controller._store.reasons}
-    said = next(record.args for record in caplog.records if record.message == "sample replaced")
-    assert isinstance(said, dict)
+    reason = next(record.args for record in caplog.records if record.message == "sample replaced")
+    assert isinstance(reason, dict)
     words = "ProviderError (HTTP 400); its newest turn was refused: 400 unsupported_value (tools)"
-    assert said["message"].startswith(words)
+    assert reason["message"].startswith(words)

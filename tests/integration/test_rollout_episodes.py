@@ -50,15 +50,15 @@ assert ("the-model", 2) == (greeting["model"], greeting["processes"]), greeting
 print(json.dumps({"value": {"size": 12, "digest": "x", "ends": [6, 12]}}), flush=True)
 rows = {}
 for line in sys.stdin:
-    said = json.loads(line)
-    if "stop" in said:
-        number = said["stop"]["episode"]
+    command = json.loads(line)
+    if "stop" in command:
+        number = command["stop"]["episode"]
         if rows[number] != 3:
             print(json.dumps({"episode": number, "error": "stopped", "reason": "EpisodeFailed"}), flush=True)
         continue
-    number, row = said["play"]["episode"], said["play"]["row"]
+    number, row = command["play"]["episode"], command["play"]["row"]
     rows[number] = row
-    assert said["play"]["address"].startswith("http://gateway/v1/sessions/episode:"), said
+    assert command["play"]["address"].startswith("http://gateway/v1/sessions/episode:"), said
     if row in (0, 1, 5):
         open(sys.argv[1] + "/go").read()
     if row == 0:
@@ -115,7 +115,7 @@ class Scene:
         return asyncio.create_task(played())
 
     async def session(self) -> Session:
-        """That of the one episode which is under way."""
+        """Return the session of the one episode that is under way."""
         await until(lambda: [*self.sessions])
         (session,) = self.sessions
         return session
@@ -124,10 +124,10 @@ class Scene:
         tokens = Tokens(np.array([5, 2], np.int32), -np.ones(2, np.float32), (Span(WeightVersion(step, 1), 0, 2),))
         parent = session.turns[-1] if session.turns else None
         prompt = np.array([*(parent.ids if parent else []), 7], np.int32)
-        said = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}] * (len(session.turns) + 1)
+        messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}] * (len(session.turns) + 1)
         assert session is self.sessions.begin(session.id)
         await self.sessions.record(
-            session, parent, said, "", prompt=prompt, tokens=tokens, finish=Finish.STOP, engine="a"
+            session, parent, messages, "", prompt=prompt, tokens=tokens, finish=Finish.STOP, engine="a"
         )
         self.sessions.end(session)
 
@@ -313,7 +313,7 @@ async def test_episodes_under_way_are_dropped_by_a_restart(tmp_path: Path) -> No
 
 
 async def test_a_process_without_the_row_that_is_to_be_played_is_replaced(tmp_path: Path) -> None:
-    """What it says of its rows is a stranger's word."""
+    """A stranger's process reports which rows it has, and that report is not trusted."""
     async with playing(tmp_path) as scene:
         with pytest.raises(EpisodeLost):
             await scene.play(50)

@@ -22,11 +22,13 @@ from colocated_rl_api.rungs import WeightVersion
 from colocated_rl_member.data import DataClient
 from colocated_rl_rollout.engines import engine_client
 from colocated_rl_rollout.engines.engine_client import (
+    BEGIN_AT_ONCE,
     AnswerGarbled,
     AttemptLost,
     EngineClient,
     GateBusy,
     GateClosed,
+    GateConnector,
     GenerateRequest,
     RequestRejected,
     gate_socket,
@@ -134,7 +136,7 @@ async def test_what_was_read_from_a_lost_engine_is_kept(scene: Scene) -> None:
 async def test_f26_tokens_of_weights_that_have_no_version_get_none_and_are_not_used(
     scene: Scene, named: str, fault: str | None
 ) -> None:
-    """Of an engine that somebody started or updated without one. The gate named its own where the engine named none."""
+    """An engine that somebody started or updated without a version names none. The gate then named its own."""
     await scene.open()
     scene.engine.version = named
     if fault:
@@ -143,7 +145,9 @@ async def test_f26_tokens_of_weights_that_have_no_version_get_none_and_are_not_u
         await scene.client.generate(request([5, 6, 7]))
 
 
-async def test_a_request_that_the_engine_will_never_take_is_told_from_trouble_that_passes(scene: Scene) -> None:
+async def test_a_request_that_the_engine_will_never_take_is_distinguished_from_trouble_that_passes(
+    scene: Scene,
+) -> None:
     await scene.open()
     with pytest.raises(
         RequestRejected, match="answered 400 and 64 characters: prompt and response are longer than its context"
@@ -155,7 +159,7 @@ async def test_a_request_that_the_engine_will_never_take_is_told_from_trouble_th
     assert not scene.client.takes_requests, "an engine that brings nothing is let be for a while"
 
 
-async def test_a_gate_without_room_is_told_from_an_attempt(scene: Scene) -> None:
+async def test_a_gate_without_room_is_distinguished_from_an_attempt(scene: Scene) -> None:
     await scene.open()
     scene.gate.in_flight = scene.gate._full.most
     with pytest.raises(GateBusy, match="answered 429 and 64 characters"):
@@ -171,7 +175,7 @@ async def test_an_answer_without_end_is_not_read_to_its_end(scene: Scene) -> Non
 
 
 async def test_an_attempt_that_begins_as_its_gate_is_lost_is_given_up_too(scene: Scene) -> None:
-    """Only those under way got a deadline: one that was about to begin waited for ever."""
+    """Only attempts under way got a deadline: one that was about to begin waited for ever."""
     await scene.open()
     scene.engine.token_s = 3600.0
     scene.client.abandon()
@@ -196,7 +200,7 @@ def test_what_log_probabilities_do_not_describe_is_off_whatever_the_engine_prefe
     assert {**off, **penalties, **asked} == sampling
 
 
-async def test_a_gate_that_says_nothing_is_lost_and_asked_again(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_gate_that_sends_nothing_is_lost_and_asked_again(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its machine may be gone without a word. A gate says a line every so often, here too seldom."""
     monkeypatch.setattr(engine_client, "SILENCE_S", GATE_LINE_S / 20)
     monkeypatch.setattr(engine_client, "RECONNECT_S", 0.01)
@@ -231,3 +235,22 @@ async def test_a_request_for_which_there_is_no_descriptor_is_sent_later_and_its_
     assert scene.client.is_open
     await until(lambda: scene.client.takes_requests)
     assert len((await scene.client.generate(request([5, 6, 7]))).tokens)
+
+
+async def test_few_connections_to_a_gate_begin_at_once_and_others_as_those_end() -> None:
+    """A gate ends what is silent for longest when it has no room, and thousands that begin together are silent."""
+    arrived: list[asyncio.StreamWriter] = []
+    server = await asyncio.start_server(lambda _, writer: arrived.append(writer), "127.0.0.1", 0)
+    url = f"https://127.0.0.1:{server.sockets[0].getsockname()[1]}/"
+    async with server, aiohttp.ClientSession(connector=GateConnector()) as session:
+        calls = [asyncio.create_task(session.get(url)) for _ in range(3 * BEGIN_AT_ONCE)]
+        await until(lambda: len(arrived) >= BEGIN_AT_ONCE)
+        for ended in range(1, 4):  # a handshake that fails makes room for one
+            arrived[ended].transport.abort()
+            await until(lambda ended=ended: len(arrived) >= BEGIN_AT_ONCE + ended)  # type: ignore[misc]
+            assert BEGIN_AT_ONCE + ended == len(arrived)
+        for call in calls:
+            call.cancel()
+        await asyncio.gather(*calls, return_exceptions=True)
+        for writer in arrived:
+            writer.transport.abort()

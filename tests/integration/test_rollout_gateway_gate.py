@@ -62,7 +62,7 @@ class Pod:
         self.gate.open(Backend(self.url, f"a{step}", version, abort))
 
     async def close(self) -> None:
-        """As a switch does: refuse, abort, wait until nothing is in flight."""
+        """Close the gate as a switch does: refuse, abort, wait until nothing is in flight."""
         self.gate.close()
         self.engine.abort("", everything=True)
         async with asyncio.timeout(DEADLINE_S):
@@ -129,8 +129,10 @@ async def listen(stack: AsyncExitStack, app: web.Application) -> int:
 
 def steps_of(completion: Completion) -> list[tuple[int, int, int]]:
     """Step, first and last token of each span."""
-    said: dict[str, Any] = (completion.model_extra or {})["colocated_rl"]
-    return [(WeightVersion.parse(span["version"]).step, span["start"], span["end"]) for span in said["weight_versions"]]
+    extras: dict[str, Any] = (completion.model_extra or {})["colocated_rl"]
+    return [
+        (WeightVersion.parse(span["version"]).step, span["start"], span["end"]) for span in extras["weight_versions"]
+    ]
 
 
 def check(completion: Completion) -> None:
@@ -154,14 +156,15 @@ def check_experts(completion: Completion) -> None:
     drawn_by = [step for step, start, end in steps_of(completion) for _ in range(start, end)]
     read_by = [drawn_by[max(0, place + 1 - len(prompt))] for place in range(len(ids) - 1)]
     expected = [experts_of(token, step / 8) for token, step in zip(ids[:-1], read_by, strict=True)]
-    said = extra(completion)["routed_experts"]
+    experts = extra(completion)["routed_experts"]
     assert (
-        expected == np.frombuffer(base64.b64decode(said["data"]), "<i4").reshape(said["rows"], said["width"]).tolist()
+        expected
+        == np.frombuffer(base64.b64decode(experts["data"]), "<i4").reshape(experts["rows"], experts["width"]).tolist()
     )
 
 
 async def test_verl_without_resume_every_output_is_an_abort_of_the_step_before(scene: Scene) -> None:
-    """As published: steps 1 to 3, 16 generations each."""
+    """verl's published case has steps 1 to 3, with 16 generations each."""
     for step in (1, 2, 3):
         scene.open(step - 1, hold=2)
         asked = [asyncio.create_task(scene.generate(number, resume=False)) for number in range(GENERATIONS)]
@@ -175,7 +178,7 @@ async def test_verl_without_resume_every_output_is_an_abort_of_the_step_before(s
 
 
 async def test_verl_with_resume_every_output_is_whole_over_three_updates(scene: Scene) -> None:
-    """As published: 16 generations once, updates 4, 5 and 6 within them."""
+    """verl's published case has 16 generations once, with updates 4, 5 and 6 within them."""
     scene.open(3, hold=2)
     asked = [asyncio.create_task(scene.generate(number)) for number in range(GENERATIONS)]
     for step in (4, 5, 6):
@@ -202,7 +205,9 @@ async def test_verl_eight_that_are_aborted_together_all_return(scene: Scene) -> 
 
 @pytest.mark.parametrize("updates", [0, 3])
 async def test_verl_routed_experts_of_later_attempts_are_their_tail_alone(scene: Scene, updates: int) -> None:
-    """As published: each token has its own once, as the engine says them; a single attempt is passed through."""
+    """verl's published case gives each token its own experts once, as the engine reports
+    them, and passes a single attempt through.
+    """
     scene.open(0, hold=2 if updates else None)
     asked = [asyncio.create_task(scene.generate(number, return_routed_experts=True)) for number in range(GENERATIONS)]
     for step in range(1, updates + 1):
@@ -214,7 +219,7 @@ async def test_verl_routed_experts_of_later_attempts_are_their_tail_alone(scene:
         check_experts(each)
 
 
-async def test_experts_that_a_lost_engine_did_not_say_the_next_one_does(scene: Scene) -> None:
+async def test_experts_that_a_lost_engine_did_not_report_the_next_one_does(scene: Scene) -> None:
     """It is asked from where they end."""
     scene.open(0)
     for pod in scene.pods:
@@ -240,13 +245,15 @@ async def test_experts_that_are_not_as_many_as_before_are_asked_for_again(scene:
     assert any("widen" not in pod.engine.faults for pod in scene.pods)
 
 
-async def test_a_stream_says_the_experts_at_its_end(scene: Scene) -> None:
+async def test_a_stream_reports_the_experts_at_its_end(scene: Scene) -> None:
     scene.open(0)
     whole = await scene.generate(1, return_routed_experts=True)
     more = {"return_routed_experts": True}
     stream = await scene.client.completions.create(model="job", prompt=[5, 6, 8], stream=True, extra_body=more)
-    told = [event.model_extra["colocated_rl"] async for event in stream if "colocated_rl" in (event.model_extra or {})]
-    assert [extra(whole)] == told
+    reports = [
+        event.model_extra["colocated_rl"] async for event in stream if "colocated_rl" in (event.model_extra or {})
+    ]
+    assert [extra(whole)] == reports
 
 
 async def test_verl_update_without_an_interruption_in_it_changes_nothing(scene: Scene) -> None:

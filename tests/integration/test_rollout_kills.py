@@ -45,19 +45,19 @@ class Operator:
         self.sealed: dict[int, list[str]] = {}  # hashes of its shards, by step
         self.trained_step = 0
         for line in file.read_text().splitlines() if file.exists() else ():
-            step, told = json.loads(line)
-            if told:
-                self.sealed[step] = told
+            step, entry = json.loads(line)
+            if entry:
+                self.sealed[step] = entry
             else:
                 self.trained_step = step
 
-    def note(self, step: int, told: tuple[str, ...] = ()) -> None:
+    def note(self, step: int, entry: tuple[str, ...] = ()) -> None:
         with self._file.open("a") as file:  # a kill leaves what was written to a file
-            file.write(json.dumps((step, told)) + "\n")
+            file.write(json.dumps((step, entry)) + "\n")
 
 
 async def live(directory: Path, operator: Operator, begun: Callable[[Store], None] = lambda _: None) -> Store:
-    """From wherever the job stands to its end."""
+    """Run the job from wherever it stands to its end."""
     scene = Scene(JOB, directory / "store")
     begun(scene.store)
     async with asyncio.TaskGroup() as group:
@@ -88,7 +88,7 @@ def made(directory: Path) -> Path:
 
 
 def keep(directory: Path, store: Store, step: int) -> None:
-    """What was trained, which the store forgets."""
+    """Keep a batch that was trained, which the store forgets."""
     body = shard_path(store.batch_directory, step, 0).read_bytes()
     (directory / f"{step}.safetensors").write_bytes(body)
 
@@ -121,7 +121,7 @@ def killed_at(statement: int, directory: Path) -> bool:
 
 @pytest.fixture
 def lives() -> Iterator[Path]:
-    """In memory: each commit of some hundred lives waits for its disk."""
+    """Yield a folder in memory, because each commit of some hundred lives waits for its disk."""
     with tempfile.TemporaryDirectory(dir="/dev/shm" if Path("/dev/shm").is_dir() else None) as directory:
         yield Path(directory)
 

@@ -67,7 +67,7 @@ def expected_of(batch: Batch, temperature: float = 1.0) -> NDArray[np.float32]:
     return reference_logp(tokens, temperature)
 
 
-async def test_a_batch_is_sealed_with_what_the_reference_says_of_its_tokens(
+async def test_a_batch_is_sealed_with_the_references_scores_of_its_tokens(
     job: JobOnDisk, references: list[FakeReference], processes: TaskProcesses
 ) -> None:
     async with running(job, processes) as scene:
@@ -131,7 +131,7 @@ async def test_other_temperature_is_one_of_scores_too(
         await scene.samples(completed=ADMITTED)
         await begin(scene, references[0], temperature=0.5)
         await until(lambda: scene.controller._sealer.temperature == 0.5)  # type: ignore[attr-defined]
-        references[0].let_go()
+        references[0].release()
         await scene.sealed(1)
         batch = await scene.batch(1)
     assert {0.5} == {header.temperature for header in batch.headers}
@@ -146,7 +146,7 @@ async def test_a_restart_asks_again_for_what_was_scored_and_not_sealed(
         await begin(scene, references[0])
         await scene.open(V0)
         await scene.samples(completed=ADMITTED)  # and its end waits for no answer
-    references[0].let_go()
+    references[0].release()
     async with running(job, processes) as scene:
         await begin(scene, references[0], epoch=2)
         facts = await scene.sealed(1)
@@ -167,7 +167,7 @@ async def test_what_a_filter_keeps_from_training_is_not_scored(tmp_path: Path, p
     assert ADMITTED == len(reference.asked)
 
 
-async def test_what_a_real_reference_says_is_its_models_own_forward(
+async def test_scores_of_a_real_reference_are_its_models_own_forward(
     job: JobOnDisk, tmp_path: Path, processes: TaskProcesses
 ) -> None:
     model = write_tiny_model(tmp_path / "weights" / "tiny", vocabulary=512, positions=512)
@@ -187,7 +187,7 @@ async def test_what_a_real_reference_says_is_its_models_own_forward(
 
 
 def own_forward(model: Path, batch: Batch) -> NDArray[np.float32]:
-    """Of tokens that are trained, sample by sample."""
+    """Return the log-probabilities of trained tokens, sample by sample."""
     loaded, found = load_model(model), []
     for shard in batch.columns:
         start = 0

@@ -45,7 +45,7 @@ class Judge:
             self.at_once -= 1
 
 
-def says(body: str, status: int = 200, **headers: str) -> Answer:
+def answers_with(body: str, status: int = 200, **headers: str) -> Answer:
     async def answer(_: web.Request) -> web.StreamResponse:
         return web.Response(text=body, status=status, headers=headers)
 
@@ -63,7 +63,7 @@ async def hangs_up(request: web.Request) -> web.StreamResponse:
     return web.Response()
 
 
-GOOD = says('{"reward": 0.5, "why": "half of it"}')
+GOOD = answers_with('{"reward": 0.5, "why": "half of it"}')
 
 
 @asynccontextmanager
@@ -115,7 +115,7 @@ async def test_what_is_no_token_is_a_problem_and_not_the_end_of_the_controller(t
     assert [] == judge.tokens
 
 
-@pytest.mark.parametrize("trouble", [says("busy", 503), says("", 429), says("", 500), hangs_up])
+@pytest.mark.parametrize("trouble", [answers_with("busy", 503), answers_with("", 429), answers_with("", 500), hangs_up])
 async def test_what_may_pass_is_tried_again(trouble: Answer) -> None:
     judge = Judge([trouble, trouble, GOOD])
     async with endpoint(judge) as made:
@@ -126,7 +126,7 @@ async def test_what_may_pass_is_tried_again(trouble: Answer) -> None:
 
 
 async def test_pauses_grow_and_are_as_long_as_it_asks_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """But never longer than a minute."""
+    """They are never longer than a minute."""
     pauses: list[float] = []
     sleep = asyncio.sleep
 
@@ -134,8 +134,8 @@ async def test_pauses_grow_and_are_as_long_as_it_asks_for(monkeypatch: pytest.Mo
         pauses.append(pause_s)
         await sleep(0)
 
-    busy = says("busy", 503)
-    asks = [says("", 429, **{"Retry-After": seconds}) for seconds in ("7", "3600", "-7", "soon", "²")]
+    busy = answers_with("busy", 503)
+    asks = [answers_with("", 429, **{"Retry-After": seconds}) for seconds in ("7", "3600", "-7", "soon", "²")]
     async with endpoint(Judge([*[busy] * 4, *asks, GOOD]), attempts=10) as made:
         made._first_pause_s = 0.1
         with monkeypatch.context() as patched:
@@ -147,19 +147,19 @@ async def test_pauses_grow_and_are_as_long_as_it_asks_for(monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize(
-    ("trouble", "timeout_s", "said"),
+    ("trouble", "timeout_s", "message"),
     [
-        (says("busy", 503), 60, r"/score: it answers 503 and 4 bytes, 2 times"),
+        (answers_with("busy", 503), 60, r"/score: it answers 503 and 4 bytes, 2 times"),
         (hangs, 1, r"/score: no answer within 1 s, 2 times"),
         (hangs_up, 60, r"/score: ServerDisconnectedError at .*, 2 times"),
     ],
 )
 async def test_it_is_given_up_after_so_many_attempts_and_is_a_problem_until_it_answers(
-    trouble: Answer, timeout_s: int, said: str
+    trouble: Answer, timeout_s: int, message: str
 ) -> None:
     judge = Judge([trouble, trouble, GOOD])
     async with endpoint(judge, timeoutSeconds=timeout_s, attempts=2) as made:
-        with pytest.raises(RewardFailed, match=said) as failed:
+        with pytest.raises(RewardFailed, match=message) as failed:
             await made.score("", {}, "")
         assert "RewardUnavailable" == failed.value.reason
         assert made.problem is not None
@@ -170,25 +170,29 @@ async def test_it_is_given_up_after_so_many_attempts_and_is_a_problem_until_it_a
 
 
 @pytest.mark.parametrize(
-    ("answer", "reason", "said"),
+    ("answer", "reason", "message"),
     [
-        (says("who are you?", 401), "RewardRefused", "answers 401 and 12 bytes"),
+        (answers_with("who are you?", 401), "RewardRefused", "answers 401 and 12 bytes"),
         (
-            says("", 302, Location="http://elsewhere/"),
+            answers_with("", 302, Location="http://elsewhere/"),
             "RewardRefused",
             "answers 302 and sends elsewhere, which isn't followed",
         ),
-        (says("0.5"), "RewardGarbled", r"should answer \{\"reward\": NUMBER\}, not 200 and 3 bytes: it: model_type"),
-        (says('{"reward": NaN}'), "RewardGarbled", "should answer"),
-        (says('{"reward": "much"}'), "RewardGarbled", "not 200 and 18 bytes: reward: float_parsing"),
-        (says("[" * 50_000), "RewardGarbled", "should answer"),
-        (says("x" * (MAX_REPLY_BYTES + 1)), "RewardGarbled", "answers with more than"),
+        (
+            answers_with("0.5"),
+            "RewardGarbled",
+            r"should answer \{\"reward\": NUMBER\}, not 200 and 3 bytes: it: model_type",
+        ),
+        (answers_with('{"reward": NaN}'), "RewardGarbled", "should answer"),
+        (answers_with('{"reward": "much"}'), "RewardGarbled", "not 200 and 18 bytes: reward: float_parsing"),
+        (answers_with("[" * 50_000), "RewardGarbled", "should answer"),
+        (answers_with("x" * (MAX_REPLY_BYTES + 1)), "RewardGarbled", "answers with more than"),
     ],
 )
-async def test_what_will_not_pass_fails_the_sample_at_once(answer: Answer, reason: str, said: str) -> None:
+async def test_what_will_not_pass_fails_the_sample_at_once(answer: Answer, reason: str, message: str) -> None:
     judge = Judge([answer])
     async with endpoint(judge) as made:
-        with pytest.raises(RewardFailed, match=said) as failed:
+        with pytest.raises(RewardFailed, match=message) as failed:
             await made.score("", {}, "")
     assert reason == failed.value.reason
     assert 1 == len(judge.asked)

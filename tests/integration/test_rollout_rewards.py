@@ -127,7 +127,7 @@ async def test_a_process_that_hangs_or_dies_costs_one_sample_and_is_replaced(
         assert made.problem is None
 
 
-async def test_a_task_that_cannot_be_made_is_said_to_whoever_asks(tmp_path: Path) -> None:
+async def test_a_task_that_cannot_be_made_is_reported_to_whoever_asks(tmp_path: Path) -> None:
     async with processes(tmp_path, """print('{"error": "file can not be used: no rows"}')""") as made:
         for _ in range(2):
             with pytest.raises(TaskUnusable, match=r"spec\.rollout\.prompts\.file can not be used: no rows"):
@@ -189,11 +189,11 @@ def is_alive(process: int) -> bool:
 
 
 def stat(process: int) -> list[str]:
-    """From the state on: state, parent."""
+    """Return the fields of the process from its state on: state, parent."""
     return Path(f"/proc/{process}/stat").read_text().rpartition(") ")[2].split()
 
 
-async def test_a_task_server_that_is_not_there_is_said_until_it_is(tmp_path: Path) -> None:
+async def test_a_task_server_that_is_not_there_is_reported_until_it_is(tmp_path: Path) -> None:
     path = tmp_path / "tasks.sock"
     made = TaskProcesses(PROMPTS, count=1, socket=path)
     running = asyncio.create_task(made.run())

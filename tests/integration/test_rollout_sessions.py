@@ -47,8 +47,8 @@ class Agent:
         return await call(self.scene, "POST", f"/{self.name}/reward", {"reward": reward, "group": group})
 
     async def shown(self) -> dict[str, Any]:
-        said: dict[str, Any] = (await call(self.scene, "GET", f"/{self.name}")).json()
-        return said
+        answer: dict[str, Any] = (await call(self.scene, "GET", f"/{self.name}")).json()
+        return answer
 
 
 async def call(scene: GatewayScene, method: str, path: str, body: Any = None) -> httpx.Response:
@@ -98,7 +98,7 @@ async def test_the_next_turn_goes_on_from_the_tokens_that_were_generated(tmp_pat
 
 
 async def test_a_template_that_forgets_thoughts_does_not_make_the_record_forget_them(tmp_path: Path) -> None:
-    """As Qwen 3's: what a reply is rendered as later is not what was generated."""
+    """Qwen 3's template renders an earlier reply otherwise than it was generated."""
     forgets = CHAT_TEMPLATE.replace("message.content", "message.content.split('</think>')[-1]")
 
     def answer(question: str) -> str:
@@ -144,14 +144,14 @@ async def test_a_history_that_does_not_go_on_from_a_recorded_one_is_a_path_of_it
 
 
 async def test_prompts_of_tokens_go_on_from_tokens(scene: GatewayScene) -> None:
-    """Of an agent that keeps token ids itself: no text is compared at all."""
+    """An agent that keeps token ids itself sends them: no text is compared at all."""
     prompt = list(scene.job.chat.prompt_ids("Where is it?"))
     for turn in (1, 2):
-        said = await scene.client.completions.create(
+        completion = await scene.client.completions.create(
             model="job", prompt=prompt, extra_headers={"X-Session-ID": "t"}, extra_body={"return_token_ids": True}
         )
-        assert f"Answer {turn}." == said.choices[0].text
-        prompt += (said.choices[0].model_extra or {})["token_ids"]
+        assert f"Answer {turn}." == completion.choices[0].text
+        prompt += (completion.choices[0].model_extra or {})["token_ids"]
         prompt += scene.job.chat.encode("\n<|im_start|>user\nAnd?<|im_end|>\n<|im_start|>assistant\n")
     shown = (await call(scene, "GET", "/t")).json()
     assert (2, 1) == (shown["turns"], shown["paths"])
@@ -201,15 +201,15 @@ async def reply(client: openai.AsyncOpenAI, messages: list[Any], *, streams: boo
     """The next message, put together by the client."""
     if not streams:
         completion = await client.chat.completions.create(model="job", messages=messages, tools=TOOLS)
-        said: dict[str, Any] = completion.choices[0].message.model_dump(exclude_none=True)
-        return said
-    said = {"role": "assistant", "content": ""}
+        message: dict[str, Any] = completion.choices[0].message.model_dump(exclude_none=True)
+        return message
+    message = {"role": "assistant", "content": ""}
     stream = await client.chat.completions.create(model="job", messages=messages, tools=TOOLS, stream=True)
     async for chunk in stream:
         delta = chunk.choices[0].delta
-        said["content"] += delta.content or ""
-        said.setdefault("tool_calls", []).extend(each.model_dump() for each in delta.tool_calls or [])
-    return said
+        message["content"] += delta.content or ""
+        message.setdefault("tool_calls", []).extend(each.model_dump() for each in delta.tool_calls or [])
+    return message
 
 
 # ---------------------------------------------------------------------------------------------------- rewards
@@ -272,7 +272,7 @@ async def test_sessions_with_rewards_become_a_group_of_a_batch(tmp_path: Path) -
 
 
 async def test_sessions_survive_the_loss_of_the_process(tmp_path: Path) -> None:
-    """What a client was told of a turn is durable: the copy is what a kill would leave."""
+    """Every turn that a client was answered is durable: the copy is what a kill would leave."""
     async with gateway_running(tmp_path / "a", counting) as scene:
         await scene.gate.open(V0)
         agent, other = Agent(scene), Agent(scene, "other")
@@ -293,7 +293,7 @@ async def test_sessions_survive_the_loss_of_the_process(tmp_path: Path) -> None:
         await until(lambda: scene.figure("sessions_ended_total", ending="trained") == 2)
 
 
-async def test_what_a_session_can_not_be_is_said(scene: GatewayScene) -> None:
+async def test_requests_that_a_session_cannot_take_are_refused(scene: GatewayScene) -> None:
     agent = Agent(scene)
     with pytest.raises(openai.BadRequestError, match="turns of a session use that") as refused:
         await agent.ask(QUESTION, temperature=0.5)
@@ -301,8 +301,8 @@ async def test_what_a_session_can_not_be_is_said(scene: GatewayScene) -> None:
     assert 404 == (await agent.reward(1.0)).status_code, "no answered turn"
     assert 404 == (await call(scene, "POST", "/nobody/reward", {"reward": 1, "group": "g"})).status_code
     for body in ({}, {"reward": 1}, {"reward": "much", "group": "g"}, {"reward": 1, "group": ""}, [1]):
-        said = await call(scene, "POST", "/s/reward", body)
-        assert (400, "invalid_request_error") == (said.status_code, said.json()["error"]["type"])
+        answer = await call(scene, "POST", "/s/reward", body)
+        assert (400, "invalid_request_error") == (answer.status_code, answer.json()["error"]["type"])
     with pytest.raises(openai.BadRequestError, match="a session is named by"):
         await scene.ask(extra_headers={"X-Session-ID": "a b"})
     await scene.gate.close()

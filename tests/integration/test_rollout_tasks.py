@@ -152,19 +152,19 @@ async def test_a_process_says_nothing_that_nobody_needs(tmp_path: Path) -> None:
     )
     prompts = Prompts(reasoning_gym=ReasoningGym(name="chain_sum", size=10))
     async with asyncio.timeout(DEADLINE_S):
-        out, said = await process.communicate(Greeting(prompts=prompts, processes=1).model_dump_json().encode())
-    assert (10, b"") == (json.loads(out)["value"]["size"], said)
+        out, output = await process.communicate(Greeting(prompts=prompts, processes=1).model_dump_json().encode())
+    assert (10, b"") == (json.loads(out)["value"]["size"], output)
 
 
-async def test_an_image_without_verifiers_is_said_with_what_to_do(tmp_path: Path) -> None:
-    """As this environment has none: it is in one of its own."""
-    said = (
+async def test_an_image_without_verifiers_is_reported_with_what_to_do(tmp_path: Path) -> None:
+    """This environment has none: verifiers is in one of its own."""
+    message = (
         "spec.rollout.prompts.environment 'us/stockroom' can't be used: the image lacks verifiers: set "
         "spec.rollout.prompts.image to one made from the rollout controller's with verifiers 0.4.0 and the "
         "environment's package in it"
     )
     async with processes(Environment(name="us/stockroom"), tmp_path) as made:
-        with pytest.raises(TaskUnusable, match=f"^{re.escape(said)}$"):
+        with pytest.raises(TaskUnusable, match=f"^{re.escape(message)}$"):
             await made.data()
 
 
@@ -213,8 +213,8 @@ async def test_whoever_clears_its_environment_and_goes_to_a_session_of_its_own_e
         for _ in range(3):
             async with asyncio.timeout(DEADLINE_S), TaskConnection.open(path) as connection:
                 await connection.send(b"\n", deadline_s=DEADLINE_S)
-                said = (await connection.receive(deadline_s=DEADLINE_S)).error or ""
-                hidden, own = (Path("/proc", pid) for pid in said.split())
+                error = (await connection.receive(deadline_s=DEADLINE_S)).error or ""
+                hidden, own = (Path("/proc", pid) for pid in error.split())
                 assert hidden.exists()
                 assert 5 >= len([pid for pid in descendants(server.pid) if _is_gone(Path("/proc", str(pid)))])
                 await connection.send(b"\n", deadline_s=DEADLINE_S)
@@ -228,9 +228,9 @@ async def test_whoever_clears_its_environment_and_goes_to_a_session_of_its_own_e
 
 
 def descendants(root: int) -> set[int]:
-    """Of a process, by what the system says of each one's parent."""
+    """Return the descendants of a process, from each process's parent as the system names it."""
     parents = {}
-    for path in Path("/proc").glob("[0-9]*/stat"):
+    for path in (place / "stat" for place in Path("/proc").glob("[0-9]*")):
         with suppress(OSError):
             parents[int(path.parent.name)] = int(path.read_text().rpartition(")")[2].split()[1])
     found = {root}
@@ -277,7 +277,7 @@ async def test_a_process_has_the_words_that_a_reward_takes_and_no_more(tmp_path:
 
 
 def _is_gone(process: Path) -> bool:
-    """Or waits for its parent, here no first process of a container, to take note."""
+    """Return whether it is gone, or waits for its parent, here no first process of a container, to take note."""
     try:
         return ") Z " in (process / "stat").read_text()
     except OSError:
@@ -285,7 +285,7 @@ def _is_gone(process: Path) -> bool:
 
 
 async def test_the_server_ends_at_once_when_it_is_asked_to_with_a_process_under_way(tmp_path: Path) -> None:
-    """As the first process of a container it would be spared by a signal that it has no handler for."""
+    """A container's first process would otherwise be spared by a signal that it has no handler for."""
     path = tmp_path / "tasks.sock"
     program = (sys.executable, "-m", "colocated_rl_rollout.tasks.task_server", "--socket", str(path))
     server = await asyncio.create_subprocess_exec(*program, "--cache", str(tmp_path))
@@ -373,8 +373,10 @@ async def test_a_function_that_leaks_gets_another_process(tmp_path: Path) -> Non
         assert [-1.0, 0.25] == [await made.score(0, response) for response in ("leak", "x")]
 
 
-async def test_a_function_that_fails_is_told_by_place_and_not_by_words_that_quote_a_response(tmp_path: Path) -> None:
-    """What it raised came into logs, events and the job's status: `float(response)` quotes the response."""
+async def test_a_function_that_fails_is_reported_by_place_and_not_by_words_that_quote_a_response(
+    tmp_path: Path,
+) -> None:
+    """Its exception came into logs, events and the job's status: `float(response)` quotes the response."""
     async with processes(write_file(tmp_path, {"prompt": "a", "answer": "x"}), tmp_path) as made:
         with pytest.raises(RewardFailed, match=r"^ValueError at .*rewards\.py:12, called at ") as failed:
             await made.score(0, "number: my secret")
@@ -513,7 +515,7 @@ async def test_a_dataset_comes_from_the_hub_at_one_commit_and_once(tmp_path: Pat
 
 
 async def test_the_hubs_own_conversion_to_parquet_is_read(tmp_path: Path) -> None:
-    """Of a dataset that has only CSV, or is a script: a branch that has no card."""
+    """A dataset that has only CSV, or is a script, has it on a branch without a card."""
     parquet = pyarrow.BufferOutputStream()
     pyarrow.parquet.write_table(pyarrow.table({"prompt": ["1 + 1?"], "answer": [2]}), parquet)
     files = {f"default/{split}/0000.parquet": parquet.getvalue().to_pybytes() for split in ("train", "test")}
@@ -554,7 +556,7 @@ async def test_a_mix_scores_each_row_as_its_source_says(tmp_path: Path) -> None:
 
 
 async def test_a_module_that_another_of_its_name_hides_is_not_mistaken_for_it(tmp_path: Path) -> None:
-    """Of two sources with a rewards.py each, both were rewarded by the first."""
+    """Two sources with a rewards.py each were both rewarded by the first."""
     first = write_file(tmp_path, {"prompt": "a", "answer": "x"})
     shutil.copytree(tmp_path / "mine", tmp_path / "yours")
     second = first.model_copy(update={"claim_name": "yours"})
@@ -608,7 +610,7 @@ async def test_rows_that_a_function_makes_are_as_those_of_a_file(tmp_path: Path)
         assert asked[20:50] == [(each.row, each.prompt) for each in await made.prompts(20, 30)]
 
 
-async def test_a_row_that_a_function_does_not_make_is_told_by_place(tmp_path: Path) -> None:
+async def test_a_row_that_a_function_does_not_make_is_reported_by_place(tmp_path: Path) -> None:
     async with processes(made_by(tmp_path, size=40), tmp_path) as made:
         with pytest.raises(RewardFailed, match=r"^ValueError at .*making\.py:9, called at ") as failed:
             await made.prompts(0, 40)
@@ -624,7 +626,7 @@ async def test_a_job_is_not_continued_over_what_another_function_makes(tmp_path:
 
 
 @pytest.mark.parametrize(
-    ("name", "said"),
+    ("name", "message"),
     [
         (
             "making:drawn",
@@ -641,10 +643,10 @@ async def test_a_job_is_not_continued_over_what_another_function_makes(tmp_path:
     ],
 )
 async def test_what_is_wrong_with_a_function_is_said_before_the_job_begins(
-    tmp_path: Path, name: str, said: str
+    tmp_path: Path, name: str, message: str
 ) -> None:
     async with processes(made_by(tmp_path, name), tmp_path) as made:
-        with pytest.raises(TaskUnusable, match=re.escape(said)):
+        with pytest.raises(TaskUnusable, match=re.escape(message)):
             await made.prompts(0, 1)
 
 
@@ -671,7 +673,7 @@ class RowKeeper:
 
 
 @pytest.mark.parametrize(
-    ("lines", "changes", "said"),
+    ("lines", "changes", "message"),
     [
         (b"", {}, "file 'math/train.jsonl' can't be used: train.jsonl: no rows"),
         (b'{"prompt": "a"}\n\n[1]', {}, "line 3 of train.jsonl: no JSON object"),
@@ -726,10 +728,10 @@ class RowKeeper:
     ],
 )
 async def test_what_is_wrong_with_a_file_is_said_before_the_job_begins(
-    tmp_path: Path, lines: bytes, changes: dict[str, Any], said: str
+    tmp_path: Path, lines: bytes, changes: dict[str, Any], message: str
 ) -> None:
     write_file(tmp_path)
     (tmp_path / "mine/math/train.jsonl").write_bytes(lines)
     async with processes(prompt_file(**changes), tmp_path) as made:
-        with pytest.raises(TaskUnusable, match=re.escape(said)):
+        with pytest.raises(TaskUnusable, match=re.escape(message)):
             await made.prompts(0, 1)

@@ -63,7 +63,7 @@ async def engine(model: Path, tmp_path: Path) -> AsyncIterator[SGLang]:
 
 
 async def attempt(engine: SGLang, input_ids: list[int], *, new_tokens: int) -> Tokens:
-    """As the rollout controller reads it."""
+    """Make an attempt, and read it as the rollout controller does."""
     limits = {"max_new_tokens": new_tokens, "temperature": TEMPERATURE, "ignore_eos": True}
     body = {"input_ids": input_ids, "return_logprob": True, "sampling_params": limits}
     async with aiohttp.ClientSession() as session, session.post(f"{engine.url}/generate", json=body) as answer:
@@ -92,14 +92,14 @@ async def rollout(engine: SGLang, *, token_step: int) -> list[Example]:
 
 @pytest.mark.parametrize("model", ["dense", "mixture"], indirect=True)
 async def test_trainer_and_engine_agree_at_every_version(engine: SGLang, model: Path, tmp_path: Path) -> None:
-    """On fresh samples, on the probe, and on each token of a sample that spans all versions, by the one that it names;
-    and no longer once an export that is whole has two tensors under each other's names.
+    """They agree on fresh samples, on the probe, and on each token of a sample that spans all versions, by the one that
+    it names; they no longer do once an export that is whole has two tensors under each other's names.
 
     The engine computed such a token behind a prefix that other weights had made; torch says the same of it.
     """
     trainer = OneRank(tmp_path, model, learningRate=1e-2, minibatches=2)
     weights = tmp_path / "weights"
-    told = exported(trainer, weights / "0-1")
+    logps = exported(trainer, weights / "0-1")
     prompt = PROMPTS[0]
     spanning = await attempt(engine, prompt, new_tokens=5)
     for step in range(1, STEPS + 1):
@@ -107,11 +107,11 @@ async def test_trainer_and_engine_agree_at_every_version(engine: SGLang, model: 
         assert metrics["mismatch_mean"] < 1e-4
         assert metrics["mismatch_max"] < 1e-3
 
-        stale, version = told, WeightVersion(step, 1)
-        told = exported(trainer, weights / str(version))
+        stale, version = logps, WeightVersion(step, 1)
+        logps = exported(trainer, weights / str(version))
         await engine.update(weights / str(version), version)
-        found = await engine.input_logprobs(told.input_ids)
-        assert require_agreement(told.logp, found, dtype="float32") < 1e-4
+        found = await engine.input_logprobs(logps.input_ids)
+        assert require_agreement(logps.logp, found, dtype="float32") < 1e-4
         with pytest.raises(ProbeDisagrees):
             require_agreement(stale.logp, found, dtype="float32")
         spanning = join(spanning, await attempt(engine, [*prompt, *map(int, spanning.ids)], new_tokens=5))
@@ -130,20 +130,20 @@ async def test_trainer_and_engine_agree_at_every_version(engine: SGLang, model: 
         assert min(apart.values()) > 1e-2, "other weights say something else of these tokens"
 
     left = tmp_path / finished_model(STEPS)
-    write_manifest(weights / str(version), version, Exported(told))
+    write_manifest(weights / str(version), version, Exported(logps))
     save_final_model(weights / str(version), left, progress=lambda: None)
     await engine.update(left, version)
-    found = await engine.input_logprobs(told.input_ids)
-    assert require_agreement(told.logp, found, dtype="float32") < 1e-4, "what a job leaves is what it served"
+    found = await engine.input_logprobs(logps.input_ids)
+    assert require_agreement(logps.logp, found, dtype="float32") < 1e-4, "what a job leaves is what it served"
 
     mixed_up = tmp_path / "mixed up" / str(version)
     mix_up(left, mixed_up)
-    write_manifest(mixed_up, version, Exported(told))
+    write_manifest(mixed_up, version, Exported(logps))
     verify_export(mixed_up.parent, version)  # every digest, name and shape is right
     await engine.update(mixed_up, version)
-    found = await engine.input_logprobs(told.input_ids)
+    found = await engine.input_logprobs(logps.input_ids)
     with pytest.raises(ProbeDisagrees):
-        require_agreement(told.logp, found, dtype="float32")
+        require_agreement(logps.logp, found, dtype="float32")
 
 
 async def test_engine_says_with_merged_adapters_what_peft_says_with_adapters(
@@ -156,9 +156,9 @@ async def test_engine_says_with_merged_adapters_what_peft_says_with_adapters(
         assert metrics["mismatch_mean"] < 1e-4
 
         version = WeightVersion(step, 1)
-        told = exported(trainer, weights / str(version))
+        logps = exported(trainer, weights / str(version))
         await engine.update(weights / str(version), version)
-        assert require_agreement(told.logp, await engine.input_logprobs(told.input_ids), dtype="float32") < 1e-4
+        assert require_agreement(logps.logp, await engine.input_logprobs(logps.input_ids), dtype="float32") < 1e-4
 
     batch = await rollout(engine, token_step=STEPS - 1)
     adapters = weights / str(version) / ADAPTERS
@@ -172,7 +172,7 @@ async def test_engine_says_with_merged_adapters_what_peft_says_with_adapters(
 
 
 async def test_replaying_the_engines_choice_of_experts_brings_the_trainer_nearer_to_it(tmp_path: Path) -> None:
-    """In bfloat16 the two now and then choose other experts for a token. Before and after a switch."""
+    """In bfloat16 the two now and then choose other experts for a token, before a switch and after it."""
     origin = write_engine_export(tmp_path / "origin", version=WeightVersion(0, 1), seed=0, mixture=True)
     model, weights, root = (tmp_path / name for name in ("model", "weights", "engine"))
     model.mkdir()
@@ -239,7 +239,7 @@ def recomputed(weights: Path, prompt: list[int], sample: Tokens) -> torch.Tensor
 
 
 def mix_up(export: Path, copy: Path) -> None:
-    """With one weight of two layers under each other's names."""
+    """Copy an export, with one weight of two layers under each other's names."""
     shutil.copytree(export, copy)
     (file,) = copy.glob("*.safetensors")
     tensors = load_file(file)
@@ -250,7 +250,7 @@ def mix_up(export: Path, copy: Path) -> None:
 
 def exported(trainer: OneRank, directory: Path) -> Probe:
     directory.mkdir(parents=True)
-    told = trainer.loop.export(directory)
-    assert told is not None
-    assert told.probe is not None
-    return told.probe
+    logps = trainer.loop.export(directory)
+    assert logps is not None
+    assert logps.probe is not None
+    return logps.probe

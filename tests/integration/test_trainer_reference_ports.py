@@ -20,7 +20,7 @@ from colocated_rl_trainer.ref_policy.ports import MetricsPort, ScorePort
 from colocated_rl_trainer.ref_policy.score_queue import QueuedSample, ScoreQueue, ScoringFailed
 from fakes.authority import Authority
 
-JOB_UID = "6f0d1c52-8a35-4a7c-9d55-0c8a3f1b2e4d"
+JOB_UID = names.JobUid("6f0d1c52-8a35-4a7c-9d55-0c8a3f1b2e4d")
 TOKEN = "a-token-of-this-test"
 DEADLINE_S = 60.0
 hasty = pytest.mark.parametrize("port", [0.2], indirect=True)
@@ -31,7 +31,7 @@ def question(tokens: int, temperature: float = 1.0) -> QueuedSample:
 
 
 def put(desk: ScoreQueue, *questions: QueuedSample) -> list[threading.Thread]:
-    """In this order."""
+    """Queue requests in this order."""
     callers = []
     for number, each in enumerate(questions, desk.waiting + 1):
         callers.append(threading.Thread(target=_ask, args=(desk, each), daemon=True))
@@ -95,14 +95,14 @@ def connect(port: ScorePort, tls: Path) -> ssl.SSLSocket:
 
 
 def connect_in_time(port: ScorePort, tls: Path) -> ssl.SSLSocket:
-    """Also where a slow machine needs several tries to be quicker than the port."""
+    """Connect, with several tries where a slow machine needs them to be quicker than the port."""
     while True:
         with contextlib.suppress(ConnectionError, ssl.SSLError):
             return connect(port, tls)
 
 
 def read_all(connection: socket.socket) -> bytes:
-    """Until the other side hangs up."""
+    """Read until the other side hangs up."""
     found = b""
     try:
         while piece := connection.recv(4096):
@@ -129,7 +129,7 @@ def test_a_stranger_that_says_a_word_now_and_then_is_hung_up_on_too(port: ScoreP
 
 
 def is_hung_up_on(slow: socket.socket) -> bool:
-    """While it says a word every 10 ms, and never all of its headers."""
+    """Return whether the port hangs up on a client that sends a word every 10 ms, and never all of its headers."""
     never = threading.Event()
     try:
         slow.sendall(b"POST /v1/score HTTP/1.1\r\n")
@@ -174,7 +174,9 @@ def test_address_that_is_too_long_is_answered(port: ScorePort, capfd: pytest.Cap
 
 
 def test_a_connection_for_which_no_thread_starts_keeps_no_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    """After as many as there are places the port was deaf for good, where a limit of processes was met for a moment."""
+    """After as many as there are places the port accepted nobody any more, where a limit
+    of processes was reached for a moment.
+    """
     monkeypatch.setattr(ports, "MAX_CONNECTIONS", 2)
     metrics = MetricsPort("127.0.0.1", 0, is_ready=lambda: True, figures=ScoreCounts(CollectorRegistry()))
     metrics.listen("metrics")

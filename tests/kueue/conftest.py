@@ -68,7 +68,7 @@ def install_kueue(cluster: Cluster) -> None:
 
 
 def by_address(configuration: dict[str, Any], certificate: bytes) -> dict[str, Any]:
-    """Of Kueue's webhooks, those that its manager serves here."""
+    """Return the webhooks that Kueue's manager serves here, by address."""
     selector = {"key": "kubernetes.io/metadata.name", "operator": "NotIn", "values": LEFT_ALONE}
     kept = []
     for webhook in configuration["webhooks"]:
@@ -80,7 +80,7 @@ def by_address(configuration: dict[str, Any], certificate: bytes) -> dict[str, A
 
 
 def make_certificate() -> tuple[bytes, bytes]:
-    """For the webhooks' address, signed by itself, as PEM; and its key."""
+    """Return a self-signed certificate for the webhooks' address, as PEM, and its key."""
     key = ec.generate_private_key(ec.SECP256R1())
     name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "kueue")])
     now = datetime.datetime.now(datetime.UTC)

@@ -39,7 +39,7 @@ def queued(kubectl: Kubectl) -> Queued:
 
 
 def gated(job: RunningJob) -> list[bool]:
-    """Of each GPU pod, whether Kueue keeps it from the scheduler."""
+    """Return, for each GPU pod, whether Kueue keeps it from the scheduler."""
     gates = [pod["spec"].get("schedulingGates", []) for pod in job.pods(names.ROLE_GPU)]
     return [any(gate["name"] == GATE for gate in of_pod) for of_pod in gates]
 

@@ -1,4 +1,5 @@
-"""What peft computes with adapters that we have written: `python peft_step.py FOLDER`, in the environment `peers`.
+"""This program computes with peft on adapters that we have written: `python
+peft_step.py FOLDER`, in environment `peers`.
 
 FOLDER/case.json names the model, the directory of the adapters, the samples of a step, and the prompts to continue.
 Into FOLDER/peft.safetensors go the adapters as peft read them, the model's weights after it merged them, the gradient
@@ -33,7 +34,7 @@ def logp_of(model: Any, prompt: list[int], response: list[int], temperature: flo
 
 
 def gradient(model: Any, case: dict[str, Any]) -> dict[str, Tensor]:
-    """Also log-probabilities of all responses, as `logp`."""
+    """Return the gradient, and the log-probabilities of all responses as `logp`."""
     samples: list[dict[str, Any]] = case["samples"]
     rewards: dict[int, list[float]] = {}
     for sample in samples:

@@ -1,4 +1,4 @@
-"""What people write prompts with, and read samples with: `python tables.py FOLDER`, in environment `peers`.
+"""This program writes prompts and reads samples as users do: `python tables.py FOLDER`, in environment `peers`.
 
 Writes datasets (`datasets` to disk, pandas as Parquet) with columns as people have them. Then reads `samples.parquet`.
 Prints, as JSON, what is in the datasets by their own word, and what pandas and `datasets` find in the samples.
@@ -21,7 +21,7 @@ ROWS = 7
 
 
 def saved(folder: Path) -> dict[str, list[dict[str, Any]]]:
-    """By directory: the rows of each, in their order."""
+    """Return the rows of each dataset in their order, by directory."""
     plain = datasets.Dataset.from_list(
         [
             {"prompt": f"{n} + «ünïcode» 🙂?", "answer": n, "none": None, "nested": {"answer": [n, None]}}
@@ -96,7 +96,7 @@ def of_pandas(file: Path) -> None:
 
 def main(folder: Path) -> None:
     datasets.disable_progress_bars()
-    told = saved(folder)
+    contents = saved(folder)
     of_pandas(folder / "pandas.parquet")
     samples = pandas.read_parquet(folder / "samples.parquet")
     again = datasets.load_dataset("parquet", data_files=str(folder / "samples.parquet"), split="train")
@@ -106,7 +106,7 @@ def main(folder: Path) -> None:
         "tokens": [ids.tolist() for ids in samples["response_ids"]],
         "rows": again.to_list(),
     }
-    sys.stdout.write(json.dumps({"saved": told, "found": found}, default=str) + "\n")
+    sys.stdout.write(json.dumps({"saved": contents, "found": found}, default=str) + "\n")
 
 
 if __name__ == "__main__":

@@ -30,8 +30,8 @@ def main(folder: Path) -> None:
                 tracker.write(step, {"loss": loss * step})
     events = EventAccumulator(str(folder / "checkpoints" / TENSORBOARD_FOLDER))
     events.Reload()
-    told = {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
-    sys.stdout.write(json.dumps(told) + "\n")
+    values = {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+    sys.stdout.write(json.dumps(values) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""How long trl's optimization steps take: `python trl_speed.py FOLDER`, in the environment `peers`.
+"""This program times trl's optimization steps: `python trl_speed.py FOLDER`, in the environment `peers`.
 
 FOLDER/case.json has the completions, FOLDER/model the model. Prints the seconds of each step but the first, as JSON.
 Generation takes no time: the completions are given.

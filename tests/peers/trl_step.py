@@ -1,4 +1,4 @@
-"""What trl computes of a batch: `python trl_step.py FOLDER`, in the environment `peers`.
+"""This program computes a batch with trl: `python trl_step.py FOLDER`, in the environment `peers`.
 
 FOLDER/case.json says which batch (samples with their behaviour log-probabilities and rewards, group by group) and which
 variants of the loss; FOLDER/NAME.safetensors holds the weights that variant NAME's second pass begins with. Into
@@ -72,7 +72,7 @@ def run(folder: Path, case: dict[str, Any], variant: dict[str, Any]) -> dict[str
     if variant["bypass"]:  # the policy that sampled is the one that ratios are to
         batch["old_per_token_logps"] = batch["sampling_per_token_logps"] * mask
         batch["importance_sampling_ratio"] = torch.ones_like(batch["old_per_token_logps"])
-    told = {
+    results = {
         "advantages": batch["advantages"],
         "importance": batch["importance_sampling_ratio"].expand_as(mask)[mask],
     }
@@ -82,12 +82,12 @@ def run(folder: Path, case: dict[str, Any], variant: dict[str, Any]) -> dict[str
         model.zero_grad()
         loss = trainer._compute_loss(model, batch)
         loss.backward()
-        told[f"{pass_}.loss"] = loss.detach()
+        results[f"{pass_}.loss"] = loss.detach()
         if trainer.beta:
-            told[f"{pass_}.kl"] = torch.tensor(trainer._metrics["train"]["kl"][-1])
+            results[f"{pass_}.kl"] = torch.tensor(trainer._metrics["train"]["kl"][-1])
         for name, parameter in model.named_parameters():
-            told[f"{pass_}.gradient.{name}"] = parameter.grad
-    return told
+            results[f"{pass_}.gradient.{name}"] = parameter.grad
+    return results
 
 
 def main(folder: Path) -> None:
@@ -96,9 +96,9 @@ def main(folder: Path) -> None:
     save_file({"punishment": torch.tensor(of_each)}, folder / "overlong.safetensors")
     case = json.loads((folder / "case.json").read_bytes())
     for variant in case["variants"]:
-        told = run(folder, case, variant)
+        results = run(folder, case, variant)
         save_file(
-            {name: tensor.detach().clone().contiguous() for name, tensor in told.items()},
+            {name: tensor.detach().clone().contiguous() for name, tensor in results.items()},
             folder / f"{variant['name']}.trl.safetensors",
         )
 

@@ -39,7 +39,7 @@ class Prometheus:
         return answer["data"]
 
     def query(self, text: str) -> list[dict[str, Any]]:
-        """What a query finds now."""
+        """Return what a query finds now."""
         found: list[dict[str, Any]] = self("query", query=text)["result"]
         return found
 
@@ -63,7 +63,9 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 
 def images_of_prometheus() -> dict[str, Any]:
-    """By the names that the operator's manifests give them; the programs lie where those images have them."""
+    """Return the images by the names that the operator's manifests give them; the
+    programs lie where those images have them.
+    """
     programs = ("operator", "prometheus", "prometheus-config-reloader")
     binds = [f"{PROMETHEUS}/bin/{program}:/bin/{program}:ro" for program in programs]
     released = re.findall(r"quay\.io/\S+", (PROMETHEUS / "bundle.yaml").read_text())

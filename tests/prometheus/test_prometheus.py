@@ -53,7 +53,7 @@ def job(kubectl: Kubectl) -> RunningJob:
 
 
 def targets(prometheus: Prometheus) -> list[tuple[str, str, dict[str, str]]]:
-    """What is scraped: pod, health, labels."""
+    """Return pod, health and labels of all that is scraped."""
     found = prometheus("targets", state="active")["activeTargets"]
     return [(target["labels"]["pod"], target["health"], target["labels"]) for target in found]
 
@@ -86,7 +86,7 @@ def test_prometheus_has_the_alerts_and_none_is_on(prometheus: Prometheus, job: R
 
 
 def as_grafana_asks(query: str) -> str:
-    """With `All` in both lists."""
+    """Return the query as Grafana sends it with `All` in both lists."""
     return query.replace("$namespace", ".*").replace("$job", ".*")
 
 

@@ -75,3 +75,5 @@ EXAMPLES = [
     *(Case(file.stem, file.read_text()) for file in sorted((_ROOT / "crds/examples").glob("*.yaml"))),
     *(Case(file.parent.name, file.read_text()) for file in sorted((_ROOT / "examples").glob("*/job.yaml"))),
 ]
+GPU_EXAMPLES = [Case(file.stem, file.read_text()) for file in sorted((_ROOT / "examples/gpu").glob("*.yaml"))]
+EXAMPLES += GPU_EXAMPLES

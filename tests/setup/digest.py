@@ -41,7 +41,7 @@ def is_made_from(thing: Path, inputs: str) -> bool:
 
 
 def forget(thing: Path) -> None:
-    """Before a thing is changed in place: until `remember`, it is made from nothing known."""
+    """Forget a thing before it is changed in place: until `remember`, it counts as unknown."""
     _stamp(thing).unlink(missing_ok=True)
 
 

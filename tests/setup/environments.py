@@ -27,7 +27,7 @@ WHEELS = "wheels"
 
 @dataclass(frozen=True)
 class Environment:
-    """What an image holds. Paths are relative to the checkout."""
+    """An Environment holds what an image has. Paths are relative to the checkout."""
 
     name: str
     requirements: tuple[str, ...]  # complete: nothing else is resolved or installed
@@ -190,7 +190,7 @@ def _uv(layout: Layout, session: Session, log: str, *words: str | Path) -> None:
 
 
 def _packages() -> list[str]:
-    """That wheels are made of: all but the kernels that only a GPU has are ours."""
+    """Return the packages that become wheels: all but the kernels that only a GPU has are ours."""
     return sorted({*OURS, *(folder for environment in IMAGES for folder in environment.packages)})
 
 

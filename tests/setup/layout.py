@@ -1,4 +1,4 @@
-"""Where things lie in the checkout and in `.build/`."""
+"""This module says where things lie in the checkout and in `.build/`."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,12 +27,12 @@ class Layout:
 
     @property
     def images(self) -> Path:
-        """What the local cluster runs for each image name."""
+        """Return the list that names, for each image, what the local cluster runs."""
         return self.build / "images.yaml"
 
     @property
     def model(self) -> Path:
-        """What the demo and the end-to-end tests start from."""
+        """Return the model that the demo and the end-to-end tests start from."""
         return self.build / "models" / "arithmetic"
 
     @property

@@ -69,7 +69,9 @@ def images_task(layout: Layout) -> Task:
 
 
 def image_list(layout: Layout) -> dict[str, dict[str, object]]:
-    """By image name: which environment its containers see, read-only on this machine's root, and what they start."""
+    """Return, by image name, which environment its containers see, read-only on this
+    machine's root, and what they start.
+    """
     return {
         f"colocated-rl/{environment.name}:dev": {
             "root": "/",

@@ -9,11 +9,13 @@ files, so that they are those wherever they come from. `workloads/gpu/engine.txt
 `tests/trained_model/requirements.txt`, of one pin each, are written by hand.
 """
 
+import tempfile
 from collections.abc import Sequence
+from pathlib import Path
 
 from setup.layout import Layout
 from setup.session import Session
-from setup.toolchain import clean_environment
+from setup.toolchain import UV, clean_environment
 
 PYTHON = "3.11"  # the oldest supported
 ALL = "tests/requirements.txt"
@@ -31,8 +33,12 @@ SELECTIONS = {
 ALONE = {
     "tests/frameworks/requirements.txt": ("tests/frameworks/requirements.in",),
     "tests/fuzz/requirements.txt": ("tests/fuzz/requirements.in",),
+    "tests/release/requirements.txt": ("tests/release/requirements.in",),
 }
 
+
+# what makes the environments of images
+TOOLS = "workloads/images/tools.txt"
 
 # what the vendor's image of the engine brings: a list to compare with, that nothing here installs
 VENDOR = "workloads/gpu/vendor.txt"
@@ -46,6 +52,10 @@ def resolve(layout: Layout, session: Session) -> None:
         _compile(layout, session, [*asked, "--constraints", ALL], into=into)
     for into, asked in ALONE.items():
         _compile(layout, session, asked, into=into)
+    with tempfile.TemporaryDirectory() as folder:
+        tools = Path(folder, "tools.in")
+        tools.write_text(f"{UV}\nsetuptools\n")
+        _compile(layout, session, [str(tools), "--constraints", ALL], into=TOOLS)
     words = (*OF_VENDOR, "--no-header", "--no-annotate", "workloads/gpu/engine.txt", "--output-file", VENDOR)
     session.run("lock", [layout.uv, "pip", "compile", "--quiet", *words], cwd=layout.root, env=clean_environment())
 

@@ -28,7 +28,7 @@ CLONE_NEWNS, CLONE_NEWUSER, CLONE_NEWPID, CLONE_NEWNET = 0x00020000, 0x10000000,
 
 @dataclass(frozen=True)
 class Machine:
-    """What the checks ask about."""
+    """A Machine holds the facts that the checks read."""
 
     system: str
     architecture: str
@@ -112,7 +112,7 @@ def _try_namespaces() -> str | None:
 
 
 def _try_ids() -> bool:
-    """Whether the local cluster will get more users than this one, in the way that it will try."""
+    """Return whether the local cluster will get more users than this one, in the way that it will try."""
     if os.geteuid() == 0:
         return True
     command = ("unshare", "--user", "--map-root-user", "--map-auto", "true")

@@ -66,7 +66,7 @@ def _has_ensurepip() -> bool:
 
 @functools.cache
 def _machine_has_go() -> bool:
-    """Whether a Go that is new enough is on PATH."""
+    """Return whether a Go that is new enough is on PATH."""
     if shutil.which("go") is None:
         return False
     local = {**os.environ, "GOTOOLCHAIN": "local"}

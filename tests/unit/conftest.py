@@ -14,6 +14,6 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """What was collected stays to the end."""
+    """Keep everything that was collected out of the garbage collector: it stays to the end."""
     gc.collect()
     gc.freeze()

@@ -1,4 +1,4 @@
-"""What the agent reads of the memory of its pod's devices, and how long it waits for memory to come free."""
+"""The agent reads the memory of its pod's devices, and waits so long for memory to come free."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How engines and trainers are started, and what is made of their answers."""
+"""These tests show how engines and trainers are started, and how their answers are read."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from colocated_rl_api.engines import SGLANG
 from colocated_rl_api.facts import TrainerState
 from colocated_rl_api.member_wire import Rendezvous
 from colocated_rl_api.rungs import WeightVersion
-from colocated_rl_api.trainer_wire import TrainerEnvironment
+from colocated_rl_api.trainer_wire import Standstill, TrainerEnvironment
 from colocated_rl_member.settings import SettingsError
 from colocated_rl_trainer.conformance.ranks import free_port
 from fakes.engine import VOCABULARY, FakeEngine
@@ -172,7 +172,7 @@ async def test_h43_engine_without_memory_saver_is_refused_where_there_are_device
 
 
 @pytest.mark.parametrize(
-    ("said", "remedy"),
+    ("info", "remedy"),
     [
         ({"version": "0.5.19"}, "use 0.5.23"),
         ({"frontend": "rust"}, "SGLANG_RUST_SERVER"),
@@ -190,10 +190,10 @@ async def test_h43_engine_without_memory_saver_is_refused_where_there_are_device
     ],
 )
 async def test_h19_h20_h42_h59_engine_that_no_switch_is_safe_with_is_refused_by_its_flag(
-    fake: tuple[FakeEngine, SGLang], said: dict[str, Any], remedy: str
+    fake: tuple[FakeEngine, SGLang], info: dict[str, Any], remedy: str
 ) -> None:
     engine, driver = fake
-    engine.info = said
+    engine.info = info
     with pytest.raises(Unsuitable, match=remedy):
         await driver.require_suitable(memory_saver=False, gpus=0)
 
@@ -231,15 +231,15 @@ async def test_call_that_is_not_answered_has_an_unknown_outcome(fake: tuple[Fake
             await impatient.pause()
 
 
-async def test_engine_that_is_not_there_is_told_in_words() -> None:
-    """In the status of a job: the error's `repr` names each field of aiohttp's connection."""
+async def test_engine_that_is_not_there_is_reported_in_words() -> None:
+    """A job's status shows it, and the error's `repr` names each field of aiohttp's connection."""
     async with aiohttp.ClientSession() as session:
         driver = SGLang(session, url=f"http://127.0.0.1:{free_port()}", admin_key="key", call_s=PATIENT_S)
         with pytest.raises(OutcomeUnknown, match=r"not confirmed: ClientConnectorError: Cannot connect to host"):
             await driver.pause()
 
 
-async def test_call_that_is_refused_is_told_by_status_and_length_and_not_in_the_engines_words(
+async def test_call_that_is_refused_is_reported_by_status_and_length_and_not_in_the_engines_words(
     fake: tuple[FakeEngine, SGLang],
 ) -> None:
     engine, driver = fake
@@ -342,10 +342,10 @@ def test_trainer_is_told_its_place_in_the_group() -> None:
 @pytest.fixture
 async def answering(tmp_path: Path) -> AsyncIterator[tuple[dict[str, Any], TrainerRank]]:
     """A trainer that answers what the test puts into the first part."""
-    said: dict[str, Any] = {}
+    response: dict[str, Any] = {}
 
     async def answer(request: web.Request) -> web.Response:
-        return web.json_response(said["body"], status=said.get("status", 200))
+        return web.json_response(response["body"], status=response.get("status", 200))
 
     app = web.Application()
     app.add_routes([web.get("/v1/state", answer), web.post("/v1/train", answer)])
@@ -353,29 +353,29 @@ async def answering(tmp_path: Path) -> AsyncIterator[tuple[dict[str, Any], Train
     await runner.setup()
     await web.UnixSite(runner, str(tmp_path / "t.sock")).start()
     rank = TrainerRank(tmp_path / "t.sock", progress_s=PATIENT_S)
-    yield said, rank
+    yield response, rank
     await rank.close()
     await runner.cleanup()
 
 
 async def test_status_of_a_trainer_is_read(answering: tuple[dict[str, Any], TrainerRank]) -> None:
-    said, rank = answering
-    said["body"] = {"state": "Onloaded", "rank": 0, "lineage": 2, "step": 7, "exported": "7-2"}
+    response, rank = answering
+    response["body"] = {"state": "Onloaded", "rank": 0, "lineage": 2, "step": 7, "exported": "7-2"}
     status = await rank.status()
     assert (TrainerState.ONLOADED, WeightVersion(7, 2)) == (status.state, status.exported)
 
 
 async def test_refusal_of_a_trainer_comes_in_its_words(answering: tuple[dict[str, Any], TrainerRank]) -> None:
-    said, rank = answering
-    said |= {"status": 409, "body": {"error": "WrongStep", "message": "stands at 3"}}
+    response, rank = answering
+    response |= {"status": 409, "body": {"error": "WrongStep", "message": "stands at 3"}}
     with pytest.raises(CallRefused, match="WrongStep: stands at 3"):
         await rank.train(9, Path("/shard"))
 
 
 async def test_trainer_that_says_it_is_not_there_is_unsuitable(answering: tuple[dict[str, Any], TrainerRank]) -> None:
     """It was believed: the engine took the devices back beside it."""
-    said, rank = answering
-    said["body"] = {"state": "Absent", "rank": 0, "lineage": 2}
+    response, rank = answering
+    response["body"] = {"state": "Absent", "rank": 0, "lineage": 2}
     with pytest.raises(Unsuitable, match="answered that it is Absent"):
         await rank.status()
 
@@ -394,8 +394,8 @@ async def test_answer_of_a_trainer_without_an_end_is_read_no_further(tmp_path: P
 
 
 async def test_trainer_of_another_protocol_is_unsuitable(answering: tuple[dict[str, Any], TrainerRank]) -> None:
-    said, rank = answering
-    said["body"] = {"protocol": 9, "state": "Onloaded", "rank": 0, "lineage": 2}
+    response, rank = answering
+    response["body"] = {"protocol": 9, "state": "Onloaded", "rank": 0, "lineage": 2}
     with pytest.raises(Unsuitable, match="protocol 9"):
         await rank.status()
 
@@ -410,6 +410,7 @@ async def working(tmp_path: Path) -> AsyncIterator[tuple[dict[str, Any], Path]]:
 
     def status() -> web.Response:
         body = {"state": "Training", "rank": 0, "lineage": 1, "progress": step["progress"]}
+        body["standstill"] = step.get("standstill")
         return web.json_response(body)
 
     async def train(request: web.Request) -> web.Response:
@@ -437,11 +438,16 @@ async def working(tmp_path: Path) -> AsyncIterator[tuple[dict[str, Any], Path]]:
 
 
 async def train_in(
-    step: dict[str, Any], socket: Path, *, heartbeat_s: float = SOON_S, lease_s: float = 2 * PROGRESS_S
+    step: dict[str, Any], socket: Path, *, heartbeat_s: float = SOON_S, lease_s: float = 2 * PROGRESS_S, **more: Any
 ) -> Any:
     """heartbeat_s: also what an answer about a step may take."""
     rank = TrainerRank(
-        socket, progress_s=PROGRESS_S, heartbeat_s=heartbeat_s, lease_s=lease_s, clock=lambda: float(step["now"])
+        socket,
+        progress_s=PROGRESS_S,
+        heartbeat_s=heartbeat_s,
+        lease_s=lease_s,
+        clock=lambda: float(step["now"]),
+        **more,
     )
     try:
         return await rank.train(1, Path("/shard"))
@@ -459,6 +465,30 @@ async def test_step_takes_as_long_as_it_makes_progress(working: tuple[dict[str, 
 async def test_step_without_progress_ends_at_its_deadline(working: tuple[dict[str, Any], Path]) -> None:
     with pytest.raises(OutcomeUnknown, match=r"no progress for 4 s"):
         await train_in(*working)
+
+
+async def test_step_without_progress_says_where_it_stands(working: tuple[dict[str, Any], Path]) -> None:
+    step, socket = working
+    step["standstill"] = {"seconds": 4.0, "where": "all_reduce (group.py:7) < train (loop.py:9)"}
+    with pytest.raises(OutcomeUnknown, match=r"no progress for 4 s, it is in all_reduce \(group.py:7\) < train"):
+        await train_in(step, socket)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "usual_s", "expected"),
+    [(60.0, 6.0, True), (59.9, 0.1, False), (60.0, 6.1, False), (900.0, 90.0, True), (900.0, None, False)],
+)
+async def test_step_stalls_when_it_stands_still_for_far_longer_than_usual(
+    working: tuple[dict[str, Any], Path], seconds: float, usual_s: float | None, expected: bool
+) -> None:
+    step, socket = working
+    step["standstill"] = {"seconds": seconds, "usualS": usual_s, "moved": 3}
+    told: list[Standstill | None] = []
+    with pytest.raises(OutcomeUnknown):
+        await train_in(step, socket, stalls=told.append)
+    *during, after = told
+    assert after is None
+    assert {3 if expected else None} == {each and each.moved for each in during}
 
 
 async def test_h45_trainer_that_gives_no_sign_of_life_loses_its_lease(working: tuple[dict[str, Any], Path]) -> None:

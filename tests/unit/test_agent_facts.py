@@ -1,4 +1,4 @@
-"""The action table: exact choices for exact views, and `fakes.unruly_pod`, in which all may fail at any point."""
+"""The action table: exact choices for exact views, and every state of a pod (`fakes.model`) whose calls may fail."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import example, given, settings
 
+from builders import PLACED, ROLLOUT, make_job
 from colocated_rl_agent.planner import actions as do
 from colocated_rl_agent.planner.next_actions import Rules, next_actions
 from colocated_rl_agent.planner.views import (
@@ -23,19 +23,45 @@ from colocated_rl_api.facts import EngineState, TrainerState
 from colocated_rl_api.job import Verify
 from colocated_rl_api.ladder import (
     RESIDENT,
+    ROLLOUT_ONLY,
     SCORED_RESIDENT,
     SCORED_TIME_SLICED,
-    Ladder,
+    TIME_SLICED,
 )
-from colocated_rl_api.member_wire import Goal, PodTarget
-from colocated_rl_api.rungs import Rung, WeightVersion
-from fakes.unruly_pod import CHANCES, KEPT, KINDS, NEW_POD, NOW, RULES, V0, Chance, make_target, must_arrive
+from colocated_rl_api.member_wire import Endpoint, Goal, PodTarget, Rendezvous
+from colocated_rl_api.rungs import Placement, Rung, WeightVersion
+from fakes.explore import all_must_be_well, explore
+from fakes.model import FAILING, Model
 
-V1, V2, V3 = (WeightVersion(step, 1) for step in range(1, 4))
+V0, V1, V2, V3 = (WeightVersion(step, 1) for step in range(4))
+RULES = Rules(TIME_SLICED, settle_s=30.0, checkpoint_every=2, verify=Verify.PROBE)
+NOW = 100.0
+NEW_POD = PodView(
+    now=NOW,
+    runner_known=True,
+    terminating=False,
+    gate_open=False,
+    in_flight=0,
+    closed_at=NOW,
+    engine=EngineView(),
+    ranks=(RankView(0),),
+)
+
+
+def make_target(version: WeightVersion, rung: Rung, *, goal: Goal = Goal.CLIMB) -> PodTarget:
+    return PodTarget(
+        epoch=1,
+        goal=goal,
+        step=version.step,
+        lineage=version.lineage,
+        rung=rung,
+        rendezvous=Rendezvous(address="10.0.0.1", port=29500, world_size=1),
+        batches=Endpoint(pod="rollout", address="10.0.0.2", port=8444),
+    )
 
 
 def next_action(pod: PodView, target: PodTarget | None, rules: Rules) -> do.Action | do.Wait:
-    """Of a time-sliced pod, whose engine and trainers take turns."""
+    """Return the action of a time-sliced pod, whose engine and trainers take turns."""
     (action,) = next_actions(pod, target, rules)
     return action
 
@@ -178,7 +204,7 @@ def test_next_action_is(pod: PodView, target: tuple[WeightVersion, Rung], expect
     assert expected == next_action(pod, make_target(*target), RULES)
 
 
-@pytest.mark.parametrize("keeps", KEPT)
+@pytest.mark.parametrize("keeps", [(), (WEIGHTS,), (CUDA_GRAPH,), (WEIGHTS, CUDA_GRAPH)])
 def test_only_what_was_given_up_is_taken_back(keeps: tuple[str, ...]) -> None:
     started = EngineView().started("e1", V0, start_by=NOW, keeps=keeps).answered(V0)
     released = started.gate_closed().was_paused().was_flushed().was_released()
@@ -429,7 +455,7 @@ SERVING_V0 = make_pod(gate_open=True, rank=onloaded(V0))
 
 
 def beside(pod: PodView, version: WeightVersion, rung: Rung) -> tuple[do.Action | do.Wait, ...]:
-    """What the trainers do, and what the engine does beside them."""
+    """Return the trainers' action, and the engine's beside it."""
     return next_actions(pod, make_target(version, rung), BESIDE)
 
 
@@ -536,12 +562,212 @@ def test_h23_h25_resident_engine_that_is_paused_waits_for_its_group() -> None:
     assert (IDLE, IDLE) == beside(pod, V1, Rung.EXPORTED)
 
 
-@settings(max_examples=30)
-@example(chances={15: Chance.AGENT_RESTARTS, 19: Chance.TRAINER_DIES, 29: Chance.TRAINER_DIES}, steps=1)
-@pytest.mark.parametrize(("ladder", "keeps"), KINDS)
-@given(**CHANCES)
+@pytest.mark.parametrize(
+    ("placement", "rollout", "reference"),
+    [
+        (Placement.TIME_SLICED, {}, False),
+        (Placement.TIME_SLICED, {}, True),
+        (Placement.TIME_SLICED, {"offload": ["KVCache", "CUDAGraph"]}, False),
+        (Placement.TIME_SLICED, {"offload": ["KVCache", "Weights"]}, False),
+        (Placement.TIME_SLICED, {"offload": ["KVCache"]}, False),
+        (Placement.RESIDENT, {"offload": []}, False),
+        (Placement.RESIDENT, {"offload": []}, True),
+    ],
+)
 def test_pod_keeps_every_promise_and_arrives_whatever_fails_on_the_way(
-    ladder: Ladder, keeps: tuple[str, ...], chances: dict[int, Chance], steps: int
+    placement: Placement, rollout: dict[str, Any], reference: bool
 ) -> None:
-    """The contract layer tries many more."""
-    must_arrive(ladder, keeps, chances=chances, steps=steps)
+    """Any call, before its effect or after it, or a deadline; any two of them, and what else may end, in contract."""
+    spec: dict[str, Any] = {"checkpoint": {"everySteps": 1}, "reference": {} if reference else None}
+    job = make_job(replicas=1, steps=1, **spec, **PLACED[placement] | {"rollout": ROLLOUT | rollout})
+    all_must_be_well(explore(Model(job, deaths=1, of=FAILING), limit=100_000))
+
+
+# ------------------------------------------------------------------------- one case for each small change of the table
+LATE = NOW - 1
+STARTING = EngineView().started("e", V0, start_by=NOW + 5)
+
+
+@pytest.mark.parametrize(
+    ("pod", "target", "expected"),
+    [
+        (down(make_rank(WeightVersion(0, 2))), (V1, Rung.TRAINED), do.StopTrainers("lineage 1 is wanted")),
+        (
+            make_pod(gate_open=True, engine=replace(make_engine(), broken="it died")),
+            (V0, Rung.SERVING),
+            do.CloseGate(),
+        ),
+        (make_pod(gate_open=True, engine=make_engine().was_paused()), (V0, Rung.SERVING), do.CloseGate()),
+        (
+            make_pod(engine=EngineView().started("e", V0, start_by=LATE)),
+            (V0, Rung.UPDATED),
+            do.KillEngine("it did not start in time", is_fault=True),
+        ),
+        (
+            down(replace(make_rank(), step=None, start_by=NOW)),
+            (V0, Rung.TRAINED),
+            do.StopTrainers("its checkpoint was not loaded in time"),
+        ),
+        (
+            down(replace(make_rank(), step=None, start_by=LATE)),
+            (V0, Rung.TRAINED),
+            do.StopTrainers("its checkpoint was not loaded in time"),
+        ),
+        (
+            down(replace(make_rank(), step=None, start_by=NOW + 5)),
+            (V0, Rung.TRAINED),
+            do.AwaitTrainers(NOW + 5),
+        ),
+        (replace(DOWN, fetch_after=NOW), (V1, Rung.TRAINED), do.FetchShards(1)),
+        (replace(DOWN, fetch_after=NOW + 5), (V1, Rung.TRAINED), do.Wait(until=NOW + 5)),
+        (
+            make_pod(engine=replace(EngineView(), start_after=NOW)),
+            (V0, Rung.UPDATED),
+            do.StartEngine(V0),
+        ),
+        (
+            make_pod(engine=replace(EngineView(), start_after=NOW + 5)),
+            (V0, Rung.UPDATED),
+            do.Wait(until=NOW + 5),
+        ),
+        # trainers off the devices that have not made these weights: the engine may not rise
+        (make_pod(engine=RELEASED, rank=make_rank(V0), whole=V1), (V1, Rung.UPDATED), do.FetchShards(1)),
+        (down(replace(make_rank(V1), lineage=0), whole=V1), (V1, Rung.UPDATED), do.StopTrainers("lineage 1 is wanted")),
+        (down(replace(make_rank(V1), lineage=2), whole=V1), (V1, Rung.UPDATED), do.StopTrainers("lineage 1 is wanted")),
+        # an engine that maps memory, or starts on other weights, may not either
+        (up(drained_engine()), (V1, Rung.UPDATED), do.Release()),
+        (up(replace(drained_engine(), starts_on=V1)), (V1, Rung.UPDATED), do.Release()),
+        (
+            up(EngineView().started("e", V0, start_by=NOW + 5)),
+            (V1, Rung.UPDATED),
+            do.KillEngine("it starts on 0-1, and 1-1 can't be served yet"),
+        ),
+        (
+            up(EngineView().started("e", V2, start_by=NOW + 5)),
+            (V1, Rung.UPDATED),
+            do.KillEngine("it starts on 2-1, and 1-1 can't be served yet"),
+        ),
+        # checkpoints: of the target's step, by idle trainers, and no older one after a newer
+        (
+            make_pod(gate_open=True, engine=make_engine(V2), rank=replace(make_rank(V0), saved=None)),
+            (V2, Rung.SERVING),
+            do.Wait(),
+        ),
+        (
+            make_pod(gate_open=True, engine=make_engine(V2), rank=replace(make_rank(V3), saved=None)),
+            (V2, Rung.SERVING),
+            do.Wait(),
+        ),
+        (
+            make_pod(gate_open=True, engine=make_engine(V2), rank=replace(onloaded(V2), saved=None)),
+            (V2, Rung.SERVING),
+            do.Wait(),
+        ),
+        (
+            make_pod(gate_open=True, engine=make_engine(V2), rank=replace(make_rank(V2), saved=4)),
+            (V2, Rung.SERVING),
+            do.Wait(),
+        ),
+    ],
+)
+def test_next_action_is_no_other(
+    pod: PodView, target: tuple[WeightVersion, Rung], expected: do.Action | do.Wait
+) -> None:
+    assert expected == next_action(pod, make_target(*target), RULES)
+
+
+@pytest.mark.parametrize("late_s", [30, 31])
+def test_engine_that_settles_too_late_is_killed_however_late_that_is_seen(late_s: float) -> None:
+    action = next_action(make_pod(in_flight=1, closed_at=NOW - late_s), make_target(V1, Rung.PAUSED), RULES)
+    assert isinstance(action, do.KillEngine)
+
+
+@pytest.mark.parametrize("missing", ["rendezvous", "batches"])
+def test_trainers_wait_for_all_that_they_need_of_a_target(missing: str) -> None:
+    target = make_target(V1, Rung.TRAINED).model_copy(update={missing: None})
+    for pod in (NEW_POD, DOWN):
+        assert isinstance(next_action(pod, target, RULES), do.Wait)
+
+
+def test_dead_ranks_are_named_by_the_first_of_them() -> None:
+    ranks = (replace(make_rank(), rank=2).gone(-9), replace(make_rank(), rank=3).gone(1))
+    action = next_action(replace(DOWN, ranks=ranks), make_target(V1, Rung.TRAINED), RULES)
+    assert do.Wait(reason="TrainerDied", message="trainer rank 2 of lineage 1 ended with code -9") == action
+
+
+def test_a_checksum_of_newer_weights_judges_no_older_ones() -> None:
+    engine = replace(make_engine(V1), checksum="same", agrees=False)
+    pod = replace(up(engine), agreed=(V2, "newer"))
+    assert do.Wait() == next_action(pod, make_target(V1, Rung.SERVING), BY_CHECKSUM)
+    killed = next_action(replace(pod, agreed=(V1, "other")), make_target(V1, Rung.SERVING), BY_CHECKSUM)
+    assert isinstance(killed, do.KillEngine)
+    assert "its weights 1-1 have checksum same, those of most engines other" == killed.reason
+
+
+def test_weights_of_an_earlier_step_get_an_engine_after_newer_ones_were_rejected() -> None:
+    again = WeightVersion(0, 2)
+    pod = make_pod(engine=REJECTED, rank=make_rank(again), whole=again)
+    assert do.StartEngine(again) == next_action(pod, make_target(again, Rung.UPDATED), RULES)
+
+
+@pytest.mark.parametrize(
+    ("settle_s", "waits", "wait_s"), [(30, False, 0), (30, True, 20), (20, True, 10), (12, True, 6), (100, True, 90)]
+)
+def test_responses_may_finish_until_what_is_left_is_time_for_an_abort(
+    settle_s: float, waits: bool, wait_s: float
+) -> None:
+    assert wait_s == replace(RULES, settle_s=settle_s, waits=waits).wait_s
+
+
+@pytest.mark.parametrize(("step", "is_due"), [(0, False), (1, False), (2, True), (3, False), (4, True)])
+def test_checkpoints_are_due_every_so_many_steps_and_not_before_the_first(step: int, is_due: bool) -> None:
+    assert is_due is RULES.checkpoint_is_due(step)
+
+
+ALONE = Rules(ROLLOUT_ONLY, settle_s=30.0, checkpoint_every=2, verify=Verify.PROBE)
+
+
+@pytest.mark.parametrize(
+    ("engine", "rung", "expected"),
+    [
+        (EngineView(), Rung.RELEASED, do.Wait()),
+        (EngineView(), Rung.SERVING, do.StartEngine(V0)),
+        (STARTING, Rung.SERVING, do.AwaitEngine(NOW + 5)),
+        (make_engine(), Rung.SERVING, do.OpenGate(V0)),
+        (make_engine(), Rung.RELEASED, do.Wait()),
+    ],
+)
+def test_engine_of_a_job_that_only_records_starts_and_serves(
+    engine: EngineView, rung: Rung, expected: do.Action | do.Wait
+) -> None:
+    pod = replace(make_pod(engine=engine), ranks=())
+    assert (expected,) == next_actions(pod, make_target(V0, rung), ALONE)
+
+
+BESIDE = replace(RULES, ladder=RESIDENT)
+
+
+@pytest.mark.parametrize(
+    ("pod", "rung", "expected"),
+    [
+        (make_pod(engine=EngineView().started("e", V2, start_by=NOW + 5)), Rung.CLOSED, do.AwaitEngine(NOW + 5)),
+        (make_pod(engine=EngineView().started("e", V0, start_by=NOW + 5)), Rung.CLOSED, do.AwaitEngine(NOW + 5)),
+        (make_pod(engine=EngineView().started("e", V1, start_by=NOW + 5)), Rung.CLOSED, do.Wait()),
+        (make_pod(engine=EngineView().started("e", V1, start_by=NOW + 5)), Rung.UPDATED, do.AwaitEngine(NOW + 5)),
+        (make_pod(engine=EngineView(), whole=V2), Rung.TRAINED, do.StartEngine(V2)),
+        (make_pod(engine=EngineView(), whole=V1), Rung.TRAINED, do.Wait()),
+        (
+            replace(
+                make_pod(engine=EngineView(), whole=None),
+                ranks=(make_rank(V0), replace(make_rank(V0), rank=1, exported=None)),
+            ),
+            Rung.TRAINED,
+            do.Wait(),
+        ),
+        (make_pod(engine=EngineView(), whole=None), Rung.TRAINED, do.VerifyExport(V0)),
+    ],
+)
+def test_engine_beside_a_trainer_starts_on_weights_that_it_may_serve_by_then(
+    pod: PodView, rung: Rung, expected: do.Action | do.Wait
+) -> None:
+    assert expected == next_actions(pod, make_target(V1, rung), BESIDE)[-1]

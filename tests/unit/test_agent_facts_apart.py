@@ -73,8 +73,8 @@ def trainer_pod(
     )
 
 
-def choice(pod: PodView, told: PodTarget) -> do.Action | do.Wait:
-    (only,) = next_actions(pod, told, RULES)
+def choice(pod: PodView, goal: PodTarget) -> do.Action | do.Wait:
+    (only,) = next_actions(pod, goal, RULES)
     return only
 
 
@@ -94,22 +94,23 @@ def test_new_weights_are_read_beside_rollout_and_the_gate_closes_when_the_group_
 
 
 def test_an_engine_opens_its_gate_before_new_weights_are_read() -> None:
-    told = target(Rung.EXPORTED, weights=V1)
-    assert do.AwaitEngine(NOW + 30) == choice(engine_pod(STARTING, gate_open=False), told)
-    assert do.CheckProbe(V0) == choice(engine_pod(replace(READY, agrees=False), gate_open=False), told)
-    assert do.OpenGate(V0) == choice(engine_pod(gate_open=False), told)
+    aim = target(Rung.EXPORTED, weights=V1)
+    assert do.AwaitEngine(NOW + 30) == choice(engine_pod(STARTING, gate_open=False), aim)
+    assert do.CheckProbe(V0) == choice(engine_pod(replace(READY, agrees=False), gate_open=False), aim)
+    assert do.OpenGate(V0) == choice(engine_pod(gate_open=False), aim)
 
 
 def test_a_paused_engine_for_which_all_wait_reads_first_and_opens_again_if_that_fails() -> None:
     """An agent that comes again behind a closed gate has not seen the export."""
-    paused, told = READY.gate_closed().was_paused(), target(Rung.UPDATED, weights=V1)
-    assert do.VerifyExport(V1) == choice(engine_pod(paused, whole=None, gate_open=False), told)
-    assert do.Continue() == choice(engine_pod(paused, whole=None, gate_open=False, verify_after=NOW + 1), told)
+    paused, aim = READY.gate_closed().was_paused(), target(Rung.UPDATED, weights=V1)
+    assert do.VerifyExport(V1) == choice(engine_pod(paused, whole=None, gate_open=False), aim)
+    assert do.Continue() == choice(engine_pod(paused, whole=None, gate_open=False, verify_after=NOW + 1), aim)
 
 
 def test_a_torn_export_is_read_again_after_a_while() -> None:
-    told = target(Rung.EXPORTED, weights=V1)
-    assert do.Wait(until=NOW + 1) == choice(engine_pod(verify_after=NOW + 1), told)
+    aim = target(Rung.EXPORTED, weights=V1)
+    assert do.Wait(until=NOW + 1) == choice(engine_pod(verify_after=NOW + 1), aim)
+    assert do.VerifyExport(V1) == choice(engine_pod(verify_after=NOW), aim)
     absent = engine_pod(EngineView(), whole=None, gate_open=False, verify_after=NOW + 1)
     assert do.Wait(until=NOW + 1) == choice(absent, target(Rung.EXPORTED))
 
@@ -119,6 +120,10 @@ def test_an_engine_starts_on_what_all_serve_once_that_is_read(rung: Rung) -> Non
     absent = engine_pod(EngineView(), whole=None, gate_open=False)
     assert do.VerifyExport(V0) == choice(absent, target(rung))
     assert do.StartEngine(V0) == choice(replace(absent, whole=V0), target(rung))
+
+
+def test_an_engine_serves_on_while_no_weights_are_named() -> None:
+    assert do.Wait() == choice(engine_pod(), target(Rung.EXPORTED, weights=None))
 
 
 def test_an_engine_without_weights_waits_for_some() -> None:
@@ -134,7 +139,7 @@ def test_an_engine_never_starts_on_what_was_given_up() -> None:
 
 
 def test_an_engine_does_not_go_back_behind_the_new_weights_that_it_has_read() -> None:
-    """While facts of trainers are missing the operator names older ones."""
+    """The operator names older weights while facts of trainers are missing."""
     absent = engine_pod(EngineView(), whole=V1, gate_open=False)
     assert do.Wait() == choice(absent, target(Rung.EXPORTED, weights=V0))
     assert do.StartEngine(V1) == choice(absent, target(Rung.UPDATED, weights=V0))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import json
 import re
@@ -20,6 +21,7 @@ from aiohttp import web
 from safetensors.numpy import save_file
 
 from colocated_rl_agent.__main__ import install_runner
+from colocated_rl_agent.files import batches
 from colocated_rl_agent.files.batches import (
     Shards,
     ShardUnavailable,
@@ -35,13 +37,16 @@ from colocated_rl_agent.files.exports import (
     tensor_digests,
     verify_export,
 )
+from colocated_rl_api import names
 from colocated_rl_api.batch import DIGEST_HEADER
 from colocated_rl_api.member_wire import Endpoint
 from colocated_rl_api.rungs import WeightVersion
 from colocated_rl_member.data import DataClient, data_application
 from colocated_rl_member.tls import MemberTls
+from colocated_rl_trainer.conformance.ranks import free_port
 from fakes import serving
 from fakes.authority import Authority
+from fakes.relay import relayed
 from fakes.weights import write_export
 
 VERSION = WeightVersion(3, 1)
@@ -189,13 +194,20 @@ class Controller:
     digest: str = ""
     status: int = 200
     cut: bool = False
+    waits: asyncio.Event | None = None  # in the middle of the next shards
+    began: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def serve(self, request: web.Request) -> web.StreamResponse:
         digest = self.digest or hashlib.sha256(self.data).hexdigest()
-        if self.cut:
+        if self.cut or self.waits is not None:
             response = web.StreamResponse(headers={DIGEST_HEADER: digest, "Content-Length": str(len(self.data))})
             await response.prepare(request)
             await response.write(self.data[:100])
+            self.began.set()
+            if self.waits is not None:
+                await self.waits.wait()
+                await response.write(self.data[100:])
+                return response
             assert request.transport is not None
             request.transport.abort()
             return response
@@ -204,10 +216,10 @@ class Controller:
 
 @pytest.fixture
 async def controller(tmp_path: Path) -> AsyncIterator[Controller]:
-    directory = Authority().member_directory(tmp_path / "tls", job_uid="uid", token="t" * 20)
+    directory = Authority().member_directory(tmp_path / "tls", job_uid=names.JobUid("uid"), token="t" * 20)
     tls = MemberTls.read(directory)
     async with aiohttp.ClientSession() as session:
-        it = Controller(DataClient(session, tls, "uid"))
+        it = Controller(DataClient(session, tls, names.JobUid("uid")))
         app = data_application(tls, max_request_bytes=100)
         app.router.add_get("/v1/batches/4", it.serve)
         runner = web.AppRunner(app)
@@ -261,6 +273,26 @@ async def test_what_stands_in_the_way_of_shards_is_waited_for(controller: Contro
     in_the_way.rmdir()
     await shards.fetch(controller.endpoint, 4)
     assert 4 == shards.step
+
+
+async def test_connection_that_is_left_half_open_costs_one_try(
+    controller: Controller, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other end is gone in the middle of a shard and without a word, as with its node."""
+    monkeypatch.setattr(batches, "SILENCE", aiohttp.ClientTimeout(total=None, sock_connect=5, sock_read=0.2))
+    controller.waits = asyncio.Event()
+    shards, frozen, port = Shards(controller.client, tmp_path, range(1, 2), deadline_s=60), asyncio.Event(), free_port()
+    async with relayed(port, controller.endpoint.port, frozen):
+        relay = Endpoint(pod="rollout", address="127.0.0.1", port=port)
+        fetching = asyncio.create_task(shards.fetch(relay, 4))
+        await controller.began.wait()
+        frozen.set()
+        controller.waits.set()
+        with pytest.raises(ShardUnavailable, match=r"shard 1 of batch 4 from rollout at .*Timeout"):
+            await fetching
+    assert not shard_path(tmp_path, step=4, rank=1).exists()
+    await shards.fetch(controller.endpoint, 4)
+    assert controller.data == shard_path(tmp_path, step=4, rank=1).read_bytes()
 
 
 async def test_rollout_controller_that_does_not_listen_is_named(controller: Controller, tmp_path: Path) -> None:

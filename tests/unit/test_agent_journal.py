@@ -1,4 +1,4 @@
-"""What an agent remembers of itself after any end."""
+"""The journal keeps what an agent must remember after any end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is told of the end of a process that may have seen prompts and responses."""
+"""These tests show what is reported at the end of a process that may have seen prompts and responses."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ TRACEBACK = [
 
 
 def test_before_anybody_asked_it_for_anything_its_last_lines_say_what_is_wrong() -> None:
-    said = last_words(["usage: sglang", "sglang: error:", "unrecognized arguments: --turbo"], was_asked=False)
-    assert "last words: usage: sglang | sglang: error: | unrecognized arguments: --turbo" == said
+    words = last_words(["usage: sglang", "sglang: error:", "unrecognized arguments: --turbo"], was_asked=False)
+    assert "last words: usage: sglang | sglang: error: | unrecognized arguments: --turbo" == words
 
 
-def test_afterwards_only_type_and_place_of_its_last_exception_are_told() -> None:
+def test_afterwards_only_type_and_place_of_its_last_exception_are_reported() -> None:
     """The last line of a traceback is the exception's message, which quotes what it was about."""
-    said = last_words(TRACEBACK, was_asked=True)
-    assert "ValueError at /opt/loop.py:7; the log of container gpu has its last words" == said
+    words = last_words(TRACEBACK, was_asked=True)
+    assert "ValueError at /opt/loop.py:7; the log of container gpu has its last words" == words
 
 
 def test_the_newest_traceback_counts() -> None:
@@ -32,5 +32,5 @@ def test_the_newest_traceback_counts() -> None:
 
 
 def test_what_is_no_traceback_is_not_told() -> None:
-    said = last_words(["prompt: my secret", "ValueError: my secret"], was_asked=True)
-    assert "it left no traceback; the log of container gpu has its last words" == said
+    words = last_words(["prompt: my secret", "ValueError: my secret"], was_asked=True)
+    assert "it left no traceback; the log of container gpu has its last words" == words

@@ -1,7 +1,8 @@
-"""What an agent tells Prometheus."""
+"""These tests read what an agent exports to Prometheus."""
 
 from __future__ import annotations
 
+import pytest
 from prometheus_client import CollectorRegistry
 
 from colocated_rl_agent.metrics import AgentMetrics, BelowTarget, GpuSeconds, Unsaved
@@ -21,6 +22,33 @@ def test_figures_of_a_step_are_those_of_the_last_one_by_rank() -> None:
         return registry.get_sample_value("colocate_trainer_figure", {"rank": str(rank), "figure": figure})
 
     assert [0.25, None, 0.5] == [value(0, "loss"), value(0, "kl"), value(1, "loss")]
+
+
+@pytest.mark.parametrize(
+    ("held", "growth"),
+    [([1, 2, 3, 4, 5], None), ([10, 13, 16, 19, 22, 25], 3.0), ([7] * 30, 0.0), ([9] * 40 + list(range(9, 33)), 1.0)],
+    ids=["too few", "grows", "stays", "only the newest count"],
+)
+def test_growth_of_memory_is_the_slope_over_the_newest_switches(held: list[int], growth: float | None) -> None:
+    registry = CollectorRegistry()
+    memory = AgentMetrics(registry).child_memory
+    for value in held:
+        memory.measured("engine-0", "first", value)
+    found = {
+        name: registry.get_sample_value(f"colocate_child_memory_{name}", {"child": "engine-0"})
+        for name in ("bytes", "growth_bytes")
+    }
+    assert {"bytes": held[-1], "growth_bytes": growth if growth is None else pytest.approx(growth)} == found
+
+
+def test_growth_of_memory_begins_anew_with_another_process() -> None:
+    registry = CollectorRegistry()
+    memory = AgentMetrics(registry).child_memory
+    for switch in range(8):
+        memory.measured("trainer-0", "first", 100 * switch)
+    memory.measured("trainer-0", "second", 5)
+    assert 5 == registry.get_sample_value("colocate_child_memory_bytes", {"child": "trainer-0"})
+    assert registry.get_sample_value("colocate_child_memory_growth_bytes", {"child": "trainer-0"}) is None
 
 
 def test_rung_below_the_target_is_shown_while_the_pod_stands_there() -> None:

@@ -1,4 +1,4 @@
-"""What the check of an update accepts and rejects, over engines that fuse, split and convert tensors."""
+"""The check of an update accepts and rejects over engines that fuse, split and convert tensors."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def exported(values: Values, dtype: str = "BF16") -> dict[str, TensorDigest]:
 
 
 def loaded(values: Values, *, ranks: int = 2) -> dict[str, tuple[str, ...]]:
-    """What an engine holds that loads correctly: each rank has half of every matrix, and some scales of its own."""
+    """Return what a correctly loading engine holds: each rank has half of every matrix, and some scales of its own."""
     held: dict[str, tuple[int, ...]] = {"model.k_scale": (1,)}
     held["model.embed_tokens.weight"] = (values["model.embed_tokens.weight"],)
     for layer in LAYERS:

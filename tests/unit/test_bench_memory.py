@@ -1,4 +1,4 @@
-"""Whose memory is counted, and as what."""
+"""The benchmark counts the memory of these processes, each as one part."""
 
 from __future__ import annotations
 

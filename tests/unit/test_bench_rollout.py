@@ -33,7 +33,7 @@ V0 = WeightVersion(0, 1)
 
 
 def some_lengths(prompt: int, number: int) -> int:
-    """From 1 to 400, most of them short."""
+    """Return a length from 1 to 400, mostly a short one."""
     return 1 + int(400 * random.Random(prompt * 8 + number).random() ** 4)
 
 
@@ -49,7 +49,7 @@ def test_without_staleness_a_job_is_as_fast_as_a_synchronous_loop() -> None:
 @settings(max_examples=6)
 @given(seed=st.integers(0, 99), staleness=st.integers(0, 4), slots=st.integers(1, 16))
 def test_a_job_trains_every_sample_once_and_discards_nothing(seed: int, staleness: int, slots: int) -> None:
-    """And takes no less than its batches would in the best of orders."""
+    """It takes no less time than its batches would in the best of orders."""
 
     def lengths(prompt: int, number: int) -> int:
         return some_lengths(prompt + 1000 * seed, number)
@@ -73,7 +73,7 @@ def test_what_is_interrupted_starts_over_where_a_job_says_so() -> None:
 
 
 def test_what_happens_while_gates_are_closed_takes_nothing_from_rollout() -> None:
-    """So one run stands for every time of switch and training."""
+    """One run therefore stands for every time of switch and training."""
     quick, slow = colocated(small(switch_s=1.0)), colocated(small(switch_s=30.0, train_s=0.01))
     assert quick.phases_s == pytest.approx(slow.phases_s)
 
@@ -126,7 +126,7 @@ def run_scene(job: Job, directory: Path, script: Any) -> None:
 
 
 def noting(machine: Machine, sent: list[tuple[float, int]]) -> None:
-    """When a request came, and how much of it was to be prefilled."""
+    """Note when a request came, and how much of it was to be prefilled."""
     generate = machine.generate
 
     def noted(*, prefill: int, length: int) -> Coroutine[Any, Any, int]:
@@ -214,7 +214,7 @@ def test_samples_of_every_length_are_trained_as_they_were_admitted(tmp_path: Pat
 
 
 def test_slime_topping_up_stops_while_twice_the_concurrency_waits(tmp_path: Path) -> None:
-    """As published: the queue is never above it."""
+    """slime's published rule says so: the queue is never above it."""
     job = small(max_staleness=1, max_concurrency=4)
     held: list[int] = []
 
@@ -230,7 +230,7 @@ def test_slime_topping_up_stops_while_twice_the_concurrency_waits(tmp_path: Path
 
 
 def test_tunix_four_groups_in_batches_of_two_are_two_batches_and_then_no_more(tmp_path: Path) -> None:
-    """As published of its barriers: each batch closes its own step, and the last one the job."""
+    """tunix's published barriers work so: each batch closes its own step, and the last one the job."""
     job = small(steps=2, batch_size=2, max_staleness=3)
 
     async def script(scene: Scene) -> None:
@@ -248,7 +248,7 @@ def test_tunix_four_groups_in_batches_of_two_are_two_batches_and_then_no_more(tm
 
 
 def test_tunix_a_stage_that_fails_ends_everybody_who_waits_for_it(tmp_path: Path) -> None:
-    """As published of its queues. Here it is the store, and a trainer's agent waits for its batch."""
+    """tunix's published queues work so. Here it is the store that fails, and a trainer's agent waits for its batch."""
 
     async def main() -> None:
         scene = Scene(small(), tmp_path)

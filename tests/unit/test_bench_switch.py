@@ -1,4 +1,4 @@
-"""What a switch is made of, from lines as agents write them."""
+"""These tests derive the parts of a switch from lines as agents write them."""
 
 from __future__ import annotations
 

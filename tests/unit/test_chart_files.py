@@ -56,6 +56,7 @@ def test_each_value_is_explained_where_it_stands() -> None:
         "podDisruptionBudget",
         "networkPolicy",
         "monitoring",
+        "faultInjection",
         "test",
     }  # said by their parent or by the line before
     for above, line in zip(["", *lines], lines, strict=False):
@@ -80,7 +81,7 @@ def test_page_of_the_operators_token_has_each_right_of_its_roles_and_no_other() 
     for resources, verbs in rule.findall(rules):
         granted.setdefault(resources, set()).update(verbs.split(", "))
     page = (CHECKOUT.root / "docs/operator-token.md").read_text()
-    told: dict[str, set[str]] = {}
+    rights: dict[str, set[str]] = {}
     for resource, verbs in re.findall(r"^\| `([a-z/]+)`: ([a-z, ]+) \|", page, flags=re.MULTILINE):
-        told.setdefault(resource, set()).update(verbs.split(", "))
-    assert granted == told
+        rights.setdefault(resource, set()).update(verbs.split(", "))
+    assert granted == rights

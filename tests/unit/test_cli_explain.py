@@ -114,7 +114,7 @@ READY = {"conditions": [{"type": "Ready", "status": "True"}]}
 
 
 def test_a_job_whose_reference_is_slow_says_how_many_samples_wait_for_it() -> None:
-    """And not that engines have nothing to do."""
+    """It does not say that engines have nothing to do."""
     busy = rollout_page(samples={"completed": 7}, unscored=5, tokensPerSecond=0.0)
     found = explained(
         job(status=running(), **APART), [*PODS, pod("reference-0", **READY)], pages(**{"sums-rollout-0": busy})
@@ -278,7 +278,7 @@ def unschedulable() -> Body:
 
 
 @pytest.mark.parametrize(
-    ("status", "reason", "said"),
+    ("status", "reason", "message"),
     [
         (unschedulable(), "Unschedulable", "Insufficient nvidia.com/gpu"),
         (
@@ -292,11 +292,11 @@ def unschedulable() -> Body:
         (waiting("ContainerCreating"), "PodStarting", "Pending"),
     ],
 )
-def test_a_pod_that_does_not_run_is_named_with_its_cause(status: Body, reason: str, said: str) -> None:
+def test_a_pod_that_does_not_run_is_named_with_its_cause(status: Body, reason: str, message: str) -> None:
     found = explained(job(status=running(rung="Unknown")), [pod("gpu-0", **status), *PODS[1:]], {})
     [cause] = [cause for cause in found.causes if cause.pod == "sums-gpu-0-0"]
     assert reason == cause.reason
-    assert said in cause.message
+    assert message in cause.message
 
 
 def test_a_volume_that_is_not_there_is_found_in_the_pods_events() -> None:
@@ -310,7 +310,7 @@ def test_a_volume_that_is_not_there_is_found_in_the_pods_events() -> None:
     assert ("VolumeNotMounted", "sums-gpu-0-0") in reasons(found)
 
 
-def test_a_seat_without_a_pod_is_told() -> None:
+def test_a_seat_without_a_pod_is_reported() -> None:
     assert [("NoPod", None)] == reasons(explained(job(status=running()), pods=PODS[1:]))
 
 
@@ -386,6 +386,37 @@ def test_a_page_of_another_version_is_passed_over() -> None:
     assert [] == reasons(explained(job(status=running()), states=pages(**{"sums-gpu-0-0": odd})))
 
 
+@pytest.mark.parametrize(
+    ("waited", "stragglers"),
+    [
+        ({"gpu-0": 40, "gpu-1": 2, "gpu-2": 41}, ["gpu-1"]),
+        ({"gpu-0": 40, "gpu-1": 2}, ["gpu-1"]),
+        ({"gpu-0": 40, "gpu-1": 30, "gpu-2": 41}, []),
+        ({"gpu-0": 9, "gpu-1": 0, "gpu-2": 9}, []),
+        ({"gpu-0": 40}, []),
+        ({"trainer-0": 0, "engine-0": 40, "engine-1": 40}, []),
+        ({"trainer-0": 0, "engine-0": 40, "engine-1": 1}, ["engine-1"]),
+    ],
+    ids=["one of three", "one of two", "alike", "short waits", "alone", "of another role", "one engine"],
+)
+def test_pod_that_the_others_of_its_role_waited_for_is_named(waited: dict[str, float], stragglers: list[str]) -> None:
+    """It hides nothing: what the job waits for is still told, and it is no problem by itself."""
+    pods, states = [pod("rollout")], {"sums-rollout-0": rollout_page()}
+    for seat, waited_s in waited.items():
+        pods.append(pod(seat))
+        states[f"sums-{seat}-0"] = gpu_page(waitedS=waited_s)
+    found = explained(job(status=running(), replicas=len(waited)), pods, states)
+    assert [f"sums-{seat}-0" for seat in stragglers] == [one.pod for one in found.causes if one.reason == "Straggler"]
+    if "gpu-0" in waited:
+        assert not found.is_problem
+        assert found.waits_for
+
+
+def test_pod_of_an_older_epoch_is_compared_with_nobody() -> None:
+    states = pages(**{"sums-gpu-0-0": gpu_page(waitedS=40), "sums-gpu-1-0": gpu_page(waitedS=0, epoch=3)})
+    assert [] == [one for one in explained(job(status=running()), states=states).causes if one.reason == "Straggler"]
+
+
 # ------------------------------------------------------------------------------------------------------------ the table
 def reasons_in_sources() -> set[str]:
     """Every reason that a member puts into a Problem: arguments named or placed as one, in agent and rollout."""
@@ -442,15 +473,15 @@ def test_the_table_is_in_the_documentation() -> None:
 
 
 # ------------------------------------------------------------------------------------------------------------ failures
-def test_the_answer_to_the_last_failure_is_told_with_its_rule() -> None:
+def test_the_answer_to_the_last_failure_is_reported_with_its_rule() -> None:
     failures = {"cause": "EngineLost", "action": "ReplacePodElsewhere", "rule": 1, "avoidedNodes": ["node-7"]}
-    told = explained(job(status=running(restarts=1, failures=failures))).headline
-    assert told.endswith(
+    headline = explained(job(status=running(restarts=1, failures=failures))).headline
+    assert headline.endswith(
         "1 of 6 restarts used, last EngineLost: ReplacePodElsewhere (failurePolicy.rules[1]), no GPU pod on node-7"
     )
 
 
-def test_the_newest_checkpoint_is_told_with_its_age_until_the_job_is_over() -> None:
+def test_the_newest_checkpoint_is_reported_with_its_age_until_the_job_is_over() -> None:
     saved = {"step": 40, "time": (NOW - timedelta(minutes=12)).isoformat()}
     assert "newest checkpoint of step 40, 12 min old" in explained(job(status=running(checkpoint=saved))).headline
     over = [condition("Complete", "True", "Completed")]
@@ -458,13 +489,13 @@ def test_the_newest_checkpoint_is_told_with_its_age_until_the_job_is_over() -> N
 
 
 @pytest.mark.parametrize(
-    ("restarts", "told"),
+    ("restarts", "message"),
     [(0, "0 of 6 restarts used (3 more do not count)"), (1, "1 of 6 restarts used (2 more do not count)"),
      (3, "3 of 6 restarts used, last")],
 )  # fmt: skip
-def test_restarts_that_did_not_count_are_told_apart(restarts: int, told: str) -> None:
+def test_restarts_that_did_not_count_are_listed_apart(restarts: int, message: str) -> None:
     failures = {"cause": "PodEvicted", "action": "RestartPod", "podRestarts": 2, "stepRetries": 1}
-    assert told in explained(job(status=running(restarts=restarts, failures=failures))).headline
+    assert message in explained(job(status=running(restarts=restarts, failures=failures))).headline
 
 
 def test_a_queued_job_says_who_was_missing_and_is_no_problem() -> None:
@@ -476,7 +507,7 @@ def test_a_queued_job_says_who_was_missing_and_is_no_problem() -> None:
     assert not found.is_problem
 
 
-def test_a_back_off_is_told_and_is_no_problem() -> None:
+def test_a_back_off_is_reported_and_is_no_problem() -> None:
     why = "a trainer died at step 2: the trainers start together again, 10 s later"
     conditions = [condition("Ready", "False", "BackingOff", why), condition("Reconciling", "True", "BackingOff", why)]
     found = explained(job(status=running(phase="Recovering", conditions=conditions)))

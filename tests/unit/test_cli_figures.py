@@ -1,4 +1,4 @@
-"""What is read from log lines: holders, switches, rungs, learning."""
+"""These tests read log lines: holders, switches, rungs, learning."""
 
 from __future__ import annotations
 

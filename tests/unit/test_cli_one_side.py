@@ -1,4 +1,4 @@
-"""What `rollout-only` and `train-only` make of a job."""
+"""These tests show what `rollout-only` and `train-only` make of a job."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from colocated_rl_cli.manifest import one_side
 
 
 def job(name: str = "sums", *, step: int | None = None, **spec: Any) -> dict[str, Any]:
-    """As the API server has it, with what one side alone must not have."""
+    """Return a job as the API server has it, with fields that one side must not have."""
     usual = {"evaluation": {}, "suspend": True, "managedBy": "rl.colocate.dev/operator", "steps": 9}
     manifest = make_manifest(name, **(usual | spec))
     manifest["metadata"] |= {"uid": UID, "labels": {"team": "sums"}, "resourceVersion": "7"}
@@ -63,7 +63,7 @@ def test_only_a_job_with_trainers_goes_on_from_a_former_checkpoint() -> None:
 
 
 def test_scores_of_a_reference_with_devices_of_its_own_come_with_the_recording() -> None:
-    """So the job that records has its pods, and the one that trains neither them nor a rung for it."""
+    """The job that records has reference pods; the one that trains has neither them nor a rung for them."""
     first = job(step=4, reference={"placement": "OwnDevices", "replicas": 2}, storage={"keepBatches": True})
     recording = made(one_side.rollout_only(first, name=None, steps=None)).spec
     training = made(one_side.train_only(first, name=None, steps=None, recorded=None)).spec

@@ -1,4 +1,4 @@
-"""What others wrote is shown on a terminal, and does nothing there."""
+"""Text that others wrote is shown on a terminal, and does nothing there."""
 
 from __future__ import annotations
 
@@ -44,9 +44,9 @@ def row(text: str) -> dict[str, object]:
 @every_attack
 @pytest.mark.parametrize("form", ["text", "json", "yaml"])
 def test_text_of_a_sample_does_nothing_in_any_form(text: str, form: str, capsys: pytest.CaptureFixture[str]) -> None:
-    for told in (True, False):
-        print_out(listed([row(text)], form, text=told))
-        print_out(listed_one(row(text), form, text=told))
+    for is_terminal in (True, False):
+        print_out(listed([row(text)], form, text=is_terminal))
+        print_out(listed_one(row(text), form, text=is_terminal))
         print_error(text)
     shown = capsys.readouterr()
     assert [] == OBEYED.findall(shown.out + shown.err)

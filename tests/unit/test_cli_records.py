@@ -60,7 +60,7 @@ def test_a_bar_is_the_holder_of_most_of_each_cells_time() -> None:
     assert "NextStep" in text
 
 
-def test_nothing_known_is_said_and_not_drawn() -> None:
+def test_nothing_known_is_reported_and_not_drawn() -> None:
     assert "nothing is known" in timeline.text(Records(job={}, lines=[]))
 
 
@@ -174,6 +174,25 @@ TOKEN = "hf_abcdefghijklmnopqrstuv"
         ("dckr_pat_abcdefghijklmnopqrst", "abcdefghijk"),
         ("nvapi-abcdefghijklmnopqrstuv", "abcdefghijk"),
         ("redis://default:12345678@cache:6379", "12345678"),
+        ("Server=db;Uid=u;Pwd=hunter2;", "hunter2"),
+        ('{"pwd": "hunter2"}', "hunter2"),
+        ("DB_PASS=hunter2", "hunter2"),
+        ("mail_pass: hunter2", "hunter2"),
+        ("passcode: 1234", "1234"),
+        ('{"auths": {"registry.example": {"auth": "dXNlcjpwYXNz"}}}', "dXNlcjpwYXNz"),
+        ("machine api.wandb.ai login user password hunter2", "hunter2"),
+        ("curl -u admin:hunter2 https://x", "hunter2"),
+        ("curl --user=admin:hunter2 https://x", "hunter2"),
+        ("postgres://u:pa/ss@db/x", "pa/ss"),
+        ("https://user:p@ss@db/x", "ss@"),
+        ('passwd="a b\\"c hunter2"', "hunter2"),
+        ("{'password': b'hunter2'}", "hunter2"),
+        ('password = """hunter2"""', "hunter2"),
+        ("password => hunter2", "hunter2"),
+        ("password -> hunter2", "hunter2"),
+        ("secret: !!binary |\n  aHVudGVyMg==\n", "aHVudGVyMg"),
+        ("GOCSPX-abcdefghijklmnopqrst", "abcdefghij"),
+        ("AGE-SECRET-KEY-1QQQQQQQQQQ", "1QQQQ"),
     ],
 )
 def test_what_looks_like_a_secret_is_taken_out_of_texts(text: str, secret: str) -> None:
@@ -211,6 +230,11 @@ def test_what_looks_like_a_secret_is_taken_out_of_texts(text: str, secret: str) 
         "GET /v1/samples?limit=20&state=sealed",
         "secret: null",
         "password: None",
+        '{"data_pass":2,"step":1}',
+        "python -u -m judge --port 80",
+        "registry.example.com:5000/rl/gpu@sha256:9f86d081884c7d659a2feaa0c55ad015a3bf4f1b2b0b822cd15d6c15b0f00a08",
+        "3 of 4 tests pass",
+        "authority: operator",
         "the sidecar's webhook is called",
     ],
 )
@@ -239,6 +263,11 @@ def test_a_figure_under_the_name_of_a_secret_is_one() -> None:
     kept = scrub({"password": 12345678, "maxTokens": 48, "token": 3, "wandbKey": "abc", "topologyKey": "zone"})
     assert {"password": REMOVED, "maxTokens": 48, "token": 3, "wandbKey": REMOVED, "topologyKey": "zone"} == kept
     assert ["--wandb-key", REMOVED] == scrub(["--wandb-key", "abc"])
+    assert ["curl", "-u", f"me:{REMOVED}"] == scrub(["curl", "-u", "me:abc"])
+    assert ["python", "-u", "judge.py", "--user", "65532"] == scrub(["python", "-u", "judge.py", "--user", "65532"])
+    assert {"DB_PASS": REMOVED, "pwd": REMOVED, "data_pass": 2} == scrub(
+        {"DB_PASS": "abc", "pwd": "abc", "data_pass": 2}
+    )
 
 
 def test_secrets_are_taken_out_of_objects() -> None:

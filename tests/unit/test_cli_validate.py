@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import textwrap
+from pathlib import Path
 
 import pytest
 import yaml
+from documents.blocks import under
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from builders import make_manifest
 from colocated_rl_api.job import ColocatedRLJob
+from colocated_rl_api.model import HubModel, ModelClaim
+from colocated_rl_cli.__main__ import run
 from colocated_rl_cli.base.errors import UsageError
 from colocated_rl_cli.base.yaml_text import (
     Position,
@@ -63,12 +67,12 @@ def test_a_manifest_that_the_server_refuses_is_refused_at_the_field_that_it_name
     assert (not is_there) or deepest in line or line.lstrip().startswith(("- ", "? "))
 
 
-def test_every_fault_is_told_at_once_in_the_order_of_the_file() -> None:
+def test_every_fault_is_reported_at_once_in_the_order_of_the_file() -> None:
     text = JOB.replace("steps: 3", "steps: 0").replace("groupSize: 4", "groupSize: four")
     assert [(5, "spec.steps"), (10, "spec.rollout.groupSize")] == [fault[:2] for fault in faults(text)]
 
 
-def test_a_typo_is_told_with_the_name_that_was_meant() -> None:
+def test_a_typo_is_reported_with_the_name_that_was_meant() -> None:
     assert [(9, "spec.rollout.batchsize", "unknown field: did you mean batchSize?")] == faults(
         JOB.replace("    batchSize: 8\n", "    batchsize: 8\n    batchSize: 8\n")
     )
@@ -80,7 +84,7 @@ def test_a_typo_is_told_with_the_name_that_was_meant() -> None:
         (
             "model: {claim: {name: model}}",
             "model: my-model",
-            "should be an object with field claim, not 'my-model'",
+            "should be an object with fields claim, image, huggingFace, not 'my-model'",
         ),
         ("steps: 3", 'steps: "3"', "should be a whole number, not '3': write it without quotes"),
         ("steps: 3", "steps: three", "should be a whole number, not 'three'"),
@@ -90,14 +94,14 @@ def test_a_typo_is_told_with_the_name_that_was_meant() -> None:
         ("name: sums", "name: My_Sums", "My_Sums must be at most 40 of"),
     ],
 )
-def test_what_a_field_should_be_is_said_in_words_of_manifests(written: str, instead: str, words: str) -> None:
-    """Not `a valid dictionary or instance of Model`."""
+def test_what_a_field_should_be_is_explained_in_words_of_manifests(written: str, instead: str, words: str) -> None:
+    """It does not say `a valid dictionary or instance of Model`."""
     [(_, _, message)] = faults(JOB.replace(written, instead))
     assert words in message
     assert "metadata.name" not in message, "the field stands before it"
 
 
-def test_a_rule_over_several_fields_is_told_at_the_one_that_it_is_about() -> None:
+def test_a_rule_over_several_fields_is_reported_at_the_one_that_it_is_about() -> None:
     [(line, field, message)] = faults(JOB + "    maxConcurrency: 100\n")
     assert (11, "spec.rollout.maxConcurrency") == (line, field)
     assert "maxConcurrency is 100" in message
@@ -278,8 +282,28 @@ def test_a_new_manifest_is_accepted_and_says_what_each_field_means() -> None:
     assert (("sums",), True) == (verdict.jobs, verdict.is_accepted)
     job = ColocatedRLJob.read(yaml.safe_load(text))
     assert (7, 2, 8) == (job.spec.steps, job.spec.replicas, job.spec.gpus.count)
-    assert ("models", "qwen/small") == (job.spec.model.claim.name, job.spec.model.claim.path)
+    assert ModelClaim(name="models", path="qwen/small") == job.spec.model.claim
     assert "  # Training steps; the job is complete after the last. May change.\n  steps: 7\n" in text
+
+
+def test_a_new_manifest_may_name_a_model_of_the_hub() -> None:
+    text = manifest(Wishes(name="sums", model=f"us/small@{'a' * 40}", task="chain_sum"))
+    assert HubModel(name="us/small", revision="a" * 40) == ColocatedRLJob.read(yaml.safe_load(text)).spec.model.source
+    with pytest.raises(UsageError, match="should be a commit, 40 hexadecimal digits"):
+        manifest(Wishes(name="sums", model="us/small@main", task="chain_sum"))
+
+
+def test_the_first_job_for_a_gpu_is_written_and_judged_as_the_page_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    written, judged, applied, _ = under("docs/gpus.md", "A first job on one GPU")
+    for command in (written, judged):
+        program, plugin, *words = command.split()
+        assert ("kubectl", "crlj", 0) == (program, plugin, run(words, {}))
+    assert "sums.yaml: fine: sums" in capsys.readouterr().out
+    spec = ColocatedRLJob.read(yaml.safe_load((tmp_path / applied.split()[-1]).read_text())).spec
+    assert ("Qwen/Qwen3-0.6B", 1) == (spec.model.path.rpartition("/")[0], spec.gpus.count)
 
 
 def test_a_job_without_gpus_has_the_engines_flags_for_a_cpu() -> None:
@@ -313,7 +337,7 @@ def test_what_a_rollout_controller_reads_may_be_prompts(what: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("wishes", "said"),
+    ("wishes", "message"),
     [
         (Wishes(name="a", model="m", prompts="data:sums.csv", reward="a:b"), "ends with one of .jsonl, .parquet"),
         (Wishes(name="a", model="m", prompts="data:sums.jsonl.gz", reward="a:b"), "ends with one of .jsonl, .parquet"),
@@ -325,8 +349,8 @@ def test_what_a_rollout_controller_reads_may_be_prompts(what: str) -> None:
         (Wishes(name="a", model="m", task="t", reward="a:b"), "one source"),
     ],
 )
-def test_wishes_that_make_no_job_are_refused_with_the_reason(wishes: Wishes, said: str) -> None:
-    with pytest.raises(UsageError, match=said):
+def test_wishes_that_make_no_job_are_refused_with_the_reason(wishes: Wishes, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
         manifest(wishes)
 
 

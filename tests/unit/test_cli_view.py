@@ -1,4 +1,4 @@
-"""What a person sees of a job while it runs, from records of a real one."""
+"""These tests show what a user sees of a job while it runs, from records of a real one."""
 
 from __future__ import annotations
 
@@ -56,9 +56,9 @@ def test_the_live_view_of_a_job_that_has_not_begun_makes_nothing_up() -> None:
 
 
 def test_every_step_and_evaluation_is_a_line_where_there_is_no_terminal(run: Records) -> None:
-    said = [text for line in run.lines if (text := plain_line(line)) is not None]
+    lines = [text for line in run.lines if (text := plain_line(line)) is not None]
     for event, words in (("batch sealed", "batch of"), ("evaluation ended", "held-out mean reward")):
-        assert sum(words in text for text in said) == sum(line["event"] == event for line in run.lines) > 0
+        assert sum(words in text for text in lines) == sum(line["event"] == event for line in run.lines) > 0
 
 
 def test_an_error_is_a_line_with_its_reason() -> None:

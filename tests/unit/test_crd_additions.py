@@ -25,11 +25,11 @@ KEPT = (
 )
 
 DECIDED: dict[str, str] = {}
-"""What a person has looked at, and why it may be: a rule that binds nobody who was there, a loss that is announced."""
+"""A person allows these differences: a rule that binds nobody who was there, a loss that is announced."""
 
 
 def losses(old: Schema, new: Schema, path: str) -> Iterator[str]:
-    """What of `old` is refused, or means something else, by `new`."""
+    """Yield each part of `old` that `new` refuses, or reads otherwise."""
     for key in KEPT:
         if old.get(key) != new.get(key):
             yield f"{path}: {key} was {old.get(key)!r} and is {new.get(key)!r}"
@@ -61,7 +61,7 @@ def tighter(old: Schema, new: Schema, path: str) -> Iterator[str]:
 
 
 def is_known(schema: Schema, path: str) -> bool:
-    """Whether the field that a rule is about was there; a rule about a new field takes nothing from anybody."""
+    """Return whether the field that a rule is about existed; a rule about a new field takes nothing from anybody."""
     for name in path.split(".")[1:]:
         if name not in schema.get("properties", {}):
             return False

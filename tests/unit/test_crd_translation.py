@@ -18,7 +18,7 @@ CLIENT_SIDE_APPLY_LIMIT = 262_144  # bytes of an annotation: kubectl apply witho
 
 
 class Inner(BaseModel):
-    """What it is."""
+    """The schema describes this model."""
 
     size: int = Field(default=3, ge=1, le=9)
 
@@ -40,7 +40,7 @@ def test_parts_are_inlined_with_defaults_and_without_null() -> None:
         "type": "object",
         "properties": {
             "inner": inner | {"description": "What it is for.", "default": {}},
-            "maybe": inner | {"description": "What it is."},
+            "maybe": inner | {"description": "The schema describes this model."},
             "word": {"type": "string", "maxLength": 5},
             "words": {
                 "type": "array",
@@ -75,7 +75,7 @@ def test_length_of_keys_is_a_rule_because_the_server_has_no_schema_for_keys() ->
 
 
 @pytest.mark.parametrize(
-    ("annotation", "says"),
+    ("annotation", "message"),
     [
         (str, "string without bounds"),
         (int, "integer without bounds"),
@@ -89,9 +89,11 @@ def test_length_of_keys_is_a_rule_because_the_server_has_no_schema_for_keys() ->
         (Annotated[int, Field(multiple_of=2, ge=0, le=8)], "multipleOf has no place"),
     ],
 )
-def test_what_has_no_faithful_translation_is_refused_by_name(annotation: Any, says: str) -> None:
+def test_what_has_no_faithful_translation_is_refused_by_name(annotation: Any, message: str) -> None:
     model = type("Part", (BaseModel,), {"__annotations__": {"field": annotation}})
-    with pytest.raises(crd.UntranslatableSchema, match=rf"\.spec\.field.*{says}" if "field" not in says else says):
+    with pytest.raises(
+        crd.UntranslatableSchema, match=rf"\.spec\.field.*{message}" if "field" not in message else message
+    ):
         crd.structural_schema(model, path=".spec")
 
 

@@ -117,11 +117,11 @@ def test_the_recorded_run_shows_what_it_must(run: Records) -> None:
 
 
 @pytest.mark.parametrize(
-    ("fields", "said"),
+    ("fields", "message"),
     [({"mean": 0.7}, "ends at 0.700, below 0.75"), ({"samples": 399}, "399 held-out questions were asked")],
 )
-def test_a_run_that_learned_too_little_falls_short(run: Records, fields: dict[str, Any], said: str) -> None:
-    assert said in "".join(shortfalls(changed(run, "evaluation ended", **fields)))
+def test_a_run_that_learned_too_little_falls_short(run: Records, fields: dict[str, Any], message: str) -> None:
+    assert message in "".join(shortfalls(changed(run, "evaluation ended", **fields)))
 
 
 def test_a_run_that_could_do_it_from_the_start_falls_short(run: Records) -> None:

@@ -85,7 +85,7 @@ def test_a_pod_that_waits_for_its_trainers_is_not_stuck_as_soon() -> None:
 
 
 def test_prometheus_is_asked_what_each_alert_fires_on_and_what_not() -> None:
-    """By `make e2e-prometheus`: the cases are for its own rule engine."""
+    """`make e2e-prometheus` runs them: the cases are for its own rule engine."""
     cases = yaml.safe_load((CHECKOUT.root / "tests/prometheus/alerts.yaml").read_text())["tests"]
     looks = [look for case in cases for look in case["alert_rule_test"]]
     alerts = {rule["alert"] for rule in RULES}

@@ -1,4 +1,4 @@
-"""Which flags a job may give its engine: judged before anything is made of the job, and not by the schema."""
+"""A job may give its engine these flags: they are judged before anything is made of the job, and not by the schema."""
 
 from __future__ import annotations
 

@@ -47,10 +47,11 @@ def pins(path: str) -> dict[str, str]:
 
 @pytest.mark.parametrize("environment", IMAGES, ids=target)
 def test_environment_is_made_from_the_files_that_the_local_one_is_made_from(environment: Environment) -> None:
-    said = commands(f"{target(environment)}-environment")
-    [synced] = re.findall(r'uv pip sync --compile-bytecode --python "\$\{ENVIRONMENT\}"((?: [\w./-]+)+)', said)
+    lines = commands(f"{target(environment)}-environment")
+    options = r'--compile-bytecode --require-hashes --python "\$\{ENVIRONMENT\}"'
+    [synced] = re.findall(rf"uv pip sync {options} *((?: [\w./-]+)+)", lines)
     [installed] = re.findall(
-        r'uv pip install --compile-bytecode --python "\$\{ENVIRONMENT\}" --no-deps((?: \S+)+)', said
+        r'uv pip install --compile-bytecode --python "\$\{ENVIRONMENT\}" --no-deps((?: \S+)+)', lines
     )
     assert environment.requirements == tuple(synced.split())
     assert environment.packages == tuple(re.findall(r'"\$\{WHEELS\}"/(\S+)/\*\.whl', installed))
@@ -65,8 +66,9 @@ def test_image_starts_and_sets_what_that_of_the_local_cluster_does(environment: 
 
 
 def test_tools_are_those_of_the_set_up() -> None:
-    setuptools = pins("tests/requirements.txt")["setuptools"]
-    assert [UV, f"setuptools=={setuptools}"] == re.findall(r"\S+==\S+", commands("tools"))
+    tools = {"uv": UV.partition("==")[2], "setuptools": pins("tests/requirements.txt")["setuptools"]}
+    assert tools == pins("workloads/images/tools.txt")
+    assert "--require-hashes --requirement workloads/images/tools.txt" in commands("tools")
 
 
 def test_engine_is_the_release_that_the_tests_run() -> None:
@@ -104,7 +106,7 @@ def test_chart_names_the_images_that_are_built() -> None:
 
 # ---------------------------------------------------------------------------------------------- the trainer's libraries
 def needs_of_the_trainer() -> Iterator[Requirement]:
-    """What its wheel and the contract's ask for, besides each other."""
+    """Yield the requirements of the trainer's wheel and the contract's, besides each other."""
     for folder, extras in (("operator", ()), ("workloads/trainer", ("reference",))):
         project = tomllib.loads((ROOT / folder / "pyproject.toml").read_text())["project"]
         asked = [
@@ -156,12 +158,14 @@ def test_without_a_builder_it_is_said_what_to_do(programs: Path) -> None:
 
 @pytest.fixture
 def recorder(programs: Path) -> Path:
-    """What a builder is told, a line for each image; it leaves a copy of what it builds beside that."""
-    said, context = programs.with_name("said"), programs.with_name("context")
+    """Return the file to which a builder's arguments go, a line for each image, with
+    a copy of what it builds beside it.
+    """
+    record, context = programs.with_name("said"), programs.with_name("context")
     podman = programs / "podman"  # there is none on the machines that run this
-    podman.write_text(f'#!/usr/bin/env bash\necho "$@" >>{said}\n[ -e {context} ] || cp -r "${{@: -1}}" {context}\n')
+    podman.write_text(f'#!/usr/bin/env bash\necho "$@" >>{record}\n[ -e {context} ] || cp -r "${{@: -1}}" {context}\n')
     podman.chmod(0o755)
-    return said
+    return record
 
 
 def test_labels_say_version_commit_and_source_where_that_is_known(programs: Path, recorder: Path) -> None:

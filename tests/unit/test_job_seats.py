@@ -1,10 +1,14 @@
-"""Which seats a job has, by mode, replicas and engines: the operator's word and the command line's are one."""
+"""The operator and the command line derive the same seats of a job from mode, replicas and engines."""
 
 from __future__ import annotations
 
 import pytest
+import yaml
 
+from colocated_rl_api.job import ColocatedRLJobSpec
+from colocated_rl_api.rungs import Placement
 from colocated_rl_api.seats import ROLLOUT_SEAT, Seats, gpu_seat, role_of, seats_for
+from scenarios.corpus import GOOD
 
 TOGETHER = ("gpu-0", "gpu-1")
 TRAINERS, ENGINES = ("trainer-0", "trainer-1"), ("engine-0", "engine-1", "engine-2")
@@ -44,3 +48,17 @@ def test_a_seat_tells_its_role() -> None:
     assert ["gpu", "engine", "rollout"] == [
         role_of(seat) for seat in (gpu_seat(3), gpu_seat(12, "engine"), ROLLOUT_SEAT)
     ]
+
+
+def test_f56_a_job_that_says_nothing_of_placement_shares_each_device_and_offloads_all_that_can_be() -> None:
+    manifest = yaml.safe_load(GOOD["minimal"].text)
+    job = ColocatedRLJobSpec.model_validate(manifest["spec"] | {"reference": {}})
+    assert Placement.TIME_SLICED is job.placement
+    spec = job.model_dump(mode="json", by_alias=True)
+    assert ("Full", 1, 1, "nvidia.com/gpu") == (
+        spec["mode"], spec["replicas"], spec["gpus"]["count"], spec["gpus"]["resourceName"],
+    )  # fmt: skip
+    assert ("WithTrainer", None) == (spec["rollout"]["placement"], spec["rollout"].get("replicas"))
+    assert ["Weights", "KVCache", "CUDAGraph"] == spec["rollout"]["offload"]
+    assert ["Parameters", "Gradients", "Optimizer"] == spec["trainer"]["offload"]
+    assert "WithTrainer" == spec["reference"]["placement"]

@@ -1,4 +1,4 @@
-"""What is written down of repeated runs of the demo, and what pairs of them can tell."""
+"""These tests check the page about repeated runs of the demo, and what pairs of them can tell."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_share_of_older_tokens_is_of_all_that_were_trained(run: Records) -> None
     assert older_share(read_figures(run.lines)) == pytest.approx(old / sum(batch.tokens for batch in batches))
 
 
-def test_a_difference_is_said_as_far_as_the_pairs_tell_it() -> None:
+def test_a_difference_is_reported_as_far_as_the_pairs_tell_it() -> None:
     few = compared([(0.822, 0.814), (0.848, 0.816), (0.838, 0.812)])
     assert few is not None
     assert (-0.022, 0.0072, -0.053, 0.009) == pytest.approx((few.mean, few.error, few.low, few.high), abs=5e-4)

@@ -20,13 +20,13 @@ def pages() -> list[str]:
 
 
 def links(page: Path) -> list[str]:
-    """Of its prose, into this repository."""
+    """Return the links of the page's prose into this repository."""
     text = re.sub(r"^```.*?^```|`[^`\n]+`", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
     return [link for link in LINK.findall(text) if not re.match(r"https?://|mailto:", link)]
 
 
 def anchors(page: Path) -> set[str]:
-    """Of headings, as both GitHub and the site make them."""
+    """Return the anchors of headings, as both GitHub and the site make them."""
     text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
     headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
     return {re.sub(r"[\s-]+", "-", re.sub(r"[^\w\s-]", "", heading).strip().lower()) for heading in headings}

@@ -1,4 +1,4 @@
-"""What every log line of a process has."""
+"""These tests check the fields that every log line of a process has."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ def test_what_is_true_of_a_process_is_in_the_lines_of_all_its_threads() -> None:
     """Lines of the thread that has the Lease named neither role nor pod: no filter found them."""
     done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True)
     mine, others = (json.loads(line) for line in done.stdout.splitlines())
-    assert {"role": "operator", "pod": "colocated-rl-0", "job": "sums"} == said(mine)
-    assert {"role": "operator", "pod": "colocated-rl-0"} == said(others)
+    assert {"role": "operator", "pod": "colocated-rl-0", "job": "sums"} == fields_of(mine)
+    assert {"role": "operator", "pod": "colocated-rl-0"} == fields_of(others)
 
 
-def said(line: dict[str, object]) -> dict[str, object]:
+def fields_of(line: dict[str, object]) -> dict[str, object]:
     return {name: value for name, value in line.items() if name in ("role", "pod", "job")}
 
 
@@ -83,7 +83,7 @@ def test_whoever_sees_no_prompts_or_was_asked_to_logs_the_words(monkeypatch: pyt
     assert "for its author" in line_of(raised(ValueError("for its author")))
 
 
-async def test_what_asyncio_says_of_a_task_has_no_words_of_its_exception() -> None:
+async def test_what_asyncio_reports_of_a_task_has_no_words_of_its_exception() -> None:
     """It shows the task, and the task shows its exception."""
     stream = io.StringIO()
     handler, logger = logging.StreamHandler(stream), logging.getLogger("asyncio")

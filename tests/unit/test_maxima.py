@@ -120,7 +120,7 @@ def test_manifest_that_is_too_long_makes_an_export_torn(tmp_path: Path) -> None:
 
 
 def test_header_that_is_too_long_makes_an_export_torn(tmp_path: Path) -> None:
-    """Of both readers; the file has so many bytes, and none of them is read."""
+    """Both readers find it torn; the file has so many bytes, and none of them is read."""
     file = empty(tmp_path / "1-1" / "model.safetensors", 8 + MAX_HEADER_BYTES + 1)
     with file.open("r+b") as stream:
         stream.write(struct.pack("<Q", MAX_HEADER_BYTES + 1))

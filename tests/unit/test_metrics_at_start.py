@@ -1,4 +1,6 @@
-"""What Prometheus finds before anything has happened: `increase` leaves out what a series had when it first came."""
+"""Prometheus finds these series before anything has happened: `increase` leaves out
+what a series had when it first came.
+"""
 
 from __future__ import annotations
 
@@ -55,3 +57,21 @@ def test_the_longest_wait_is_of_the_job_that_has_stood_in_the_phase_longest() ->
     assert (40, 10) == (longest(Phase.QUEUED), longest(Phase.PENDING))
     metrics.forget_job("b")
     assert 0 == longest(Phase.QUEUED)
+
+
+def test_jobs_near_their_backoff_limit_count_until_it_is_far_again_or_they_are_gone() -> None:
+    registry = CollectorRegistry()
+    metrics = of_operator.OperatorMetrics(registry)
+
+    def near() -> float | None:
+        return registry.get_sample_value("colocated_rl_operator_jobs_near_backoff_limit")
+
+    assert 0 == near()
+    metrics.count_job("a", Phase.ROLLOUT, is_near_limit=True)
+    metrics.count_job("b", Phase.ROLLOUT, is_near_limit=True)
+    metrics.count_job("c", Phase.ROLLOUT)
+    assert 2 == near()
+    metrics.count_job("a", Phase.ROLLOUT)
+    assert 1 == near()
+    metrics.forget_job("b")
+    assert 0 == near()

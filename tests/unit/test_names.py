@@ -1,4 +1,7 @@
-"""One name, one meaning: a reader who greps for a class finds one. A docstring is a sentence, not the end of one."""
+"""One name, one meaning: a reader who greps for a class finds one. A docstring is a sentence, not the end of one.
+
+A log event is a noun and what happened to it.
+"""
 
 import ast
 import re
@@ -8,13 +11,18 @@ from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-FRAGMENT = re.compile("(Of|What|Whether|Where|How|That|Which|Who|Whose|Why|Until|Before|Without)[, ]")
+FRAGMENT = re.compile(
+    "(Of|What|Whether|Where|How|That|Which|Who|Whose|Why|Until|Before|Without|As|By|Those|Also|So|And|Or|But)[, ]"
+)
 NOT_A_VERB = re.compile("[^A-Z]|(The|A|An|One|This|It|Its|No|None|All|Each|Every|True|False|Raises|In|Say|Tell) ")
+HAPPENED = re.compile(
+    r"\w+(ed|en|ing)|begun|found|full|gone|kept|left|lost|made|read|ready|sent|shut|unreadable|unusable"
+)
 Documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 
 def classes(*folders: str) -> dict[str, list[str]]:
-    """Where each class of the product is defined, by its name."""
+    """Return where each class of the product is defined, by its name."""
     found: dict[str, list[str]] = defaultdict(list)
     for folder in folders:
         for file, tree in sources(folder):
@@ -39,6 +47,16 @@ def docstrings(folder: str) -> Iterator[tuple[str, str, bool]]:
                 yield f"{file.relative_to(ROOT)}:{node.body[0].lineno}", text, is_function
 
 
+def events(folder: str) -> Iterator[tuple[str, str]]:
+    """Yield the place of each call of `log` that names its event, and the event."""
+    for file, tree in sources(folder):
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] == "log":
+                for argument in node.args[:2]:
+                    if isinstance(argument, ast.Constant) and isinstance(argument.value, str):
+                        yield f"{file.relative_to(ROOT)}:{node.lineno}", argument.value
+
+
 def test_no_two_modules_define_a_class_of_one_name() -> None:
     found = classes("operator", "workloads")
 
@@ -55,3 +73,23 @@ def test_a_docstring_is_a_sentence_and_that_of_a_function_begins_with_what_it_do
         for place, text, is_function in found
         if FRAGMENT.match(text) or (is_function and NOT_A_VERB.match(text))
     ]
+
+
+def test_a_docstring_of_tests_benchmarks_and_examples_is_a_sentence() -> None:
+    """These files are searched as text: to parse all of them would take a second more."""
+    beginning = re.compile(r'^ *"""(.*)', re.MULTILINE)
+    files = [file for folder in ("tests", "bench", "examples") for file in sorted((ROOT / folder).rglob("*.py"))]
+    found = [(file, text) for file in files for text in beginning.findall(file.read_text(encoding="utf-8"))]
+
+    assert len(found) > 1500, "the docstrings of tests were not found"
+    assert [] == [f"{file.relative_to(ROOT)} {text}" for file, text in found if FRAGMENT.match(text)]
+
+
+def test_an_event_of_the_log_is_a_noun_and_what_happened_to_it() -> None:
+    found = [*events("operator"), *events("workloads")]
+
+    assert len(found) > 100, "the events were not found"
+    assert [] == [
+        (place, event) for place, event in found
+        if ":" in event or len(words := event.split()) < 2 or not any(map(HAPPENED.fullmatch, words[1:]))
+    ]  # fmt: skip

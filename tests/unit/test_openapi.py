@@ -28,18 +28,18 @@ def test_the_trainers_document_has_every_route_that_a_rank_answers_and_no_other(
     assert {("GET", "/v1/state")} | {("POST", path) for path in ROUTES} == Interface(trainer()).routes
 
 
-@pytest.mark.parametrize("said", DOCUMENTS.values(), ids=DOCUMENTS)
-def test_each_schema_is_one_and_each_reference_leads_to_one(said: dict[str, Any]) -> None:
-    named = said["components"]["schemas"]
+@pytest.mark.parametrize("document", DOCUMENTS.values(), ids=DOCUMENTS)
+def test_each_schema_is_one_and_each_reference_leads_to_one(document: dict[str, Any]) -> None:
+    named = document["components"]["schemas"]
     for schema in named.values():
         Draft202012Validator.check_schema(schema)
-    referred = set(re.findall(r'"\$ref": "([^"]*)"', json.dumps(said)))
+    referred = set(re.findall(r'"\$ref": "([^"]*)"', json.dumps(document)))
     assert {f"#/components/schemas/{name}" for name in named} == referred, "and none is there that nobody refers to"
 
 
-@pytest.mark.parametrize("said", DOCUMENTS.values(), ids=DOCUMENTS)
-def test_each_operation_says_what_it_is_for_and_has_a_name_of_its_own(said: dict[str, Any]) -> None:
-    operations = [operation for path in said["paths"].values() for operation in path.values()]
+@pytest.mark.parametrize("document", DOCUMENTS.values(), ids=DOCUMENTS)
+def test_each_operation_says_what_it_is_for_and_has_a_name_of_its_own(document: dict[str, Any]) -> None:
+    operations = [operation for path in document["paths"].values() for operation in path.values()]
     assert all(operation["summary"] for operation in operations)
     assert len(operations) == len({operation["operationId"] for operation in operations})
 

@@ -1,4 +1,4 @@
-"""What `helm test` waits for."""
+"""`helm test` waits for the end of one job."""
 
 from __future__ import annotations
 
@@ -55,15 +55,15 @@ async def test_a_job_that_needs_a_person_ends_it_at_once_with_its_reason() -> No
 
 
 @pytest.mark.parametrize(
-    ("answer", "says"),
+    ("answer", "message"),
     [({}, "does an operator watch this namespace?"), (job(Ready="False PodsStarting"), "PodsStarting: some words")],
     ids=["nobody looked", "on its way"],
 )
-async def test_at_the_deadline_it_says_how_far_the_job_came(answer: dict[str, Any], says: str) -> None:
-    came_true, said = await tried(answer, deadline_s=0.05)
+async def test_at_the_deadline_it_says_how_far_the_job_came(answer: dict[str, Any], message: str) -> None:
+    came_true, output = await tried(answer, deadline_s=0.05)
     assert not came_true
-    assert "not Complete within 0 s" in said
-    assert says in said
+    assert "not Complete within 0 s" in output
+    assert message in output
 
 
 async def test_what_is_not_allowed_is_no_matter_of_time() -> None:

@@ -28,7 +28,7 @@ LONG_AGO_S = 60.0
 
 
 class Wire(asyncio.Transport):
-    """What the link writes, and whether it still wants to."""
+    """A Wire keeps what the link writes, and whether it is closed."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ class Peer:
         (self.request,) = self.wire.written
 
     def receive(self, data: bytes) -> None:
-        """As event loops hand it over: as much at a time as there is room for."""
+        """Receive as event loops hand data over: as much at a time as there is room for."""
         while data:
             room = self.link.get_buffer(len(data))
             size = min(len(room), len(data))
@@ -122,7 +122,7 @@ def test_however_the_network_cuts_it_every_message_is_heard_once(texts: list[byt
     asyncio.run(run())
 
 
-async def test_a_ping_is_answered_with_what_it_said() -> None:
+async def test_a_ping_is_answered_with_its_payload() -> None:
     peer = Peer().open()
     peer.receive(of_server(b"are you there", PING))
     assert [(PONG, b"are you there")] == [unmasked(frame) for frame in peer.wire.written]
@@ -193,7 +193,7 @@ async def test_of_what_a_slow_member_has_not_taken_only_the_newest_is_kept() -> 
     assert [(TEXT, b"third")] == [unmasked(frame) for frame in peer.wire.written]
 
 
-async def test_a_member_that_says_nothing_after_a_ping_is_lost() -> None:
+async def test_a_member_that_sends_nothing_after_a_ping_is_lost() -> None:
     peer = Peer(ping_s=0.01).open()
     assert isinstance(await peer.why(), TimeoutError)
     assert (PING, b"") in [unmasked(frame) for frame in peer.wire.written]

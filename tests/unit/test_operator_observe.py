@@ -1,4 +1,4 @@
-"""What one pass makes of a job's pods as the API server shows them."""
+"""These tests show how one pass reads a job's pods from the API server."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from builders import CREATED, UID, facts_at, make_climb, make_job, make_member
+from colocated_rl_api import names
 from colocated_rl_api.failure import FailureCause
 from colocated_rl_api.job_status import ColocatedRLJobStatus, Condition, ConditionStatus
 from colocated_rl_api.ladder import TIME_SLICED
@@ -52,7 +53,7 @@ def make_pod(name: str = "sums-rollout-0", version: int = 1, **parts: Any) -> Bo
     return {"metadata": metadata, "spec": {"nodeName": "node-1"}, "status": status}
 
 
-class Office:
+class Scene:
     """One job, as the process holds it between passes."""
 
     def __init__(self, api: FakeApiServer, kube: Kube, members: Members) -> None:
@@ -78,19 +79,19 @@ class Office:
 
 
 @pytest.fixture
-async def office() -> AsyncIterator[Office]:
+async def scene() -> AsyncIterator[Scene]:
     async with (
         FakeApiServer() as api,
         Kube(api.access) as kube,
         Members(Authority.new().operator_context(), lambda job_uid, *, hurry=True: None) as members,
     ):
-        yield Office(api, kube, members)
+        yield Scene(api, kube, members)
 
 
-def test_failures_that_an_older_operator_recorded_count_as_if_all_were_of_the_present_step(office: Office) -> None:
+def test_failures_that_an_older_operator_recorded_count_as_if_all_were_of_the_present_step(scene: Scene) -> None:
     status = {"epoch": 9, "targetStep": 7, "lineage": 2, "cause": "TrainerDied", "restarts": 2}
-    office.case.record.take({"metadata": {"resourceVersion": "1"}, "status": status})
-    climb = office.observe(make_job()).climb
+    scene.case.record.take({"metadata": {"resourceVersion": "1"}, "status": status})
+    climb = scene.observe(make_job()).climb
     assert climb is not None
     assert ((7, 7), 2, 0) == (climb.tally.counted, climb.restarts, climb.retries)
 
@@ -103,41 +104,66 @@ def container(name: str, *, restarts: int = 0, last: Body | None = None, **state
 ENDED = {"exitCode": 1, "reason": "Error", "message": "log line\nno task is called chain_some\n"}
 
 
-def test_a_crash_loop_is_told_with_the_containers_last_words(office: Office) -> None:
+@pytest.mark.parametrize("kind", ["initContainerStatuses", "containerStatuses"])
+@pytest.mark.parametrize(
+    ("reported", "is_starting"),
+    [
+        ({"started": False, "state": {"running": {}}}, True),
+        ({"started": True, "state": {"running": {}}}, False),
+        ({"started": False, "state": {"terminated": {"exitCode": 0}}}, False),
+        ({"state": {"running": {}}}, False),
+    ],
+    ids=["its probe has not passed", "started", "an init container that ended", "a node that does not report it"],
+)
+def test_a_pod_starts_until_each_container_that_runs_has_passed_its_startup_probe(
+    scene: Scene, kind: str, reported: Body, is_starting: bool
+) -> None:
+    statuses: Body = {kind: [container("other", running={}) | {"started": True}, container("rollout") | reported]}
+    assert is_starting == scene.only(make_pod(**statuses)).is_starting
+
+
+def test_a_crash_loop_is_reported_with_the_containers_last_words(scene: Scene) -> None:
     """Kubelet's own words say how long it waits, and not why."""
     back_off = {"reason": "CrashLoopBackOff", "message": "back-off 40s restarting failed container=rollout pod=..."}
     crashing = container("rollout", restarts=3, last=ENDED, waiting=back_off)
-    trouble = office.only(make_pod(containerStatuses=[crashing])).trouble
+    trouble = scene.only(make_pod(containerStatuses=[crashing])).trouble
     assert (
         "rollout: CrashLoopBackOff, 3 restarts, last ended with code 1: log line\nno task is called chain_some"
         == trouble
     )
 
 
-def test_an_end_without_a_word_is_told_with_its_reason(office: Office) -> None:
+def test_a_pod_that_fetches_its_model_says_so_and_since_when(scene: Scene) -> None:
+    fetching = container("model", running={"startedAt": "2026-11-01T10:00:00Z"})
+    trouble = scene.only(make_pod(initContainerStatuses=[fetching])).trouble
+    assert "model: is fetching the model since 2026-11-01T10:00:00Z" == trouble
+    assert scene.only(make_pod(initContainerStatuses=[container("model", terminated={"exitCode": 0})])).trouble is None
+
+
+def test_an_end_without_a_word_is_reported_with_its_reason(scene: Scene) -> None:
     killed = container("gpu", restarts=1, last={"exitCode": 137, "reason": "OOMKilled"}, waiting={"reason": "Error"})
     assert (
         "gpu: Error, 1 restarts, last ended with code 137 (OOMKilled)"
-        == office.only(make_pod(containerStatuses=[killed])).trouble
+        == scene.only(make_pod(containerStatuses=[killed])).trouble
     )
 
 
-def test_only_the_gpu_container_is_asked_for_its_memory(office: Office) -> None:
-    """What a webhook had put before it, killed once, hid each later end of it."""
+def test_only_the_gpu_container_is_asked_for_its_memory(scene: Scene) -> None:
+    """A container that a webhook had put before it, killed once, hid each later end of it."""
     killed = {"exitCode": 137, "reason": "OOMKilled"}
     beside = container("injected", restarts=7, last=killed, running={})
-    assert 0 == office.only(make_pod(containerStatuses=[beside])).memory_kills
+    assert 0 == scene.only(make_pod(containerStatuses=[beside])).memory_kills
     ours = container("gpu", restarts=1, last=killed, running={})
-    assert 1 == office.only(make_pod(version=2, containerStatuses=[beside, ours])).memory_kills
+    assert 1 == scene.only(make_pod(version=2, containerStatuses=[beside, ours])).memory_kills
 
 
-def test_a_container_that_runs_again_is_in_trouble_until_its_member_answers(office: Office) -> None:
-    """In between two crashes it looks like any other."""
+def test_a_container_that_runs_again_is_in_trouble_until_its_member_answers(scene: Scene) -> None:
+    """It looks like any other in between two crashes."""
     containers = [container("rollout", restarts=3, last=ENDED, running={})]
     pod = make_pod(containerStatuses=containers)
-    assert office.only(pod).trouble is not None
-    office.case.restarts[pod["metadata"]["uid"]] = 3  # it answered after the third
-    assert office.only(make_pod(version=2, containerStatuses=containers)).trouble is None
+    assert scene.only(pod).trouble is not None
+    scene.case.restarts[pod["metadata"]["uid"]] = 3  # it answered after the third
+    assert scene.only(make_pod(version=2, containerStatuses=containers)).trouble is None
 
 
 @pytest.mark.parametrize(
@@ -152,15 +178,15 @@ def test_a_container_that_runs_again_is_in_trouble_until_its_member_answers(offi
         ({"phase": "Failed", "reason": "Evicted", "message": "low on memory"}, "failed: Evicted low on memory"),
     ],
 )  # fmt: skip
-def test_kubelets_words_are_passed_on(office: Office, parts: Body, expected: str | None) -> None:
-    assert expected == office.only(make_pod(**parts)).trouble
+def test_kubelets_words_are_passed_on(scene: Scene, parts: Body, expected: str | None) -> None:
+    assert expected == scene.only(make_pod(**parts)).trouble
 
 
 @pytest.mark.parametrize("kind", ["DisruptionTarget", "TerminationTarget"])
-def test_who_takes_a_pod_away_says_so_in_a_condition(office: Office, kind: str) -> None:
+def test_who_takes_a_pod_away_says_so_in_a_condition(scene: Scene, kind: str) -> None:
     """The second is Kueue's, of a pod that it preempts and then deletes."""
     taken = make_pod(conditions=[{"type": kind, "status": "True"}], deletionTimestamp="2000-01-01T00:00:00Z")
-    assert FailureCause.POD_EVICTED is office.only(taken).fate
+    assert FailureCause.POD_EVICTED is scene.only(taken).fate
 
 
 @pytest.mark.parametrize(
@@ -174,10 +200,10 @@ def test_who_takes_a_pod_away_says_so_in_a_condition(office: Office, kind: str) 
     ],
 )
 @pytest.mark.parametrize("phase", ["Running", "Failed"])
-def test_a_disruption_is_one_whoever_it_is_that_takes_the_pod_away(office: Office, reason: str, phase: str) -> None:
-    """Also before the pod is deleted, and where its node ended it, so that it stays."""
-    said = {"type": "DisruptionTarget", "status": "True", "reason": reason}
-    assert FailureCause.POD_EVICTED is office.only(make_pod(phase=phase, conditions=[said])).fate
+def test_a_disruption_is_one_whoever_it_is_that_takes_the_pod_away(scene: Scene, reason: str, phase: str) -> None:
+    """It is one also before the pod is deleted, and where its node ended it, so that it stays."""
+    condition = {"type": "DisruptionTarget", "status": "True", "reason": reason}
+    assert FailureCause.POD_EVICTED is scene.only(make_pod(phase=phase, conditions=[condition])).fate
 
 
 @pytest.mark.parametrize(
@@ -192,49 +218,74 @@ def test_a_disruption_is_one_whoever_it_is_that_takes_the_pod_away(office: Offic
         ("", FailureCause.POD_FAILED),
     ],
 )
-def test_a_pod_that_its_node_ended_is_told_from_one_that_failed(
-    office: Office, reason: str, fate: FailureCause
+def test_a_pod_that_its_node_ended_is_distinguished_from_one_that_failed(
+    scene: Scene, reason: str, fate: FailureCause
 ) -> None:
-    """Of nodes that set no condition."""
-    assert fate is office.only(make_pod(phase="Failed", reason=reason)).fate
+    """The nodes here set no condition."""
+    assert fate is scene.only(make_pod(phase="Failed", reason=reason)).fate
 
 
-def test_a_pod_that_somebody_deletes_has_no_fate_however_it_ends(office: Office) -> None:
+def with_device(health: str, **said: str) -> dict[str, Any]:
+    """The status of a GPU container with two devices, of which the second has that health."""
+    devices = [{"resourceID": "GPU-0", "health": "Healthy"}, {"resourceID": "GPU-1", "health": health, **said}]
+    return {"name": "gpu", "allocatedResourcesStatus": [{"name": "nvidia.com/gpu", "resources": devices}]}
+
+
+@pytest.mark.parametrize(
+    ("container", "expected"),
+    [
+        (with_device("Unhealthy", message="XID 79"), "nvidia.com/gpu GPU-1 is Unhealthy: XID 79"),
+        (with_device("Unhealthy"), "nvidia.com/gpu GPU-1 is Unhealthy"),
+        (with_device("Unknown"), None),
+        (with_device("Healthy"), None),
+        ({"name": "gpu"}, None),
+    ],
+)
+def test_a_device_is_bad_that_its_node_reports_as_unhealthy(
+    scene: Scene, container: dict[str, Any], expected: str | None
+) -> None:
+    alive = make_pod(containerStatuses=[container])
+    assert expected == scene.only(alive).bad_device
+    ended = scene.only(make_pod(version=2, phase="Failed", containerStatuses=[container]))
+    assert (FailureCause.BAD_DEVICE if expected else FailureCause.POD_FAILED) is ended.fate
+
+
+def test_a_pod_that_somebody_deletes_has_no_fate_however_it_ends(scene: Scene) -> None:
     since = "2000-01-01T00:00:00Z"
-    assert office.only(make_pod(phase="Failed", deletionTimestamp=since)).fate is None
+    assert scene.only(make_pod(phase="Failed", deletionTimestamp=since)).fate is None
     over = [{"type": "DisruptionTarget", "status": "False"}]
-    assert office.only(make_pod(version=2, conditions=over, deletionTimestamp=since)).fate is None
+    assert scene.only(make_pod(version=2, conditions=over, deletionTimestamp=since)).fate is None
 
 
-def test_a_pod_with_a_scheduling_gate_waits_in_a_queue(office: Office) -> None:
+def test_a_pod_with_a_scheduling_gate_waits_in_a_queue(scene: Scene) -> None:
     pod = make_pod("sums-gpu-0-0", phase="Pending")
     gated = pod | {"spec": {"schedulingGates": [{"name": "kueue.x-k8s.io/admission"}]}}
-    assert office.only(gated).is_gated
-    assert not office.only(make_pod("sums-gpu-0-0", version=2)).is_gated
+    assert scene.only(gated).is_gated
+    assert not scene.only(make_pod("sums-gpu-0-0", version=2)).is_gated
 
 
 # -------------------------------------------------------------------------------------------------------------- moments
-def test_the_grace_of_an_ending_pod_is_counted_from_when_its_end_was_seen(office: Office) -> None:
+def test_the_grace_of_an_ending_pod_is_counted_from_when_its_end_was_seen(scene: Scene) -> None:
     """A clock that was ahead of the API server's took a pod's grace away from it."""
-    assert 50.0 == office.only(make_pod(), now=50.0).created_at
+    assert 50.0 == scene.only(make_pod(), now=50.0).created_at
     ending = make_pod(version=2, deletionTimestamp="2000-01-01T00:00:00Z", deletionGracePeriodSeconds=60)
-    assert 160.0 == office.only(ending, now=100.0).ends_at
-    assert (50.0, 160.0) == (office.only(now=110.0).created_at, office.only(now=110.0).ends_at)
+    assert 160.0 == scene.only(ending, now=100.0).ends_at
+    assert (50.0, 160.0) == (scene.only(now=110.0).created_at, scene.only(now=110.0).ends_at)
 
 
-def test_seats_are_read_off_names_whatever_happened_to_labels(office: Office) -> None:
-    seats = {(member.seat, member.attempt) for member in office.see(make_pod("sums-gpu-1-2"), make_pod())}
+def test_seats_are_read_off_names_whatever_happened_to_labels(scene: Scene) -> None:
+    seats = {(member.seat, member.attempt) for member in scene.see(make_pod("sums-gpu-1-2"), make_pod())}
     assert {("gpu-1", 2), (ROLLOUT_SEAT, 0)} == seats
 
 
-def test_a_pod_that_somebody_else_put_under_the_job_is_nobodys(office: Office) -> None:
-    assert () == office.see(make_pod("sums-debug"))
+def test_a_pod_that_somebody_else_put_under_the_job_is_nobodys(scene: Scene) -> None:
+    assert () == scene.see(make_pod("sums-debug"))
 
 
 # -------------------------------------------------------------------------------------------------- what the watch says
-def test_an_older_state_changes_nothing_and_a_late_answer_brings_nobody_back(office: Office) -> None:
+def test_an_older_state_changes_nothing_and_a_late_answer_brings_nobody_back(scene: Scene) -> None:
     """A list that was under way while a pod went put it back, for good."""
-    pods = office.pods
+    pods = scene.pods
     pods.put(make_pod(version=5, phase="Running"))
     pods.put(make_pod(version=4, phase="Pending"))
     assert ["Running"] == [pod["status"]["phase"] for pod in pods.of(UID)]
@@ -243,9 +294,9 @@ def test_an_older_state_changes_nothing_and_a_late_answer_brings_nobody_back(off
     assert [] == pods.of(UID)
 
 
-def test_a_complete_list_counts_though_its_versions_are_older(office: Office) -> None:
-    """After a restore of etcd versions begin again: pods stayed as they were known, for good."""
-    pods, uid = office.pods, make_pod()["metadata"]["uid"]
+def test_a_complete_list_counts_though_its_versions_are_older(scene: Scene) -> None:
+    """Versions begin again after a restore of etcd: pods stayed as they were known, for good."""
+    pods, uid = scene.pods, make_pod()["metadata"]["uid"]
     pods.put(make_pod(version=900))
     pods.replace(UID, [make_pod(version=3, phase="Failed")], known=pods.known(UID))
     assert ["Failed"] == [pod["status"]["phase"] for pod in pods.of(UID)]
@@ -256,13 +307,13 @@ def test_a_complete_list_counts_though_its_versions_are_older(office: Office) ->
     assert [] == pods.of(UID)
 
 
-def test_a_list_takes_nothing_back_that_became_known_while_it_was_under_way(office: Office) -> None:
-    pods, other = office.pods, "sums-gpu-0-0"
+def test_a_list_takes_nothing_back_that_became_known_while_it_was_under_way(scene: Scene) -> None:
+    pods, other = scene.pods, "sums-gpu-0-0"
     pods.put(make_pod(version=5))
     pods.put(make_pod(other, version=5))
     known = pods.known(UID)
     pods.put(make_pod(version=6, phase="Failed"))
-    pods.remove(UID, f"uid of {other}")
+    pods.remove(UID, names.PodUid(f"uid of {other}"))
     pods.put(make_pod("sums-gpu-1-0", version=7))
     pods.replace(UID, [make_pod(version=5), make_pod(other, version=5)], known=known)
     assert {"sums-rollout-0": "Failed", "sums-gpu-1-0": "Running"} == {
@@ -270,36 +321,36 @@ def test_a_list_takes_nothing_back_that_became_known_while_it_was_under_way(offi
     }
 
 
-async def test_pods_are_seen_again_half_a_minute_after_a_restore_of_etcd(office: Office) -> None:
+async def test_pods_are_seen_again_half_a_minute_after_a_restore_of_etcd(scene: Scene) -> None:
     """No state of a pod counted until the versions had come back to where they were."""
-    office.pods.put(make_pod(version=10**9))
-    office.case.is_waiting = True
-    await refresh_pods(office.case, office.kube, office.pods, now=1000.0)
-    assert [] == office.pods.of(UID)
-    restored = await office.kube.create_pod("default", make_pod())
-    await refresh_pods(office.case, office.kube, office.pods, now=1000.0 + RELIST_S)
+    scene.pods.put(make_pod(version=10**9))
+    scene.case.is_waiting = True
+    await refresh_pods(scene.case, scene.kube, scene.pods, now=1000.0)
+    assert [] == scene.pods.of(UID)
+    restored = await scene.kube.create_pod("default", make_pod())
+    await refresh_pods(scene.case, scene.kube, scene.pods, now=1000.0 + RELIST_S)
     assert [restored["metadata"]["resourceVersion"]] == [
-        pod["metadata"]["resourceVersion"] for pod in office.pods.of(UID)
+        pod["metadata"]["resourceVersion"] for pod in scene.pods.of(UID)
     ]
 
 
-def test_pods_of_jobs_without_a_loop_are_not_kept(office: Office) -> None:
-    office.pods.put(make_pod())
-    office.pods.forget(UID)
-    office.pods.put(make_pod(version=2))
-    assert [] == office.pods.of(UID)
-    assert {} == office.pods._pods
+def test_pods_of_jobs_without_a_loop_are_not_kept(scene: Scene) -> None:
+    scene.pods.put(make_pod())
+    scene.pods.forget(UID)
+    scene.pods.put(make_pod(version=2))
+    assert [] == scene.pods.of(UID)
+    assert {} == scene.pods._pods
 
 
-async def test_a_pod_whose_end_the_watch_missed_is_missed_half_a_minute_after_its_member(office: Office) -> None:
+async def test_a_pod_whose_end_the_watch_missed_is_missed_half_a_minute_after_its_member(scene: Scene) -> None:
     """A rollout pod that had gone unnoticed kept its seat until the operator restarted."""
-    office.pods.put(make_pod())
-    await refresh_pods(office.case, office.kube, office.pods, now=1000.0)
-    office.case.is_waiting = True
-    await refresh_pods(office.case, office.kube, office.pods, now=999.0 + RELIST_S)
-    assert 1 == len(office.pods.of(UID)), "members that are away for a moment cost no list"
-    await refresh_pods(office.case, office.kube, office.pods, now=1000.0 + RELIST_S)
-    assert [] == office.pods.of(UID)
+    scene.pods.put(make_pod())
+    await refresh_pods(scene.case, scene.kube, scene.pods, now=1000.0)
+    scene.case.is_waiting = True
+    await refresh_pods(scene.case, scene.kube, scene.pods, now=999.0 + RELIST_S)
+    assert 1 == len(scene.pods.of(UID)), "members that are away for a moment cost no list"
+    await refresh_pods(scene.case, scene.kube, scene.pods, now=1000.0 + RELIST_S)
+    assert [] == scene.pods.of(UID)
 
 
 def ended_status(started: datetime, ended: datetime) -> ColocatedRLJobStatus:
@@ -309,46 +360,46 @@ def ended_status(started: datetime, ended: datetime) -> ColocatedRLJobStatus:
     return ColocatedRLJobStatus(start_time=started, conditions=[failed])
 
 
-async def test_moments_of_the_record_are_those_of_this_process_clock(office: Office) -> None:
+async def test_moments_of_the_record_are_those_of_this_process_clock(scene: Scene) -> None:
     """They survive a restart, which the monotonic clock does not."""
     started, ended = CREATED - timedelta(seconds=50), CREATED - timedelta(seconds=20)
-    office.case.record.status = ended_status(started, ended)
-    seen = office.observe(make_job(), now=100.0)
+    scene.case.record.status = ended_status(started, ended)
+    seen = scene.observe(make_job(), now=100.0)
     assert (50.0, 80.0) == (seen.started_at, seen.finished_at)
-    assert office.observe(make_job(suspend=True), now=100.0).started_at is None
-    office.case.record.status = ColocatedRLJobStatus()
-    seen = office.observe(make_job(), now=100.0)
+    assert scene.observe(make_job(suspend=True), now=100.0).started_at is None
+    scene.case.record.status = ColocatedRLJobStatus()
+    seen = scene.observe(make_job(), now=100.0)
     assert (100.0, None) == (seen.started_at, seen.finished_at)
 
 
 @pytest.mark.parametrize("hours", [1, -1, 24 * 365, -24 * 365])
-async def test_a_wall_clock_that_is_set_moves_no_deadline_that_runs(office: Office, hours: int) -> None:
+async def test_a_wall_clock_that_is_set_moves_no_deadline_that_runs(scene: Scene, hours: int) -> None:
     """An hour forward ended jobs by activeDeadlineSeconds and ttlSecondsAfterFinished, an hour back kept them."""
     started, ended = CREATED - timedelta(seconds=50), CREATED - timedelta(seconds=20)
-    office.case.record.status = ended_status(started, ended)
-    office.observe(make_job(), now=100.0)
-    seen = office.observe(make_job(), now=101.0, at=CREATED + timedelta(hours=hours))
+    scene.case.record.status = ended_status(started, ended)
+    scene.observe(make_job(), now=100.0)
+    seen = scene.observe(make_job(), now=101.0, at=CREATED + timedelta(hours=hours))
     assert (50.0, 80.0) == (seen.started_at, seen.finished_at)
 
 
-async def test_a_time_that_lies_ahead_was_written_by_a_clock_that_was_set_back(office: Office) -> None:
+async def test_a_time_that_lies_ahead_was_written_by_a_clock_that_was_set_back(scene: Scene) -> None:
     ahead = CREATED + timedelta(hours=1)
-    office.case.record.status = ended_status(ahead, ahead)
-    seen = office.observe(make_job(), now=100.0)
+    scene.case.record.status = ended_status(ahead, ahead)
+    seen = scene.observe(make_job(), now=100.0)
     assert (100.0, 100.0) == (seen.started_at, seen.finished_at)
 
 
 def aged(uid: str, age_s: float) -> Job:
-    return replace(make_job(), uid=uid, created=CREATED - timedelta(seconds=age_s))
+    return replace(make_job(), uid=names.JobUid(uid), created=CREATED - timedelta(seconds=age_s))
 
 
-async def test_a_job_is_queued_from_when_its_pods_did_not_come_until_it_comes_back(office: Office) -> None:
+async def test_a_job_is_queued_from_when_its_pods_did_not_come_until_it_comes_back(scene: Scene) -> None:
     queued = {"epoch": 3, "target_step": 1, "lineage": 1}
     for cause, is_queued in ((Cause.PODS_NOT_READY, True), (Cause.RESUMED, False)):
-        office.case.record.status = ColocatedRLJobStatus(**queued, cause=cause)
-        assert not office.observe(aged(UID, 10)).has_elder, "it is not its own"
-        assert is_queued is office.queue.has_elder(aged("younger", 9))
-        assert not office.queue.has_elder(aged("older", 11))
+        scene.case.record.status = ColocatedRLJobStatus(**queued, cause=cause)
+        assert not scene.observe(aged(UID, 10)).has_elder, "it is not its own"
+        assert is_queued is scene.queue.has_elder(aged("younger", 9))
+        assert not scene.queue.has_elder(aged("older", 11))
 
 
 def test_of_two_jobs_of_one_second_always_the_same_is_older() -> None:
@@ -358,7 +409,7 @@ def test_of_two_jobs_of_one_second_always_the_same_is_older() -> None:
     assert [False, True] == [queue.has_elder(job) for job in jobs]
 
 
-def test_nothing_of_what_a_member_said_before_is_left_when_it_says_more() -> None:
+def test_nothing_of_a_members_former_report_is_left_when_it_sends_more() -> None:
     before, now, climb = facts_at(Rung.TRAINED, V2), facts_at(Rung.EXPORTED, V2), make_climb(2)
     member = make_member("gpu-0", facts=before, highest_epoch=1)
     assert Rung.TRAINED is member.standing(TIME_SLICED, climb)

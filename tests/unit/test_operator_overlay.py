@@ -1,4 +1,4 @@
-"""What a job says of its pods comes into them, and takes nothing away that the operator needs."""
+"""The templates of a job come into its pods, and take nothing away that the operator needs."""
 
 from __future__ import annotations
 
@@ -20,20 +20,23 @@ SEATS = (gpu_seat(0), ROLLOUT_SEAT)
 IN_QUEUE = {"metadata": {"labels": {"kueue.x-k8s.io/queue-name": "research"}}}
 
 
+STRICT = {"rules": [{"onCauses": ["TrainerDied"], "action": "ReplacePodElsewhere"}]}
+
+
 def pod(seat: str, *avoids: str, **spec: Any) -> dict[str, Any]:
     return resources.pod(make_job(**spec), seat, 0, IMAGES, avoids=avoids)
 
 
-def gpu_pod(template: dict[str, Any], *avoids: str) -> dict[str, Any]:
-    return pod(gpu_seat(0), *avoids, podTemplates={"gpu": template})
+def gpu_pod(template: dict[str, Any], *avoids: str, **spec: Any) -> dict[str, Any]:
+    return pod(gpu_seat(0), *avoids, podTemplates={"gpu": template}, **spec)
 
 
 def containers(body: dict[str, Any]) -> dict[str, dict[str, Any]]:
     return {each["name"]: each for each in [*body["spec"].get("initContainers", []), *body["spec"]["containers"]]}
 
 
-def test_where_a_pod_runs_is_said_in_the_words_of_a_pod() -> None:
-    said = {
+def test_where_a_pod_runs_is_written_in_the_words_of_a_pod() -> None:
+    placement = {
         "nodeSelector": {"zone": "a"},
         "tolerations": [{"key": "gpu", "operator": "Exists"}],
         "affinity": {"podAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": [{"weight": 1}]}},
@@ -43,8 +46,8 @@ def test_where_a_pod_runs_is_said_in_the_words_of_a_pod() -> None:
         "serviceAccountName": "reader",
         "imagePullSecrets": [{"name": "registry"}],
     }
-    usual, laid = pod(gpu_seat(0)), gpu_pod({"spec": said})
-    assert usual["spec"] | said == laid["spec"]
+    usual, laid = pod(gpu_seat(0)), gpu_pod({"spec": placement})
+    assert usual["spec"] | placement == laid["spec"]
     assert usual["metadata"] == laid["metadata"]
     assert usual["spec"]["automountServiceAccountToken"] is False
 
@@ -73,7 +76,7 @@ def test_a_service_mesh_leaves_pods_of_jobs_alone(seat: str) -> None:
     assert "disabled" == metadata["annotations"]["linkerd.io/inject"]
 
 
-def test_variables_and_mounts_go_to_the_container_that_they_are_said_of() -> None:
+def test_variables_and_mounts_go_to_the_container_that_they_are_given_for() -> None:
     secret = {"secretKeyRef": {"name": "wandb", "key": "key"}}
     template: dict[str, Any] = {
         "volumes": [{"name": "cache", "persistentVolumeClaim": {"claimName": "cache"}}],
@@ -97,6 +100,32 @@ def test_variables_and_mounts_go_to_the_container_that_they_are_said_of() -> Non
     assert {name: containers(usual)[name] for name in others} == {name: containers(laid)[name] for name in others}
 
 
+def test_sources_of_variables_go_to_their_container_and_never_count_above_the_operators() -> None:
+    """The kubelet lets `env` win over `envFrom`, and the operator's variables stay in `env`."""
+    sources = [{"secretRef": {"name": "trackers"}}]
+    laid = gpu_pod({"spec": {"containers": [{"name": "gpu", "envFrom": sources}]}})
+    assert sources == containers(laid)["gpu"]["envFrom"]
+    assert containers(pod(gpu_seat(0)))["gpu"]["env"] == containers(laid)["gpu"]["env"]
+    assert ["gpu"] == [name for name, each in containers(laid).items() if "envFrom" in each]
+
+
+def test_groups_come_beside_users_that_stay_as_they_are() -> None:
+    usual = pod(gpu_seat(0))["spec"]["securityContext"]
+    laid = gpu_pod({"spec": {"securityContext": {"supplementalGroups": [5000]}}})["spec"]["securityContext"]
+    assert usual | {"supplementalGroups": [5000]} == laid
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"topologySpreadConstraints": [{"maxSkew": 1, "topologyKey": "zone", "whenUnsatisfiable": "DoNotSchedule"}]},
+        {"dnsPolicy": "None", "dnsConfig": {"nameservers": ["10.0.0.10"]}},
+    ],
+)
+def test_further_fields_of_a_pod_reach_it_as_they_are(fields: dict[str, Any]) -> None:
+    assert fields.items() <= gpu_pod({"spec": fields})["spec"].items()
+
+
 def test_the_runner_is_told_how_long_its_pod_may_take_to_end() -> None:
     """It ends its children in time by itself, and took every pod's grace for a minute."""
     laid = gpu_pod({"spec": {"terminationGracePeriodSeconds": 90}})
@@ -107,11 +136,12 @@ def test_the_runner_is_told_how_long_its_pod_may_take_to_end() -> None:
 
 
 NOT = {"key": "metadata.name", "operator": "NotIn", "values": ["bad"]}
+PREFERRED = "preferredDuringSchedulingIgnoredDuringExecution"
 REQUIRED = "requiredDuringSchedulingIgnoredDuringExecution"
 
 
 @pytest.mark.parametrize(
-    ("said", "expected"),
+    ("placement", "expected"),
     [
         ({}, [{"matchFields": [NOT]}]),
         ({"podAffinity": {REQUIRED: []}}, [{"matchFields": [NOT]}]),
@@ -121,14 +151,22 @@ REQUIRED = "requiredDuringSchedulingIgnoredDuringExecution"
         ),
     ],
 )
-def test_a_node_that_the_job_avoids_is_avoided_by_each_alternative(said: Any, expected: Any) -> None:
+def test_a_node_that_the_job_avoids_is_avoided_by_each_alternative(placement: Any, expected: Any) -> None:
     """Terms of node affinity are alternatives: one more would have been a way around."""
-    for term in said.get("nodeAffinity", {}).get(REQUIRED, {}).get("nodeSelectorTerms", ()):
+    for term in placement.get("nodeAffinity", {}).get(REQUIRED, {}).get("nodeSelectorTerms", ()):
         for key, [number] in term.items():
             term[key] = [{"a": number}]
-    affinity = gpu_pod({"spec": {"affinity": said}}, "bad")["spec"]["affinity"]
+    affinity = gpu_pod({"spec": {"affinity": placement}}, "bad", failurePolicy=STRICT)["spec"]["affinity"]
     assert expected == affinity["nodeAffinity"][REQUIRED]["nodeSelectorTerms"]
-    assert said.get("podAffinity") == affinity.get("podAffinity")
+    assert placement.get("podAffinity") == affinity.get("podAffinity")
+
+
+def test_without_a_rule_for_it_a_node_is_avoided_only_while_others_have_room() -> None:
+    """A usual answer would have left the job of a cluster with one node without any."""
+    near = {"weight": 1, "preference": {"matchExpressions": [{"key": "zone", "operator": "Exists"}]}}
+    placement = {"nodeAffinity": {PREFERRED: [near]}}
+    nodes = gpu_pod({"spec": {"affinity": placement}}, "bad")["spec"]["affinity"]["nodeAffinity"]
+    assert {PREFERRED: [near, {"weight": 100, "preference": {"matchFields": [NOT]}}]} == nodes
 
 
 # ---------------------------------------------------------------------------------------------------------- refusals
@@ -169,11 +207,12 @@ def test_devices_of_a_claim_are_not_counted_too() -> None:
 
 # ------------------------------------------------------------------------------------------------------------- queues
 def test_gpu_pods_in_a_queue_are_one_group_of_known_size() -> None:
-    """As Kueue's pod integration asks: the group's name is a label, its size an annotation, the same on each pod."""
+    """Kueue's pod integration demands it: the group's name is a label, its size an annotation, the same on each pod."""
     spec: dict[str, Any] = {"replicas": 3, "podTemplates": {"gpu": IN_QUEUE}}
     bodies = [pod(gpu_seat(replica), **spec)["metadata"] for replica in range(3)]
     assert {"sums-gpu-6f1f0c5e"} == {each["labels"]["kueue.x-k8s.io/pod-group-name"] for each in bodies}
     assert {"3"} == {each["annotations"]["kueue.x-k8s.io/pod-group-total-count"] for each in bodies}
+    assert ["0", "1", "2"] == [each["labels"]["kueue.x-k8s.io/pod-group-pod-index"] for each in bodies]
     assert {"research"} == {each["labels"]["kueue.x-k8s.io/queue-name"] for each in bodies}
     rollout = pod(ROLLOUT_SEAT, **spec)["metadata"]
     assert not any(key.startswith("kueue") for key in (*rollout["labels"], *rollout["annotations"]))
@@ -181,7 +220,7 @@ def test_gpu_pods_in_a_queue_are_one_group_of_known_size() -> None:
 
 
 def test_the_job_s_own_label_puts_its_gpu_pods_into_the_queue() -> None:
-    """As Kueue's users write it. The template's labels win, and no other label of the job reaches its pods."""
+    """Kueue's users write it so. The template's labels win, and no other label of the job reaches its pods."""
     labels = {"kueue.x-k8s.io/queue-name": "research", "kueue.x-k8s.io/priority-class": "low", "team": "rl"}
 
     def rendered(seat: str, **spec: Any) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What the chart asks before it is uninstalled."""
+"""The chart runs this check before it is uninstalled."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def job(name: str, *, namespace: str = "team", managed_by: str | None = None, **
 
 
 async def asked(jobs: list[dict[str, Any]], *namespaces: str) -> tuple[list[str], list[str]]:
-    """What would be left half-way, and the paths that were asked for it."""
+    """Return what would be left half-way, and the paths that were requested for it."""
     paths: list[str] = []
 
     async def answer(request: web.Request) -> web.Response:
@@ -65,7 +65,7 @@ async def test_only_namespaces_that_are_watched_are_asked_for() -> None:
 
 
 def test_refusal_names_some_jobs_and_says_what_to_do() -> None:
-    said = refusal([f"team/job-{number:02}" for number in range(12)])
-    assert "12 job(s)" in said
-    assert "team/job-09 and 2 more" in said
-    assert "--no-hooks" in said
+    message = refusal([f"team/job-{number:02}" for number in range(12)])
+    assert "12 job(s)" in message
+    assert "team/job-09 and 2 more" in message
+    assert "--no-hooks" in message

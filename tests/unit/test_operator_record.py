@@ -1,4 +1,4 @@
-"""What is written of a job, in which order, and what is not written at all."""
+"""These tests show what is recorded of a job, in which order, and what is not recorded at all."""
 
 from __future__ import annotations
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from typing import Any
 
@@ -36,6 +37,14 @@ def mounts(body: dict[str, Any], name: str) -> dict[str, bool]:
     return {each["name"]: each.get("readOnly", False) for each in container(body, name)["volumeMounts"]}
 
 
+@pytest.mark.parametrize("takes_faults", [False, True])
+def test_f97_agents_take_faults_only_where_the_chart_allows_it(takes_faults: bool) -> None:
+    images = dataclasses.replace(IMAGES, takes_faults=takes_faults)
+    body = resources.pod(make_job(), gpu_seat(0), 0, images)
+    taken = {"name": names.ENV_FAULTS, "value": names.FAULTS_TAKEN}
+    assert [names.AGENT_CONTAINER] * takes_faults == [each["name"] for each in containers(body) if taken in each["env"]]
+
+
 @pytest.mark.parametrize("seat", [gpu_seat(0), "engine-0", "trainer-0", ROLLOUT_SEAT])
 def test_every_container_passes_the_restricted_profile(seat: str) -> None:
     body = pod(seat)
@@ -67,6 +76,39 @@ def test_every_container_requests_the_memory_that_it_may_take(seat: str) -> None
         assert "memory" in most
 
 
+HUB = {"name": "us/small", "revision": "a" * 40}
+ALL_SEATS = (gpu_seat(0), "engine-0", "trainer-0", "reference-0", ROLLOUT_SEAT)
+
+
+@pytest.mark.parametrize("seat", ALL_SEATS)
+def test_a_model_of_the_hub_is_fetched_before_all_else_and_nothing_else_can_write_it(seat: str) -> None:
+    body = pod(seat, model={"huggingFace": HUB})
+    assert names.MODEL_CONTAINER == body["spec"]["initContainers"][0]["name"]
+    assert "restartPolicy" not in body["spec"]["initContainers"][0]  # it ends before the others start
+    writes = {each["name"]: mounts(body, each["name"]).get("model") is False for each in containers(body)}
+    assert [names.MODEL_CONTAINER] == [name for name, can in writes.items() if can]
+    assert {"name": "model", "emptyDir": {}} in body["spec"]["volumes"]
+
+
+@pytest.mark.parametrize("seat", ALL_SEATS)
+def test_only_what_fetches_a_private_model_has_its_token(seat: str) -> None:
+    body = pod(seat, model={"huggingFace": HUB | {"secretName": "hub", "cacheClaimName": "models"}})
+    token = {"secretKeyRef": {"name": "hub", "key": names.HUB_TOKEN_FILE}}
+    has = [each["name"] for each in containers(body) if token in [item.get("valueFrom") for item in each["env"]]]
+    assert [names.MODEL_CONTAINER] == has
+    assert '"hub"' not in json.dumps([body["spec"]["volumes"], body["spec"]["containers"]])
+    claim = {"persistentVolumeClaim": {"claimName": "models"}}
+    assert {"name": "model", **claim} in body["spec"]["volumes"]
+
+
+@pytest.mark.parametrize("pulled", [{}, {"pullPolicy": "Always"}])
+@pytest.mark.parametrize("seat", ALL_SEATS)
+def test_a_model_of_an_image_is_a_volume_of_it(seat: str, pulled: dict[str, str]) -> None:
+    body = pod(seat, model={"image": {"reference": "models/small:1", "path": "small", **pulled}})
+    assert {"name": "model", "image": {"reference": "models/small:1", **pulled}} in body["spec"]["volumes"]
+    assert names.MODEL_CONTAINER not in [each["name"] for each in containers(body)]
+
+
 def test_what_a_field_requests_is_requested() -> None:
     resources = {"requests": {"memory": "2Gi", "cpu": "1"}, "limits": {"memory": "8Gi"}}
     body = pod(ROLLOUT_SEAT, rollout=OWN_ROLLOUT | {"resources": resources})
@@ -76,6 +118,15 @@ def test_what_a_field_requests_is_requested() -> None:
 def test_trainers_write_beside_their_batches_only_where_a_reference_has_something_to_keep() -> None:
     assert mounts(pod(gpu_seat(0)), names.GPU_CONTAINER)["batches"]
     assert not mounts(pod(gpu_seat(0), reference={}), names.GPU_CONTAINER)["batches"]
+
+
+def test_the_runner_empties_the_shared_memory_of_its_own_pod_and_nothing_else() -> None:
+    body = pod("gpu-0")
+    gpu = container(body, names.GPU_CONTAINER)
+    [wiped] = [each["value"] for each in gpu["env"] if each["name"] == names.ENV_WIPED]
+    [volume] = [mount["name"] for mount in gpu["volumeMounts"] if mount["mountPath"] == wiped == "/dev/shm"]
+    assert {"name": volume, "emptyDir": {"medium": "Memory"}} in body["spec"]["volumes"]
+    assert not [each for each in containers(body) if each is not gpu and volume in str(each["volumeMounts"])]
 
 
 def test_the_agent_is_a_sidecar_of_its_own_user_and_keys_and_journal_are_its_alone() -> None:
@@ -220,7 +271,7 @@ def test_members_read_the_job_as_it_is_and_the_trainer_its_configuration() -> No
 def may_reach(
     port: int, *, labels: dict[str, str], namespace: str = "default", to: dict[str, str] | None = None
 ) -> bool:
-    """Whether the job's policy lets a pod with these labels open a connection to a pod of the job."""
+    """Return whether the job's policy lets a pod with these labels open a connection to a pod of the job."""
     policy = belongings.network_policy(make_job(), operator_namespace="operators")
     assert (
         policy["spec"]["podSelector"]["matchLabels"].items() <= (to or pod(gpu_seat(0))["metadata"]["labels"]).items()
@@ -273,7 +324,7 @@ def test_labels_find_the_pods_of_a_job(seat: str) -> None:
 
 @pytest.mark.parametrize("seat", [gpu_seat(0), ROLLOUT_SEAT])
 def test_the_end_of_a_containers_log_outlives_it_in_the_pods_status_unless_others_write_it(seat: str) -> None:
-    """What engines, trainers and reward functions write may quote prompts and responses."""
+    """The output of engines, trainers and reward functions may quote prompts and responses."""
     policies = {each["name"]: each["terminationMessagePolicy"] for each in containers(pod(seat))}
     of_others = {"gpu", "rewards"} & policies.keys()
     assert {"FallbackToLogsOnError"} == {policies[name] for name in policies.keys() - of_others}
@@ -327,7 +378,7 @@ def test_weights_that_travel_have_a_volume_of_the_job_that_goes_with_it() -> Non
     assert 2 == len(belongings.claims(make_job()))
 
 
-def test_what_a_volume_holds_is_said_of_those_that_nobody_can_fill_again() -> None:
+def test_what_a_volume_holds_is_reported_of_those_that_nobody_can_fill_again() -> None:
     """Weights that travel are written again, and without trainers nobody ever wrote a checkpoint."""
     for job, volumes in (
         (make_job(), ["store", "checkpoints"]),

@@ -1,4 +1,4 @@
-"""What the process is told: every mistake is one line that names the variable, its value and what is expected."""
+"""Every mistake in the process's settings is one line that names the variable, its value and what is expected."""
 
 from __future__ import annotations
 
@@ -36,6 +36,11 @@ def test_namespaces_are_a_list() -> None:
     assert ("a", "b") == OperatorSettings.read(ENVIRONMENT | {"WATCH_NAMESPACES": " a, b,"}).watch_namespaces
 
 
+def test_f97_faults_are_injected_only_where_that_is_said() -> None:
+    assert not OperatorSettings.read(ENVIRONMENT).images.takes_faults
+    assert OperatorSettings.read(ENVIRONMENT | {"FAULT_INJECTION": "true"}).images.takes_faults
+
+
 @pytest.mark.parametrize(
     ("name", "value"),
     [
@@ -47,6 +52,7 @@ def test_namespaces_are_a_list() -> None:
         ("METRICS_PORT", "99999"),
         ("LOG_LEVEL", "loud"),
         ("IMAGE_PULL_POLICY", "Sometimes"),
+        ("FAULT_INJECTION", "maybe"),
     ],
 )
 def test_a_bad_value_is_named(name: str, value: str) -> None:

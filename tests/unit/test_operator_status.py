@@ -76,7 +76,7 @@ def test_the_first_climb_is_starting_and_not_ready() -> None:
     assert (True, Reason.CLIMBING) == conditions(status)["Reconciling"]
 
 
-def test_what_was_served_is_told_also_when_the_next_step_begins_in_the_same_look() -> None:
+def test_what_was_served_is_reported_also_when_the_next_step_begins_in_the_same_pass() -> None:
     """A job whose batches were always there before its engines served was Starting and not Ready until its end."""
     seen = seen_at(Rung.SERVING, Rung.SERVING)
     ready = replace(seen.members[2], facts=rollout_facts(sealed=2, trained=1))
@@ -158,13 +158,13 @@ def test_the_model_that_a_job_leaves_is_named_and_stays_named() -> None:
     assert (Phase.COMPLETE, f"all 3 steps are done; the model is in {status.model}") == (status.phase, done)
 
 
-def test_the_newest_durable_checkpoint_is_told_with_when_it_was_first_seen() -> None:
+def test_the_newest_durable_checkpoint_is_reported_with_when_it_was_first_seen() -> None:
     def saved(step: int | None, before: ColocatedRLJobStatus, at: datetime) -> ColocatedRLJobStatus:
         seen = seen_at(Rung.SERVING)
         pod = seen.members[0].pod_facts
         assert pod is not None
-        told = pod.model_copy(update={"trainers": (trainer(1, 1, saved=step),)})
-        seen = replace(seen, members=(replace(seen.members[0], facts=told), *seen.members[1:]))
+        facts = pod.model_copy(update={"trainers": (trainer(1, 1, saved=step),)})
+        seen = replace(seen, members=(replace(seen.members[0], facts=facts), *seen.members[1:]))
         return report(seen, plan(seen), before=before, at=at)
 
     later = CREATED + timedelta(hours=5)
@@ -233,8 +233,8 @@ def test_the_words_of_a_failure_stay_after_the_pass_that_found_them(raised: bool
     assert {"Failed": "a trainer died", "Stalled": "a trainer died"} == words(second, "Failed", "Stalled")
 
 
-def test_what_stalls_a_failed_job_is_told_beside_its_failure() -> None:
-    """Of a failed job whose deletion was refused, events alone said so, which are gone after an hour."""
+def test_what_stalls_a_failed_job_is_reported_beside_its_failure() -> None:
+    """Only events reported a failed job whose deletion was refused, and they are gone after an hour."""
     seen = seen_at(Rung.SERVING, Rung.SERVING, climb=make_climb(1, cause=Cause.BACKOFF_LIMIT))
     first = report(seen, replace(plan(seen), message="a trainer died"), before=BLANK, at=CREATED)
     second = report(seen, plan(seen), before=first, at=CREATED, stall=Stall(Reason.OBJECT_REFUSED, "a webhook"))
@@ -291,7 +291,7 @@ def test_a_resumed_job_starts_again_by_the_clock_and_in_words() -> None:
 
 # -------------------------------------------------------------------------------------------------------------- kstatus
 def kstatus(status: ColocatedRLJobStatus, *, generation: int) -> str:
-    """What Flux and `helm --wait` make of it: sigs.k8s.io/cli-utils, pkg/kstatus/status, for an unknown kind."""
+    """Return what Flux and `helm --wait` read: sigs.k8s.io/cli-utils, pkg/kstatus/status, for an unknown kind."""
     found = conditions(status)
     if status.observed_generation != generation:
         return "InProgress"
@@ -374,6 +374,19 @@ def test_counts_and_pods_out_of_line() -> None:
     assert [("sums-gpu-2-0", "Settled", "Unsettled")] == [
         (pod.name, pod.rung, pod.reason) for pod in status.out_of_line
     ]
+
+
+def test_f34_what_keeps_a_job_from_starting_is_in_its_conditions() -> None:
+    """An engine of an unknown version was named beside pods alone, and Ready was false without a word."""
+    too_old = Problem(reason="EngineLost", message="SGLang 0.5.6 is not known: use 0.5.23")
+    seen = seen_at(Rung.OFFLOADED, Rung.OFFLOADED, climb=make_climb(0, cause=Cause.FIRST_START), served=None)
+    facts = seen.members[1].pod_facts
+    assert facts is not None
+    broken = replace(seen.members[1], facts=facts.model_copy(update={"problem": too_old}))
+    status = status_of(replace(seen, members=(seen.members[0], broken, seen.members[2])))
+    said = {item.type: (item.status, item.message) for item in status.conditions}
+    words = "sums-gpu-1-0: SGLang 0.5.6 is not known: use 0.5.23"
+    assert (("False", words), ("True", words)) == (said["Ready"], said["Reconciling"])
 
 
 def test_a_problem_of_the_rollout_controller_is_shown_beside_those_of_gpu_pods() -> None:

@@ -27,7 +27,9 @@ CHANGED: Event = {"type": "MODIFIED", "object": {}}
 
 
 async def watched(*tries: list[Event | Exception], caplog: pytest.LogCaptureFixture) -> tuple[list[float], int]:
-    """What each try comes to: events, and the error that ends it. The rests between them; lines in the log."""
+    """Watch through these tries, each some events and the error that ends it. Returns the
+    rests between them, and the log lines.
+    """
     rests, left = list[float](), list(tries)
 
     async def watch(**_: object) -> AsyncIterator[Event]:
@@ -45,16 +47,16 @@ async def watched(*tries: list[Event | Exception], caplog: pytest.LogCaptureFixt
     return rests, len(caplog.records)
 
 
-async def test_a_kind_that_is_gone_is_asked_for_less_and_less_often_and_told_once(
+async def test_a_kind_that_is_gone_is_asked_for_less_and_less_often_and_reported_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Without the CRD it was listed each second for ever, with a line in the log each time."""
+    """It was listed each second for ever while there was no CRD, with a line in the log each time."""
     tries: list[list[Event | Exception]] = [[NO_CRD] for _ in range(8)]
     rests, lines = await watched(*tries, [LISTED], caplog=caplog)
     assert ([1, 2, 4, 8, 16, 30, 30, 30], 1) == (rests, lines)
 
 
-async def test_a_watch_that_told_of_a_change_is_begun_again_soon_and_its_end_is_told(
+async def test_a_watch_that_saw_a_change_is_begun_again_soon_and_its_end_is_reported(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     rests, lines = await watched(
@@ -63,7 +65,7 @@ async def test_a_watch_that_told_of_a_change_is_begun_again_soon_and_its_end_is_
     assert ([AGAIN_S, 2 * AGAIN_S, AGAIN_S], 2) == (rests, lines)
 
 
-async def test_another_reason_is_told_too(caplog: pytest.LogCaptureFixture) -> None:
+async def test_another_reason_is_reported_too(caplog: pytest.LogCaptureFixture) -> None:
     _, lines = await watched([NO_LEADER], [NO_CRD], [NO_CRD], [LISTED], caplog=caplog)
     assert 2 == lines
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from builders import (
+    PLACED,
     absent_engine,
     absent_trainer,
     facts_at,
@@ -34,7 +35,7 @@ from colocated_rl_api.member_wire import (
     PodTarget,
     RolloutTarget,
 )
-from colocated_rl_api.rungs import Rung, WeightVersion
+from colocated_rl_api.rungs import Placement, Rung, WeightVersion
 from colocated_rl_api.seats import ROLLOUT_SEAT
 from colocated_rl_operator.planner.actions import CreatePod, DeletePod
 from colocated_rl_operator.planner.observation import (
@@ -58,6 +59,7 @@ from colocated_rl_operator.planner.roster import (
     MAX_DELAY_S,
     RESTARTS_S,
     SILENCE_S,
+    muster,
 )
 
 V1 = WeightVersion(1, 1)
@@ -134,8 +136,8 @@ def test_a_pod_whose_gpu_container_is_down_is_waited_for() -> None:
     assert not decided.raises
     assert decided.wait is not None
     assert "gpu-0 (the GPU container's runner does not answer on its socket)" == decided.wait.message
-    told = replace(killed, trouble="gpu: CrashLoopBackOff, 3 restarts, last ended with code 137 (OOMKilled)")
-    wait = plan(replace(seen, members=(told, *seen.members[1:]))).wait
+    member = replace(killed, trouble="gpu: CrashLoopBackOff, 3 restarts, last ended with code 137 (OOMKilled)")
+    wait = plan(replace(seen, members=(member, *seen.members[1:]))).wait
     assert wait is not None
     assert "OOMKilled" in wait.message
 
@@ -167,8 +169,8 @@ def test_the_first_climb_starts_when_every_member_answers() -> None:
 
 def test_a_job_that_goes_on_from_a_former_checkpoint_begins_at_its_step_and_says_so() -> None:
     job = make_job(restoreFrom={"claimName": "old", "path": "runs/a"})
-    told = rollout_facts(epoch=0, trained=42, began_at=40)  # the samples that came along are two steps ahead
-    decided = plan(make_observation(job, [BLANK, BLANK], climb=None, rollout=told))
+    facts = rollout_facts(epoch=0, trained=42, began_at=40)  # the samples that came along are two steps ahead
+    decided = plan(make_observation(job, [BLANK, BLANK], climb=None, rollout=facts))
     assert decided.climb is not None
     assert (42, 1) == decided.climb.version
     assert "every member answers, and the job goes on from old/runs/a/step-00000040" in decided.message
@@ -185,7 +187,7 @@ def test_a_lost_status_is_rebuilt_from_what_members_know() -> None:
 
 @pytest.mark.parametrize("recorded", [(2, 1), (5, 1), (2, 3)], ids=["older", "older lineage", "older step"])
 def test_a_status_restored_from_before_is_rebuilt_from_what_members_know(recorded: tuple[int, int]) -> None:
-    """After a restore of etcd only the epoch was: a lineage was given a second time, to other weights."""
+    """Only the epoch was rebuilt after a restore of etcd: a lineage was given a second time, to other weights."""
     known = [facts_at(Rung.SERVING, WeightVersion(5, 3), epoch=17) for _ in range(2)]
     climb = make_climb(*recorded, epoch=14, cause=Cause.NEXT_STEP)
     seen = make_observation(make_job(), list(known), climb=climb, rollout=rollout_facts(trained=5, epoch=17))
@@ -236,7 +238,7 @@ def test_a_switch_waits_for_an_evaluation_that_is_due_and_asks_for_it() -> None:
 
 
 def test_an_evaluation_is_made_on_request_once_its_period_is_one() -> None:
-    """Of the weights that are served when it is set, whatever their step."""
+    """It evaluates the weights that are served when it is set, whatever their step."""
     for every, expected in ((10, None), (1, 1), (10, None)):
         job = make_job(evaluation={"everySteps": every})
         seen = climbing(Rung.SERVING, Rung.SERVING, job=job, rollout=rollout_facts(trained=1))
@@ -423,7 +425,7 @@ def test_weights_that_a_pod_rejects_again_and_again_end_the_job_with_what_was_fo
 
 
 def test_weights_of_another_climb_may_be_rejected() -> None:
-    """Of a resident engine that was lost beside training: the next weights are under way."""
+    """A resident engine that was lost beside training may reject them: the next weights are under way."""
     seen = climbing(Rung.OFFLOADED, Rung.OFFLOADED)
     for version in (WeightVersion(0, 1), WeightVersion(1, 0)):
         assert not plan(rejecting(seen, 0, version=version)).raises
@@ -908,6 +910,41 @@ def test_a_member_that_kubelet_starts_again_and_again_keeps_its_pod_for_longer()
     [deletion] = plan(later(seen, RESTARTS_S)).pods
     assert isinstance(deletion, DeletePod)
     assert f"no answer from pod sums-gpu-1-0 for 300 s: it is replaced; {why}" == deletion.why
+
+
+def test_a_member_that_starts_slowly_keeps_its_pod_for_as_long_as_its_startup_probe() -> None:
+    """On a busy node its pod was replaced every 30 s, and the next one had no more time."""
+    seen = without(climbing(Rung.SERVING, Rung.SERVING), 1, silent_since=100.0, is_starting=True)
+    assert () == plan(later(seen, RESTARTS_S - 1)).pods
+    assert [DeletePod] == [type(action) for action in plan(later(seen, RESTARTS_S)).pods]
+
+
+@pytest.mark.parametrize(
+    ("pod", "deleted_s"),
+    [({"silent_since": 100.0}, 30), ({"silent_since": 100.0, "trouble": "it crashes"}, 300), ({"ends_at": 100.0}, 30)],
+    ids=["silent", "in trouble", "ending"],
+)
+def test_a_pod_is_given_up_at_a_moment_that_the_operator_wakes_up_for(pod: dict[str, Any], deleted_s: float) -> None:
+    seen = without(climbing(Rung.SERVING, Rung.SERVING), 1, **pod)
+    for after_s, is_deleted in ((0, False), (deleted_s - 0.5, False), (deleted_s, True), (deleted_s + 0.5, True)):
+        actions, wake_at = muster(later(seen, after_s))
+        assert is_deleted is any(isinstance(action, DeletePod) for action in actions)
+        assert (None if is_deleted else 100.0 + deleted_s) == wake_at
+
+
+@pytest.mark.parametrize(("attempt", "delay_s"), [(0, 1), (1, 2), (5, 32), (6, 60), (7, 60), (5000, 60)])
+def test_the_next_attempt_at_a_seat_comes_after_twice_the_time_up_to_a_minute(attempt: int, delay_s: float) -> None:
+    failed = {"phase": PodPhase.FAILED, "created_at": 100.0, "attempt": attempt}
+    assert ((), 100.0 + delay_s) == muster(without(climbing(Rung.SERVING, Rung.SERVING), 1, **failed))
+
+
+def test_a_trainers_seat_is_filled_while_its_last_pod_ends() -> None:
+    """No volume holds it, as it holds the seat of the rollout controller."""
+    job = make_job(**PLACED[Placement.DISAGGREGATED])
+    seat = job.gpu_seats.index("trainer-0")
+    seen = without(make_observation(job, [None] * len(job.gpu_seats), climb=None, rollout=None), seat, ends_at=110.0)
+    assert (CreatePod("trainer-0", 1),) == muster(seen)[0]
+    assert {CreatePod, DeletePod} == {type(action) for action in muster(later(seen, 10 + 30))[0]}, "it did not end"
 
 
 def test_attempts_at_one_seat_never_end() -> None:

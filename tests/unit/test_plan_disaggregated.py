@@ -52,7 +52,7 @@ def make_apart(trainers: int = 2, engines: int = 2, **spec: Any) -> Job:
 
 
 def climbing(trainers: list[Rung], engines: list[Rung | PodFacts], **options: Any) -> Observation:
-    """On the way to (1, 1), epoch 1; engines serve (0, 1)."""
+    """Return a group on the way to (1, 1), epoch 1, whose engines serve (0, 1)."""
     job = options.pop("job", None) or make_apart(len(trainers), len(engines))
     pods: list[PodFacts | None] = [trainers_at(rung, V1) for rung in trainers]
     pods += [engine_at(rung, V1) if isinstance(rung, Rung) else rung for rung in engines]
@@ -109,7 +109,7 @@ def test_engines_serve_while_the_trainers_work() -> None:
     assert {V0} == {target.weights for target in asked.values()}, "for an engine that has to start again"
 
 
-def test_engines_are_told_of_weights_once_every_trainer_has_written_them() -> None:
+def test_engines_get_weights_as_target_once_every_trainer_has_written_them() -> None:
     one = targets(climbing([Rung.EXPORTED, Rung.TRAINED], [Rung.TRAINED, Rung.TRAINED]))
     assert {(Rung.EXPORTED, V0)} == {(target.rung, target.weights) for target in one.values()}
     both = targets(climbing([Rung.EXPORTED, Rung.EXPORTED], [Rung.TRAINED, Rung.TRAINED]))
@@ -154,7 +154,9 @@ def test_a_lost_engine_pod_is_made_again_and_no_trainer_starts_again_for_it() ->
     assert not decided.raises
     assert ["engine-1"] == [action.seat for action in decided.pods if isinstance(action, CreatePod)]
     assert whole.group == lost.group
-    again = replace(next(member for member in whole.members if member.seat == "engine-1"), attempt=1, uid="another")
+    again = replace(
+        next(member for member in whole.members if member.seat == "engine-1"), attempt=1, uid=names.PodUid("another")
+    )
     back = replace(whole, members=tuple(again if member.seat == "engine-1" else member for member in whole.members))
     assert not plan(back).raises
 
@@ -218,7 +220,9 @@ def test_no_rule_for_lost_pods_starts_the_trainers_again_for_one_of_engines_alon
 
 @pytest.mark.parametrize("action", ["RestartPod", "ReplacePodElsewhere"])
 def test_a_lost_pod_of_engines_is_answered_once(action: str) -> None:
-    """Until its seat may be filled again; another one that is lost with it is made again at the same time."""
+    """No second answer follows until its seat may be filled again; another pod that is
+    lost with it is made again at the same time.
+    """
     evicted = dict(PODS)["PodEvicted"]
     lost = changed(training(action, "PodEvicted", counts=True), "engine-1", created_at=99.5, **evicted)
     after = recorded(lost, plan(lost))
@@ -263,7 +267,7 @@ def test_a_pod_whose_engine_is_lost_too_often_is_made_again_beside_the_trainers(
 
 def test_a_lost_pod_of_trainers_begins_a_new_lineage_while_engines_serve_on() -> None:
     whole = climbing([Rung.SEALED, Rung.SEALED], [Rung.TRAINED, Rung.TRAINED])
-    again = replace(whole.current["trainer-1"], attempt=1, uid="another")
+    again = replace(whole.current["trainer-1"], attempt=1, uid=names.PodUid("another"))
     back = replace(whole, members=tuple(again if member.seat == "trainer-1" else member for member in whole.members))
     decided = plan(back)
     assert decided.raises

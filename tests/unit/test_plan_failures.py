@@ -1,4 +1,4 @@
-"""What the plan does about failures: by the job's policy, and by the usual answers without one."""
+"""The plan answers failures by the job's policy, and by the usual answers without one."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from builders import (
     make_observation,
     rollout_facts,
 )
+from colocated_rl_api import names
 from colocated_rl_api.facts import PodFacts, Problem
 from colocated_rl_api.failure import FailureAction, FailureCause
 from colocated_rl_api.job import ColocatedRLJobSpec
@@ -79,8 +80,8 @@ def dead(seen: Observation, index: int = 0, **changes: Any) -> Observation:
     assert seen.climb is not None
     died = absent_trainer(seen.climb.lineage, exit_code=1)
     problem = Problem(reason="TrainerDied", message="rank 0 ended with code 1; last words: no such file")
-    told = facts.model_copy(update={"trainers": (died,), "problem": problem})
-    return changed(seen, index, facts=told, **changes)
+    facts_after = facts.model_copy(update={"trainers": (died,), "problem": problem})
+    return changed(seen, index, facts=facts_after, **changes)
 
 
 def later(seen: Observation, seconds: float) -> Observation:
@@ -88,7 +89,7 @@ def later(seen: Observation, seconds: float) -> Observation:
 
 
 def following(seen: Observation, decided: Plan) -> Observation:
-    """What is seen once the plan was carried out: the epoch is recorded, pods are deleted and made."""
+    """Return what is seen once the plan was carried out: the epoch is recorded, pods are deleted and made."""
     members = [
         replace(member, ends_at=seen.now + 60.0, facts=None)
         if any(isinstance(each, DeletePod) and each.uid == member.uid for each in decided.pods)
@@ -127,7 +128,7 @@ def test_without_a_policy_the_trainers_start_together_again() -> None:
     climb = climb_of(decided)
     assert (2, 2, 1, Cause.TRAINER_DIED) == (climb.step, climb.lineage, climb.restarts, climb.cause)
     tally = FailureTally(step_retries=1, step=2, tries=1, cause="TrainerDied", action="RetryStep", counted=(2,))
-    assert tally == climb.tally
+    assert replace(tally, pod="sums-gpu-0-0") == climb.tally
     assert [] == gone(decided)
     assert (
         "a trainer died at step 2: sums-gpu-0-0 (rank 0 ended with code 1; last words: no such file): "
@@ -222,7 +223,7 @@ def test_the_first_to_die_is_at_fault_not_those_whose_collectives_it_broke() -> 
     assert ["sums-gpu-1-0"] == gone(plan(later(seen, 9)))
 
 
-def test_out_of_memory_is_told_from_other_deaths_by_kubelet_s_word_of_this_epoch() -> None:
+def test_out_of_memory_is_distinguished_from_other_deaths_by_kubelet_s_word_of_this_epoch() -> None:
     rules = policy(rule("OutOfMemory", action="FailJob"))
     seen = climbing(Rung.RELEASED, Rung.RELEASED, failure_policy=rules)
     assert Cause.TRAINER_DIED is climb_of(plan(dead(seen))).cause
@@ -301,6 +302,49 @@ def test_a_rule_with_tries_makes_way_for_the_next() -> None:
         assert cause is climb_of(plan(tried)).cause
 
 
+# -------------------------------------------------------------------------------------------------- twice in one pod
+def died_before(pod: str, *, died: int = 1, tries: int = 1, pods: int = 2, **changes: Any) -> Plan:
+    """The plan for a death in that pod, when the last one at a step began in `pod`."""
+    seen = climbing(*(Rung.RELEASED,) * pods, failure_policy=changes.pop("failure_policy", policy()))
+    seen = dead(seen, died, **changes)
+    assert seen.climb is not None
+    return plan(replace(seen, climb=replace(seen.climb, tally=FailureTally(step=2, tries=tries, pod=pod))))
+
+
+def test_a_pod_in_which_two_deaths_of_a_step_began_is_made_again_elsewhere() -> None:
+    """A device that broke at each step cost the job its backoffLimit: trainers started in the same pod each time."""
+    decided = died_before("sums-gpu-1-0")
+    climb = climb_of(decided)
+    assert (["sums-gpu-1-0"], ("node-1",), "") == (gone(decided), climb.tally.avoids, climb.group)
+    assert (1, "ReplacePodElsewhere", None) == (climb.restarts, climb.tally.action, climb.tally.rule)
+    assert decided.message.endswith("sums-gpu-1-0 made again, not on node-1")
+
+
+@pytest.mark.parametrize(
+    "decided",
+    [
+        died_before("sums-gpu-0-0"),
+        died_before("sums-gpu-1-1"),
+        died_before(""),
+        died_before("sums-gpu-1-0", tries=0),
+        died_before("sums-gpu-1-0", memory_kills=1),
+        died_before("sums-gpu-0-0", died=0, pods=1),
+        died_before("sums-gpu-1-0", failure_policy=policy(rule("TrainerDied", action="RetryStep"))),
+    ],
+    ids=["another", "its successor", "unknown", "another step", "memory", "the only pod", "a rule"],
+)
+def test_what_is_no_second_death_in_one_pod_of_several_is_retried_where_it_was(decided: Plan) -> None:
+    assert ([], "RetryStep") == (gone(decided), climb_of(decided).tally.action)
+
+
+def test_deaths_that_begin_in_two_pods_at_once_are_the_fault_of_neither() -> None:
+    seen = dead(climbing(Rung.RELEASED, Rung.RELEASED), 0)
+    facts = seen.members[0].pod_facts
+    members = tuple(replace(each, facts=facts) if each.seat == "gpu-1" else each for each in seen.members)
+    both = remember(replace(seen, members=members, memory=replace(seen.memory, died=frozenset(), died_at=None)))
+    assert "" == climb_of(plan(both)).tally.pod
+
+
 # ----------------------------------------------------------------------------------------------------------- roll back
 ROLL_BACK = policy(rule("TrainerDied", "RungDeadlineExceeded", action="RollBack"), backoff_s=20)
 
@@ -357,8 +401,8 @@ def test_a_pod_made_again_while_a_rolled_back_step_waits_does_not_end_its_back_o
     climb = climb_of(plan(whole))
     assert (1, Cause.POD_REPLACED, "RestartPod") == (climb.step, climb.cause, climb.tally.action)
     serving = facts_at(Rung.SERVING, climb.version, epoch=climb.epoch)
-    told = rollout_facts(sealed=2, trained=1, epoch=climb.epoch)
-    members = (*(replace(each, facts=serving) for each in whole.members[:2]), replace(whole.members[2], facts=told))
+    facts = rollout_facts(sealed=2, trained=1, epoch=climb.epoch)
+    members = (*(replace(each, facts=serving) for each in whole.members[:2]), replace(whole.members[2], facts=facts))
     up = remember(replace(following(whole, plan(whole)), members=members))
     assert not plan(up).raises
     assert Waiting.BACKOFF is getattr(plan(up).wait, "reason", None)
@@ -417,6 +461,50 @@ def differing(failure_policy: dict[str, Any] | None) -> Observation:
     return seen
 
 
+def stalled(seen: Observation, *moved: int | None) -> Observation:
+    """Return what is seen when each pod's trainer stands still after so much of the step; None: it goes on."""
+    for place, done in enumerate(moved):
+        facts = seen.members[place].pod_facts
+        assert facts is not None
+        ranks = tuple(rank.model_copy(update={"stalled": done}) for rank in facts.trainers)
+        problem = Problem(reason="TrainerStalled", message=f"rank {place} is in all_reduce (group.py:7)")
+        seen = changed(seen, place, facts=facts.model_copy(update={"trainers": ranks, "problem": problem}))
+    return seen
+
+
+def test_a_step_in_which_no_rank_gets_on_is_tried_again_long_before_its_deadline() -> None:
+    """It took half an hour, and the message named nobody."""
+    seen = later(climbing(Rung.RELEASED, Rung.RELEASED, Rung.RELEASED, failure_policy=policy()), 60)
+    decided = plan(stalled(seen, 5, 3, 5))
+    climb = climb_of(decided)
+    assert (Cause.RUNG_DEADLINE, 2, "RetryStep", "sums-gpu-1-0") == (
+        *(climb.cause, climb.lineage, climb.tally.action, climb.tally.pod),
+    )
+    assert (
+        "no trainer gets on with step 2; furthest behind: sums-gpu-1-0 (rank 1 is in all_reduce (group.py:7)): the "
+        "trainers start together again" == decided.message
+    )
+
+
+def test_a_pod_that_is_furthest_behind_is_replaced_where_a_rule_says_so_and_nobody_if_all_are() -> None:
+    rules = policy(rule("RungDeadlineExceeded", action="ReplacePodElsewhere"))
+    seen = climbing(Rung.RELEASED, Rung.RELEASED, failure_policy=rules)
+    assert ["sums-gpu-1-0"] == gone(plan(stalled(seen, 5, 3)))
+    together = plan(stalled(seen, 3, 3))
+    assert ([], "") == (gone(together), climb_of(together).tally.pod)
+
+
+@pytest.mark.parametrize("moved", [(5, None), (None, None)])
+def test_a_step_in_which_a_rank_gets_on_has_until_its_deadline(moved: tuple[int | None, ...]) -> None:
+    assert not plan(stalled(climbing(Rung.RELEASED, Rung.RELEASED, failure_policy=policy()), *moved)).raises
+
+
+def test_a_step_that_stalls_is_tried_again_after_its_back_off_from_when_it_stood_still() -> None:
+    seen = stalled(climbing(Rung.RELEASED, Rung.RELEASED, failure_policy=policy(backoff_s=30)), 3, 3)
+    assert not plan(seen).raises
+    assert Cause.RUNG_DEADLINE is climb_of(plan(later(seen, 30))).cause
+
+
 def test_engines_that_hold_different_weights_are_answered_at_once_because_they_would_serve() -> None:
     climb = climb_of(plan(differing(failure_policy=policy(backoff_s=10))))
     assert (Cause.WEIGHTS_DIFFER, 1, "WeightsDiffer") == (climb.cause, climb.tally.step_retries, climb.tally.cause)
@@ -457,6 +545,31 @@ LOST: list[tuple[FailureCause, dict[str, Any]]] = [
     (FailureCause.POD_FAILED, {"fate": FailureCause.POD_FAILED, "phase": PodPhase.FAILED}),
     (FailureCause.MEMBER_SILENT, {"silent_since": 100.0 - SILENCE_S}),
 ]
+
+
+def test_a_pod_with_a_bad_device_is_made_again_elsewhere_at_once_and_costs_nothing() -> None:
+    seen = changed(climbing(Rung.SERVING, Rung.SERVING), 1, bad_device="nvidia.com/gpu GPU-1 is Unhealthy: XID 79")
+    decided = plan(seen)
+    climb = climb_of(decided)
+    assert (["sums-gpu-1-0"], ("node-1",), 0) == (gone(decided), climb.tally.avoids, climb.restarts)
+    assert (
+        "a device of pod sums-gpu-1-0 is bad (nvidia.com/gpu GPU-1 is Unhealthy: XID 79): sums-gpu-1-0 made again, not "
+        "on node-1, which does not count against backoffLimit" == decided.message
+    )
+    assert not plan(following(seen, decided)).raises, "it is answered once"
+
+
+def test_a_pod_that_its_node_ended_for_a_bad_device_is_made_again_elsewhere() -> None:
+    ended = {"fate": FailureCause.BAD_DEVICE, "phase": PodPhase.FAILED, "facts": None, "bad_device": "GPU-1"}
+    decided = plan(changed(climbing(Rung.SERVING, Rung.SERVING), 1, **ended))
+    assert [("node-1",)] == [each.avoids for each in decided.pods if isinstance(each, CreatePod)]
+    assert 0 == climb_of(decided).restarts
+
+
+def test_a_rule_may_answer_a_bad_device() -> None:
+    rules = policy(rule("BadDevice", action="FailJob"))
+    seen = climbing(Rung.SERVING, Rung.SERVING, failure_policy=rules)
+    assert Cause.FAILURE_POLICY is climb_of(plan(changed(seen, 1, bad_device="GPU-1"))).cause
 
 
 @pytest.mark.parametrize(("cause", "signs"), LOST, ids=lambda value: str(value) if isinstance(value, str) else None)
@@ -608,9 +721,9 @@ def test_the_end_says_which_restarts_did_not_count() -> None:
 
 
 # ------------------------------------------------------------------------------------------------------ what counts
-def fail(cause: FailureCause, **said: Any) -> Climb:
-    """What is decided about it, with a rule for it if one is said."""
-    rules = policy(rule(cause, action=said.pop("action", cause.answers[-2]), **said)) if said else None
+def fail(cause: FailureCause, **fields: Any) -> Climb:
+    """Return what is decided about a failure, with a rule for it if one is given."""
+    rules = policy(rule(cause, action=fields.pop("action", cause.answers[-2]), **fields)) if fields else None
     match cause:
         case FailureCause.TRAINER_DIED:
             seen = dead(climbing(Rung.RELEASED, Rung.RELEASED, failure_policy=rules))
@@ -622,6 +735,8 @@ def fail(cause: FailureCause, **said: Any) -> Climb:
             seen = differing(failure_policy=rules)
         case FailureCause.PODS_NOT_READY:
             seen = absent(failure_policy=rules)
+        case FailureCause.BAD_DEVICE:
+            seen = changed(climbing(Rung.SERVING, Rung.SERVING, failure_policy=rules), 1, bad_device="GPU-1")
         case FailureCause.ENGINE_LOST:
             seen = engine_lost(climbing(Rung.OFFLOADED, Rung.SERVING, failure_policy=rules), 0, 1)
         case FailureCause.POD_EVICTED | FailureCause.POD_FAILED | FailureCause.MEMBER_SILENT:
@@ -640,6 +755,7 @@ COUNTS = {
     FailureCause.RUNG_DEADLINE: True,
     FailureCause.WEIGHTS_DIFFER: True,
     FailureCause.POD_FAILED: True,
+    FailureCause.BAD_DEVICE: False,
     FailureCause.PODS_NOT_READY: False,
     FailureCause.MEMBER_SILENT: False,
     FailureCause.POD_EVICTED: False,
@@ -692,7 +808,7 @@ def told_to_end(seen: Observation, index: int) -> Observation:
 def test_trainers_that_end_in_a_drain_have_not_died_whoever_tells_of_it_first(
     is_told_first: bool, failure_policy: dict[str, Any] | None
 ) -> None:
-    """Those of the pod that is drained end, and break the collectives of all others."""
+    """The trainers of the pod that is drained end, and break the collectives of all others."""
     seen = climbing(Rung.RELEASED, Rung.RELEASED, failure_policy=failure_policy, backoffLimit=0)
     for sign in ("pod", "trainer", "others") if is_told_first else ("trainer", "others", "pod"):
         match sign:
@@ -753,7 +869,7 @@ def test_jobs_come_back_from_the_queue_at_different_moments_and_later_each_time(
     seen, waits = absent(), []
     for tries in range(1, 9):
         climb = replace(climb_of(plan(seen)), tally=FailureTally(tries=tries))
-        waits.append([queue_s(replace(seen, job=replace(seen.job, uid=uid)), climb) for uid in "abc"])
+        waits.append([queue_s(replace(seen, job=replace(seen.job, uid=names.JobUid(uid))), climb) for uid in "abc"])
         least = min(QUEUE_S * 2 ** (tries - 1), MAX_QUEUE_S)
         assert all(least <= wait_s < 2 * least for wait_s in waits[-1])
     assert all(len(set(of_jobs)) == 3 for of_jobs in waits)
@@ -765,7 +881,9 @@ def test_of_jobs_that_gave_up_as_often_the_oldest_comes_back_first_and_holds_up_
     climb = climb_of(plan(seen))
     waits: dict[bool, list[float]] = {}
     for has_elder in (False, True):
-        of_jobs = [replace(seen, has_elder=has_elder, job=replace(seen.job, uid=f"uid {n}")) for n in range(20)]
+        of_jobs = [
+            replace(seen, has_elder=has_elder, job=replace(seen.job, uid=names.JobUid(f"uid {n}"))) for n in range(20)
+        ]
         waits[has_elder] = [queue_s(each, climb) for each in of_jobs]
     assert max(waits[False]) < 1.5 * QUEUE_S < min(waits[True])
     assert max(waits[True]) < 2 * QUEUE_S

@@ -19,14 +19,13 @@ import pytest
 import fakes.model
 from builders import PLACED, TOGETHER, make_job
 from colocated_rl_agent.planner import next_actions
-from colocated_rl_agent.planner.actions import Offload, Wait
+from colocated_rl_agent.planner.actions import Offload, StartEngine, Wait
 from colocated_rl_agent.planner.views import KV_CACHE, EngineView
 from colocated_rl_api.ladder import Ladder
 from colocated_rl_api.rungs import Placement, Rung
 from colocated_rl_operator.planner import plan
 from colocated_rl_operator.planner.observation import Job, Observation
-from colocated_rl_operator.planner.reasons import Cause
-from fakes.explore import Explored, Search, bounds_of, explore, must_walk_to_the_end
+from fakes.explore import Search, all_must_be_well, bounds_of, explore, must_walk_to_the_end
 from fakes.left_out import must_mean_the_same, searched
 from fakes.model import Model, Shown
 from fakes.model_pod import Broken, facts_of
@@ -44,12 +43,6 @@ def job(replicas: int, placement: Placement = Placement.TIME_SLICED, *, referenc
 def walked(replicas: int, placement: Placement, *, deaths: int, reference: bool) -> Model:
     """One for all walks over the same states: it knows what it has planned."""
     return Model(job(replicas, placement, reference=reference), deaths=deaths, in_all_orders=True)
-
-
-def assert_all_is_well(explored: Explored) -> None:
-    assert 0 == explored.frontier
-    assert [] == explored.hopeless
-    assert {Cause.ALL_STEPS_DONE} == explored.ends.keys()
 
 
 SMALL = [(1, 1, 0, False), (2, 0, 0, True), (1, 0, 1, False)]  # the contract layer has larger bounds
@@ -80,14 +73,14 @@ def test_every_state_is_safe_and_leads_to_an_end(
     explored = explore(model, limit=MOST_STATES)
     with capsys.disabled():
         sys.stdout.write(f"\n{bounds_of(model)}, {explored.words()}\n")
-    assert_all_is_well(explored)
+    all_must_be_well(explored)
 
 
 @pytest.mark.parametrize("placement", TOGETHER)
 def test_every_state_of_a_job_that_fails_and_is_retried_is_safe_and_leads_to_an_end(placement: Placement) -> None:
     once = job(1, placement, backoffLimit=0)
     explored = explore(Model(once, deaths=1, of=("trainer",), retries=1), limit=MOST_STATES)
-    assert_all_is_well(explored)
+    all_must_be_well(explored)
 
 
 @pytest.mark.parametrize("placement", Placement)
@@ -105,8 +98,8 @@ def test_a_plan_depends_on_nothing_that_the_models_reports_leave_out(placement: 
         state = model.start()
         while following := model.successors(state):
             _, state = rng.choice(following)
-            told = [model.report(pod) if pod.alive else None for pod in state.pods]
-            if tuple(told) == state.operator.known:
+            reports = [model.report(pod) if pod.alive else None for pod in state.pods]
+            if tuple(reports) == state.operator.known:
                 seen = model.observe(state)
                 in_full = [facts_of(pod) if pod.alive else None for pod in state.pods]
                 members = [replace(member, facts=full) for member, full in zip(seen.members, in_full, strict=False)]
@@ -127,7 +120,7 @@ def test_what_a_search_leaves_out_differs_in_nothing_from_what_it_looks_at(
 ) -> None:
     few, each = (searched(job(replicas, placement), of=of, in_all_orders=whole) for whole in (False, True))
     for search in (few, each):
-        assert_all_is_well(search.outcome())
+        all_must_be_well(search.outcome())
     assert 2 * few.looked_at < each.looked_at
     must_mean_the_same(few, each)
 
@@ -141,7 +134,7 @@ def test_what_is_remembered_of_other_states_is_what_follows_each(placement: Plac
 
 # --------------------------------------------------------------------------------------- the checks themselves can fail
 def test_a_pod_that_shows_others_too_little_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As though none knew whether another's rank has joined."""
+    """Here no pod shows whether its rank has joined."""
     nobody = Shown.of(Model(job(2), deaths=0).start().pods[0])
     shown = Shown.of
     monkeypatch.setattr(Shown, "of", lambda pod: shown(pod)._replace(rank=nobody.rank))
@@ -152,6 +145,22 @@ def test_a_pod_that_shows_others_too_little_is_noticed(monkeypatch: pytest.Monke
 def test_a_forgotten_journal_write_is_noticed() -> None:
     with pytest.raises(Broken, match=r"released twice|resumed twice|other weights"):
         explore(Model(job(1), deaths=1, has_journal=False), limit=MOST_STATES)
+
+
+def test_a_call_that_failed_and_is_taken_for_one_that_was_never_made_is_noticed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(EngineView, "broke", lambda view, reason, unknown_tags=(): view)
+    with pytest.raises(Broken, match=r"released twice|resumed twice|released before it was drained"):
+        explore(Model(job(1), deaths=1, of=("call",)), limit=MOST_STATES)
+
+
+def test_weights_that_an_engine_starts_on_after_two_were_not_shown_to_hold_them_are_noticed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(next_actions, "_start", lambda pod, version: StartEngine(version))
+    with pytest.raises(Broken, match="an engine starts on weights that two were not shown to hold"):
+        explore(Model(job(1), deaths=2, of=("call",)), limit=MOST_STATES)
 
 
 def test_a_target_of_an_older_epoch_that_is_let_in_is_noticed() -> None:
@@ -165,7 +174,7 @@ def test_an_epoch_that_is_recorded_over_another_leaders_is_noticed() -> None:
 
 
 def straight_to_training(ladder: Ladder, after: Rung) -> Rung:
-    """As `Ladder.next_barrier`, without those below Trained."""
+    """Return what `Ladder.next_barrier` does, without the barriers below Trained."""
     return Rung.SERVING if ladder.reaches(after, Rung.TRAINED) else Rung.TRAINED
 
 
@@ -218,7 +227,7 @@ def test_an_update_of_an_engine_that_nobody_drained_is_noticed(monkeypatch: pyte
 
 
 def test_a_gate_that_closes_before_every_pod_has_the_new_weights_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the agent, as soon as its own export is whole."""
+    """The agent closes it as soon as its own export is whole."""
     forget_barrier(monkeypatch, at=Rung.EXPORTED, before=Rung.CLOSED)
     with pytest.raises(Broken, match=r"a gate closes in epoch 2 before gpu-\d stood at Exported"):
         explore(Model(job(2, Placement.RESIDENT), deaths=0), limit=MOST_STATES)
@@ -233,7 +242,7 @@ def test_a_gate_that_opens_on_new_weights_before_every_engine_holds_them_is_noti
 
 
 def test_a_step_that_is_trained_before_every_reference_has_scored_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By an agent whose own has."""
+    """An agent trains it whose own reference has scored."""
     forget_barrier(monkeypatch, at=Rung.SCORED, before=Rung.TRAINED)
     with pytest.raises(Broken, match=r"Train led to Trained in epoch 2 before gpu-\d stood at Scored"):
         explore(Model(job(2, Placement.RESIDENT, reference=True), deaths=0), limit=MOST_STATES)
@@ -249,7 +258,7 @@ def test_a_trainer_that_leaves_the_device_is_noticed(monkeypatch: pytest.MonkeyP
 def test_old_weights_that_are_removed_while_an_engine_may_need_them_are_noticed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """By trainers that rest as soon as their own part is done."""
+    """The trainers remove them as soon as their own part is done."""
     monkeypatch.setattr(
         next_actions,
         "_train_alone",
@@ -263,7 +272,9 @@ def test_old_weights_that_are_removed_while_an_engine_may_need_them_are_noticed(
         explore(Model(job(1, Placement.DISAGGREGATED), deaths=1, of=("engine",)), limit=MOST_STATES)
 
 
-def test_engines_that_are_told_of_weights_before_they_are_written_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_engines_that_get_weights_as_target_before_they_are_written_are_noticed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(plan, "_weights", lambda seen, climb: climb.version)
     with pytest.raises(Broken, match="VerifyExport on an export that is not there"):
         explore(Model(job(1, Placement.DISAGGREGATED), deaths=0), limit=MOST_STATES)

@@ -49,7 +49,7 @@ def job(placement: Placement, **spec: Any) -> Job:
 
 
 def asked_of_an_agent(job: Job) -> Verify:
-    """What it asks of its engine before the gate opens."""
+    """Return what the job's agent asks of its engine before the gate opens."""
     rules: Rules = AgentSettings.rules.fget(type("Told", (), {"job": job}))  # type: ignore[attr-defined]
     return rules.verify
 
@@ -63,7 +63,7 @@ def silent() -> PodFacts:
 
 
 def training(step: int, exported: int | None) -> PodFacts:
-    """Of a pod whose trainer has finished a step; exported: the step of the newest weights that it has written."""
+    """Return a pod whose trainer has finished a step; exported: the step of the newest weights that it has written."""
     version = None if exported is None else WeightVersion(exported, 1)
     return pod_facts(absent_engine(), trainer(step, 1, state=TrainerState.ONLOADED, exported=version), epoch=1)
 
@@ -155,10 +155,14 @@ def test_a_recording_waits_for_the_evaluation_of_its_weights() -> None:
 
 
 def test_status_of_a_recording_says_who_has_the_devices_and_which_batch_is_the_newest() -> None:
-    told = status(seen_of(job(Placement.ROLLOUT_ONLY), serving(), rollout=rollout_facts(sealed=2)))
-    assert (Placement.ROLLOUT_ONLY, Phase.ROLLOUT, Holder.ROLLOUT) == (told.placement, told.phase, told.gpu_holder)
-    assert (2, "0-1", "Serving") == (told.step, told.weight_version, told.rung)
-    sharing = next(item for item in told.conditions if item.type == ConditionType.GPU_SHARING_READY)
+    reported = status(seen_of(job(Placement.ROLLOUT_ONLY), serving(), rollout=rollout_facts(sealed=2)))
+    assert (Placement.ROLLOUT_ONLY, Phase.ROLLOUT, Holder.ROLLOUT) == (
+        reported.placement,
+        reported.phase,
+        reported.gpu_holder,
+    )
+    assert (2, "0-1", "Serving") == (reported.step, reported.weight_version, reported.rung)
+    sharing = next(item for item in reported.conditions if item.type == ConditionType.GPU_SHARING_READY)
     assert ("True", "RolloutOnly") == (sharing.status, sharing.reason)
 
 
@@ -216,8 +220,12 @@ def test_a_job_that_only_trains_is_complete_when_its_last_step_is_saved() -> Non
 def test_status_of_training_alone_says_that_the_trainer_has_the_devices_between_steps_too() -> None:
     for pod in (training(0, 0), training(1, 0), training(1, 1)):
         seen = seen_of(job(Placement.TRAIN_ONLY), pod, step=1, rollout=rollout_facts(sealed=1), served=V0)
-        told = status(seen)
-        assert (Placement.TRAIN_ONLY, Phase.TRAINING, Holder.TRAINER) == (told.placement, told.phase, told.gpu_holder)
-        ready = next(item for item in told.conditions if item.type == ConditionType.READY)
+        reported = status(seen)
+        assert (Placement.TRAIN_ONLY, Phase.TRAINING, Holder.TRAINER) == (
+            reported.placement,
+            reported.phase,
+            reported.gpu_holder,
+        )
+        ready = next(item for item in reported.conditions if item.type == ConditionType.READY)
         assert ("True", "Training") == (ready.status, ready.reason), "nothing serves"
-    assert (1, "1-1") == (told.step, told.weight_version)
+    assert (1, "1-1") == (reported.step, reported.weight_version)

@@ -143,7 +143,7 @@ def test_nobody_trains_before_every_reference_has_scored(ladder: Ladder) -> None
 
 @on_both_ladders
 def test_tunix_on_shared_devices_nothing_is_scored_before_the_batch_is_there(ladder: Ladder) -> None:
-    """As published of its stage: nothing comes out until the barrier, then the whole batch, then the next stage."""
+    """tunix's published stage works so: nothing comes out until the barrier, then the batch, then the next stage."""
     pods = [facts_at(Rung.SERVING, V0, ladder=ladder)] * 2
     collecting, sealed = (
         climbing(ladder, *pods, climb=make_climb(0), rollout=rollout_facts(sealed=step)) for step in (0, 1)

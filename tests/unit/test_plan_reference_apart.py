@@ -111,7 +111,7 @@ def test_it_is_there_where_samples_are_made_and_only_there() -> None:
 
 
 # ------------------------------------------------------------------------------------------------------------- the plan
-def test_rollout_is_told_where_it_is_and_nobody_is_told_anything_of_it() -> None:
+def test_rollout_gets_its_address_and_nobody_else_hears_of_it() -> None:
     seen = seen_with(READY[0], make_reference(1, is_ready=False))
     targets = plan(seen).targets
     (rollout,) = [each for each in targets.values() if isinstance(each, RolloutTarget)]
@@ -198,7 +198,7 @@ def test_it_goes_at_once_when_a_job_ends_and_the_end_waits_for_it() -> None:
 
 
 def test_it_goes_when_the_job_is_suspended() -> None:
-    """With its pods, as all others do; and it is buried where its node does not answer."""
+    """Its pods go with all others, and are deleted by force where their node does not answer."""
     resting = make_climb(1, cause=Cause.SUSPENDED)
     seen = seen_with(*READY, climb=resting, job=make_apart(suspend=True))
     gone = {action.name for action in plan(seen).pods if isinstance(action, DeletePod)}
@@ -263,7 +263,7 @@ def test_its_pods_have_devices_of_their_own_and_the_jobs_model() -> None:
     assert "OnFailure" == body["spec"]["restartPolicy"]
 
 
-def test_its_pods_have_the_devices_of_all_when_nothing_is_said() -> None:
+def test_its_pods_have_the_devices_of_all_when_nothing_else_is_specified() -> None:
     (container,) = pod("reference-0", gpus={"count": 4})["spec"]["containers"]
     assert "4" == container["resources"]["limits"]["nvidia.com/gpu"]
     claimed = pod("reference-0", gpus={"count": 4, "resourceClaimTemplateName": "four"})

@@ -77,7 +77,7 @@ def test_placement_follows_from_what_engines_offload() -> None:
     assert (Placement.RESIDENT, RESIDENT) == (make_resident_job().spec.placement, make_resident_job().ladder)
 
 
-def test_nothing_is_released_on_the_resident_ladder_and_nothing_can_be_said_of_it() -> None:
+def test_the_resident_ladder_has_no_rung_of_a_release() -> None:
     assert not {Rung.RELEASED, Rung.OFFLOADED, Rung.RESTORED} & {*RESIDENT.rungs}
     with pytest.raises(KeyError):
         RESIDENT.reaches(Rung.SEALED, Rung.RELEASED)
@@ -129,7 +129,7 @@ def test_no_target_closes_a_gate_before_every_pod_has_exported() -> None:
     assert {Rung.PAUSED} == asked_rungs(climbing(Rung.EXPORTED, Rung.EXPORTED))
 
 
-def test_a_step_is_told_to_the_store_when_nothing_more_is_made_by_older_weights() -> None:
+def test_the_store_learns_of_a_step_when_nothing_more_is_made_by_older_weights() -> None:
     """Groups that are admitted after that have their place in a batch: their tokens must not be a step older."""
     for rung in (Rung.TRAINED, Rung.EXPORTED, Rung.DRAINED):
         assert 0 == rollout_target(climbing(rung, rung)).trained_step

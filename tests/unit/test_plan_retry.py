@@ -1,4 +1,4 @@
-"""Which failures end a job, and how a job that has failed goes on."""
+"""These tests show which failures end a job, and how a job that has failed goes on."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ NONE = FailureTally()
 
 
 def died_at(step: int, tally: FailureTally = NONE, **spec: Any) -> Climb:
-    """What is decided when a trainer dies in that step."""
-    told = facts_at(Rung.RELEASED, WeightVersion(step, 1), epoch=5)
-    dead = told.model_copy(update={"trainers": (absent_trainer(1, exit_code=1),)})
+    """Return what is decided when a trainer dies in that step."""
+    facts = facts_at(Rung.RELEASED, WeightVersion(step, 1), epoch=5)
+    dead = facts.model_copy(update={"trainers": (absent_trainer(1, exit_code=1),)})
     climb = replace(make_climb(step, epoch=5, cause=Cause.NEXT_STEP), tally=tally)
     rollout = rollout_facts(sealed=step, trained=step - 1)
     seen = make_observation(make_job(**{"replicas": 1, "steps": 10_000} | spec), [dead], climb=climb, rollout=rollout)
@@ -87,10 +87,10 @@ def test_the_next_step_forgives_what_is_older_than_the_window() -> None:
 
 
 # --------------------------------------------------------------------------------------------- how a failed job goes on
-def failed(cause: Cause = Cause.BACKOFF_LIMIT, *, is_over: bool = True, told: int = 0, **spec: Any) -> Observation:
+def failed(cause: Cause = Cause.BACKOFF_LIMIT, *, is_over: bool = True, retried: int = 0, **spec: Any) -> Observation:
     """A job that failed in step 4; its pods are there, and have stopped."""
     tally = FailureTally(step_retries=2, step=4, tries=2, cause="TrainerDied", action="RetryStep", counted=(4, 4))
-    climb = replace(make_climb(4, 3, epoch=9, cause=cause), tally=tally, retries=told)
+    climb = replace(make_climb(4, 3, epoch=9, cause=cause), tally=tally, retries=retried)
     stopped = facts_at(Rung.RELEASED, WeightVersion(4, 3), epoch=9).model_copy(update={"stopped": True})
     rollout = rollout_facts(sealed=4, trained=3, epoch=9).model_copy(update={"stopped": True})
     job = make_job(**{"replicas": 1, "steps": 10, "backoffLimit": 2} | spec)
@@ -145,17 +145,17 @@ def test_a_job_that_is_complete_is_not_retried() -> None:
 
 
 def test_a_retry_is_acted_on_once() -> None:
-    assert plan(failed(told=1, retries=1)).is_over
-    assert not plan(failed(told=1, retries=2)).is_over
+    assert plan(failed(retried=1, retries=1)).is_over
+    assert not plan(failed(retried=1, retries=2)).is_over
 
 
-def test_a_retry_that_a_running_job_was_told_does_not_outlive_its_next_epoch() -> None:
+def test_a_retry_asked_of_a_running_job_does_not_outlive_its_next_epoch() -> None:
     """It would be acted on at the moment of a failure that nobody has looked at."""
     climb = died_at(3, retries=4, backoffLimit=0)
     assert (Cause.BACKOFF_LIMIT, 4) == (climb.cause, climb.retries)
 
 
-def test_an_end_that_is_told_again_by_another_operator_answers_no_retry() -> None:
+def test_an_end_that_is_reported_again_by_another_operator_answers_no_retry() -> None:
     climb = plan(replace(failed(is_over=False), memory=replace(failed().memory, raised=False))).climb
     assert climb is not None
     assert (Cause.BACKOFF_LIMIT, 0) == (climb.cause, climb.retries)

@@ -1,4 +1,4 @@
-"""What a machine lacks is said in one line each, with what to do."""
+"""Each thing that a machine lacks is reported in one line, with what to do."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""What README shows is what there is."""
+"""README shows what exists."""
 
 from __future__ import annotations
 

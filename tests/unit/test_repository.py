@@ -19,7 +19,7 @@ ENGINE = ROOT / "workloads/gpu/engine.txt"
 
 
 def output_of(program: str, *, cwd: Path = ROOT) -> str:
-    """What a fresh interpreter says, with the working directory first on its path."""
+    """Return what a fresh interpreter prints, with the working directory first on its path."""
     answer = subprocess.run(
         [sys.executable, "-c", program], cwd=cwd, capture_output=True, text=True, timeout=60, check=True
     )
@@ -62,7 +62,12 @@ def test_make_help_explains_every_target() -> None:
 
 
 def test_ci_runs_what_everybody_runs() -> None:
-    assert ["make test", "exec make test-slow"] == (ROOT / ".ci/run").read_text().splitlines()[-2:]
+    commands = [
+        "make test",
+        "make fuzz FUZZ_S=60 SEED=1",
+        "exec make test-slow",
+    ]
+    assert commands == (ROOT / ".ci/run").read_text().splitlines()[-3:]
 
 
 def test_commits_are_checked_by_our_own_commands() -> None:
@@ -129,7 +134,8 @@ def test_no_library_has_two_versions_in_the_project() -> None:
     everything = {requirement.partition(" ;")[0] for _, requirement in pins(ROOT / "tests/requirements.txt")}
     ours = {pin.partition("==")[0] for pin in everything}
     besides = {
-        ROOT / f"tests/{name}/requirements.txt" for name in ("peers", "website", "trained_model", "fuzz", "mutants")
+        ROOT / f"tests/{name}/requirements.txt"
+        for name in ("peers", "website", "trained_model", "fuzz", "mutants", "release")
     }  # what only they have is no part of it
     alone = ROOT / "tests/frameworks/requirements.txt"  # asks for other versions, and is in no process of ours
     others = {

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+from itertools import product
 from pathlib import Path
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.numpy import load
@@ -25,10 +27,13 @@ from colocated_rl_rollout.rules.samples import (
     Tokens,
 )
 from colocated_rl_rollout.store.batches import (
+    LEFT_BYTES,
     BatchRecord,
     partition,
     shard_path,
+    work_of,
     write_batch,
+    write_shards,
 )
 
 
@@ -107,18 +112,18 @@ def test_columns_say_of_each_token_who_made_it_and_of_each_sample_how_its_group_
     } == dtypes  # fmt: skip
 
 
-def test_what_a_reference_says_stands_beside_each_token_that_is_trained(tmp_path: Path) -> None:
-    """Also where a response has tokens that are too old, which are context."""
-    said = {SampleId(number): -np.arange(1, 9, dtype=np.float32) - number for number in (1, 2, 3, 4)}
+def test_scores_of_a_reference_stand_beside_each_token_that_is_trained(tmp_path: Path) -> None:
+    """They do so also where a response has tokens that are too old, which are context."""
+    scores = {SampleId(number): -np.arange(1, 9, dtype=np.float32) - number for number in (1, 2, 3, 4)}
     write_batch(
-        tmp_path, make_groups(), step=3, shards=1, temperature=0.7, seed=5, oldest_step=2, reference=said
+        tmp_path, make_groups(), step=3, shards=1, temperature=0.7, seed=5, oldest_step=2, reference=scores
     )  # fmt: skip
     columns = load(shard_path(tmp_path, 3, 0).read_bytes())
     assert [0, 0, 0, 0, -4, 0, 0, -3, -4, 0, -4, 0, -5, -6, -7, -8] == columns["reference_logp"].tolist()
     assert "float32" == str(columns["reference_logp"].dtype)
 
 
-def test_experts_stand_beside_the_tokens_that_engines_read_and_none_where_none_were_told(tmp_path: Path) -> None:
+def test_experts_stand_beside_the_tokens_that_engines_read_and_none_where_none_were_reported(tmp_path: Path) -> None:
     """An engine has not read the last token of a response, which it drew. It has read tokens that a stop cut off.
 
     Of the other samples nothing is known.
@@ -145,6 +150,29 @@ def test_a_batch_of_which_no_experts_are_known_has_no_column_of_them(tmp_path: P
 
     assert "experts" not in load(shard_path(tmp_path, 3, 0).read_bytes())
     assert not header_of(tmp_path, 0).has_experts
+
+
+def test_one_expert_for_each_token_is_a_column_too(tmp_path: Path) -> None:
+    groups = make_groups()
+    groups[0].samples[1].experts = np.array([[1], [3], [5]], np.int16)
+    write_batch(tmp_path, groups, step=3, shards=1, temperature=0.7, seed=5)
+    assert header_of(tmp_path, 0).has_experts
+    assert [-1] * 5 + [1, 3, 5, -1] == load(shard_path(tmp_path, 3, 0).read_bytes())["experts"][:9, 0].tolist()
+
+
+def test_a_batch_may_take_all_of_the_volume_but_what_the_store_needs(tmp_path: Path) -> None:
+    body = b"x" * 2**20
+    with pytest.raises(OSError, match="16 MiB are free, and it takes 17 MiB"):
+        write_shards(tmp_path, 3, [body], free_bytes=lambda _: 2**20 + LEFT_BYTES - 1)
+    write_shards(tmp_path, 3, [body], free_bytes=lambda _: 2**20 + LEFT_BYTES)
+    assert body == shard_path(tmp_path, 3, 0).read_bytes()
+
+
+def test_a_record_from_before_tokens_were_masked_has_none() -> None:
+    kept = BatchRecord(
+        step=1, groups=1, samples=1, loss_tokens=1, reward_mean=0, staleness={0: 1}, truncated=0, sha256=("",)
+    )
+    assert 0 == kept.masked_tokens
 
 
 def test_the_record_counts_what_the_step_will_see(tmp_path: Path) -> None:
@@ -182,6 +210,33 @@ def test_more_ranks_than_samples_leave_some_ranks_without(tmp_path: Path) -> Non
 def test_shards_hold_each_sample_once_and_are_balanced(lengths: list[int], shards: int) -> None:
     parts = partition(lengths, shards)
     assert list(range(len(lengths))) == sorted(place for part in parts for place in part)
-    loads = [sum(lengths[place] for place in part) for part in parts]
-    assert max(loads) - min(loads) <= max(lengths, default=0)
+    loads = [sum(work_of(lengths[place]) for place in part) for part in parts]
+    assert max(loads) - min(loads) <= max(map(work_of, lengths), default=0)
     assert all(part == sorted(part) for part in parts)
+
+
+@given(st.lists(st.integers(1, 100_000), min_size=1, max_size=6), st.integers(1, 3))
+def test_no_dealing_makes_the_slowest_shard_much_faster(lengths: list[int], shards: int) -> None:
+    """Graham's bound on longest first, against the best of all dealings."""
+    slowest = max(sum(work_of(lengths[place]) for place in part) for part in partition(lengths, shards))
+
+    best = min(
+        max(
+            sum(work_of(length) for length, hand in zip(lengths, hands, strict=True) if hand == shard)
+            for shard in hands
+        )
+        for hands in product(range(shards), repeat=len(lengths))
+    )
+    assert 3 * shards * slowest <= (4 * shards - 1) * best
+
+
+def test_attention_of_a_long_sample_counts() -> None:
+    """If tokens alone counted, one sample of 32 thousand would get company as soon as
+    the other shard has four of 8 thousand.
+    """
+    assert [[0], [1, 2, 3, 4, 5]] == partition([32_000, *[8_000] * 5], 2)
+
+
+def test_of_shards_with_the_same_work_the_one_with_fewer_samples_gets_the_next() -> None:
+    """4 + 1 + 1 tokens are as many as 3 + 3, and so are their squares."""
+    assert [[0, 2, 3], [1, 4, 5]] == partition([1, 3, 4, 1, 3, 1], 2)

@@ -1,4 +1,4 @@
-"""Which engine takes the next request: as a look at all of them would say, whatever came before."""
+"""The next request goes to the engine that a look at all of them would choose, whatever came before."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def test_the_engine_with_the_fewest_requests_is_picked_whatever_came_before(move
 
 
 def test_no_more_requests_are_sent_than_there_are_descriptors_for_until_one_ends() -> None:
-    """What is not sent waits in the store, as it does while gates are closed."""
+    """Requests that are not sent wait in the store, as they do while gates are closed."""
 
     async def main() -> None:
         nobody: Any = None
@@ -143,7 +143,7 @@ class Broken(EngineClient):
 
 
 def test_an_engine_that_brings_nothing_rests_twice_as_long_each_time_until_it_brings_something() -> None:
-    """Or one that refuses all would be asked without end, and hold up what the others could take."""
+    """Otherwise one that refuses everything would be asked without end, and hold up what the others could take."""
 
     async def rest(client: EngineClient) -> float:
         with suppress(AttemptLost):
@@ -192,6 +192,6 @@ def test_h28_routed_experts_are_asked_for_from_the_first_token_without(first: in
     """They come for the prompt too, which is longer in each attempt."""
     request = GenerateRequest([1, 2], 9, 1.0, end_ids=[2], stops=["x"], seed=1, experts_from=first)
     for stream in (False, True):
-        said = json.loads(request.body(stream=stream))
-        assert more == {name: said.pop(name) for name in more}
-        assert {"input_ids", "sampling_params", "return_logprob", "stream"} == set(said)
+        body = json.loads(request.body(stream=stream))
+        assert more == {name: body.pop(name) for name in more}
+        assert {"input_ids", "sampling_params", "return_logprob", "stream"} == set(body)

@@ -1,4 +1,4 @@
-"""What is said of an episode that failed: everything but words that may quote the model."""
+"""The report of a failed episode has everything but words that may quote the model."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def tool() -> None:
 
 
 def scored() -> str:
-    """As verifiers wraps what an environment raises."""
+    """Return an error as verifiers wraps what an environment raises."""
     try:
         try:
             tool()
@@ -31,14 +31,14 @@ def scored() -> str:
     raise AssertionError
 
 
-def test_a_failure_is_told_by_its_first_cause_and_its_place_without_its_words() -> None:
+def test_a_failure_is_reported_by_its_first_cause_and_its_place_without_its_words() -> None:
     error = SimpleNamespace(type="TaskError", message=SECRET, status_code=None, traceback=scored())
-    said = fault(SimpleNamespace(errors=[], traces=[SimpleNamespace(errors=[error])]))
+    words = fault(SimpleNamespace(errors=[], traces=[SimpleNamespace(errors=[error])]))
     here = re.escape(__file__)
-    assert re.fullmatch(rf"TaskError: ValueError at {here}:\d+, called at {here}:\d+", said)
+    assert re.fullmatch(rf"TaskError: ValueError at {here}:\d+, called at {here}:\d+", words)
 
 
-def test_a_failure_without_a_place_is_told_by_its_type() -> None:
+def test_a_failure_without_a_place_is_reported_by_its_type() -> None:
     error = SimpleNamespace(type="ProviderError", message=SECRET, status_code=400, traceback=None)
     assert "ProviderError (HTTP 400)" == fault(SimpleNamespace(errors=[error], traces=[]))
     assert "it failed without an error" == fault(SimpleNamespace(errors=[], traces=[]))

@@ -80,7 +80,7 @@ def test_several_answers_to_a_prompt_have_a_best_one_and_count_as_one_for_the_er
 
 @pytest.mark.parametrize("right", range(9))
 def test_best_of_some_answers_is_pass_at_k_where_rewards_are_0_and_1(right: int) -> None:
-    """As Chen et al. 2021 write it: 1 - C(n - c, k) / C(n, k)."""
+    """Chen et al. 2021 write it as 1 - C(n - c, k) / C(n, k)."""
     rewards = [1.0] * right + [0.0] * (8 - right)
     for count in range(1, 9):
         assert math.isclose(1 - math.comb(8 - right, count) / math.comb(8, count), best_of(rewards, count))
@@ -95,7 +95,7 @@ def test_best_of_some_answers_is_the_mean_over_all_choices_of_so_many(
     assert math.isclose(math.fsum(each) / len(each), best_of(rewards, count), rel_tol=1e-9, abs_tol=1e-6)
 
 
-def test_best_of_2_4_8_is_told_where_a_prompt_has_more_answers() -> None:
+def test_best_of_2_4_8_is_reported_where_a_prompt_has_more_answers() -> None:
     board = Scoreboard(3, prompts=2, responses=5)
     for place, reward in enumerate([1.0, 0.0, 0.0, 0.0, 0.0, *[1.0] * 5]):
         board.take(place, {V(3, 1)}, reward)
@@ -291,7 +291,7 @@ class Asked(OneEngine):
 
 
 async def test_answers_are_drawn_and_limited_as_the_evaluation_says(tmp_path: Path) -> None:
-    """Those that the evaluation's limit ends are complete, and worth nothing."""
+    """Answers that the evaluation's limit ends are complete, and worth nothing."""
     async with evaluating(tmp_path) as scene:
         evaluation, engines = scene.evaluation, Asked()
         evaluation.how = Rules(

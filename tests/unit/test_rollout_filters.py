@@ -1,4 +1,4 @@
-"""What filters keep from training: tables of groups."""
+"""These tables of groups show what filters keep from training."""
 
 from __future__ import annotations
 
@@ -40,6 +40,10 @@ STOP, LENGTH = Finish.STOP, Finish.LENGTH
         ([EQUAL], [(1, STOP), (0, STOP)], None, []),
         ([EQUAL], [(1, STOP), (1, STOP)], EQUAL, []),
         ([EQUAL], [(0.1, STOP), (0.1 + 1e-9, STOP)], EQUAL, []),  # rounding is no signal
+        ([EQUAL], [(0, STOP), (1e-9, STOP)], EQUAL, []),
+        ([EQUAL], [(0, STOP), (1e-6, STOP)], EQUAL, []),
+        ([EQUAL], [(0, STOP), (1.1e-6, STOP)], None, []),
+        ([TRUNCATED], [(1, STOP), (1, STOP), (0, STOP), (0, LENGTH)], None, [3]),
         ([EQUAL], [(1, STOP), (0, LENGTH)], None, []),  # that the limit was hit is one
         ([TRUNCATED], [(1, STOP), (1, STOP), (0, LENGTH)], None, [2]),
         ([TRUNCATED], [(1, STOP), (0, LENGTH)], TRUNCATED, []),

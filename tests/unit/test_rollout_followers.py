@@ -42,14 +42,14 @@ class Scene:
             yield response
 
     async def whole(self, query: str) -> list[dict[str, Any]]:
-        """What a follower is told from first to last, which is as the document has it."""
+        """Return what a follower receives from first to last, after a check against the document."""
         async with self.following(query) as response:
             body = await response.read()
         rollout_interface().check("GET", "/v1/samples", response.status, response.content_type, body)
         return [json.loads(line) for line in body.splitlines() if line]
 
 
-async def told(response: aiohttp.ClientResponse) -> dict[str, Any]:
+async def next_row(response: aiohttp.ClientResponse) -> dict[str, Any]:
     """The next sample."""
     while not (line := await response.content.readline()).strip():
         assert line, "the answer has ended"
@@ -85,7 +85,7 @@ def store(tmp_path: Path) -> Store:
     return Store(tmp_path, job_uid=JOB)
 
 
-async def test_samples_are_told_as_they_end_and_in_that_order(store: Store) -> None:
+async def test_samples_are_reported_as_they_end_and_in_that_order(store: Store) -> None:
     async with serving(store) as scene, scene.following() as response:
         assert (200, LINES) == (response.status, response.content_type)
         first, second = store.admit(prompt(0), size=2).samples
@@ -93,12 +93,12 @@ async def test_samples_are_told_as_they_end_and_in_that_order(store: Store) -> N
             store.start(sample)
             store.finish(sample, segment(2), Finish.STOP)
             store.score(sample, 0.5)
-            row = await told(response)
+            row = await next_row(response)
             assert (sample.id, "completed", 0.5) == (row["id"], row["state"], row["reward"])
         assert [2, 1] == [sample.ended for sample in (first, second)]
 
 
-async def test_each_way_to_end_is_told_once(store: Store) -> None:
+async def test_each_way_to_end_is_reported_once(store: Store) -> None:
     group = completed_group(store)
     store.replace(group.samples[0], S.DISCARDED, "TooStale")  # it had ended already
     running = group.samples[-1]
@@ -122,7 +122,7 @@ async def test_a_follower_begins_with_the_newest_and_goes_on_where_it_was_cut_of
     for _ in range(3):
         completed_group(store)
     async with serving(store) as scene, scene.following("&limit=2") as response:
-        assert [5, 6] == [(await told(response))["ended"] for _ in range(2)]
+        assert [5, 6] == [(await next_row(response))["ended"] for _ in range(2)]
     again = Store(tmp_path, job_uid=JOB)  # the controller's next start
     completed_group(again)
     async with serving(again) as scene:
@@ -143,12 +143,12 @@ async def test_places_are_never_given_twice_though_a_checkpoint_removes_samples(
         assert [3, 4] == [row["ended"] for row in await scene.whole("&after=0")]
 
 
-async def test_nothing_is_told_that_a_kill_could_undo(store: Store) -> None:
+async def test_nothing_is_reported_that_a_kill_could_undo(store: Store) -> None:
     async with serving(store) as scene, scene.following() as response:
         with closing(sqlite3.connect(store.path, isolation_level=None)) as disk:
             disk.execute("BEGIN IMMEDIATE")
             group = completed_group(store)
-            reading = asyncio.create_task(told(response))
+            reading = asyncio.create_task(next_row(response))
             async with scene.client.get("/v1/progress") as page:  # while it waits, others are answered
                 assert page.status == 200
             assert not reading.done()
@@ -156,7 +156,7 @@ async def test_nothing_is_told_that_a_kill_could_undo(store: Store) -> None:
         assert group.samples[0].id == (await reading)["id"]
 
 
-async def test_only_samples_of_a_state_are_told_and_with_words_where_they_are_asked_for(store: Store) -> None:
+async def test_only_samples_of_a_state_are_reported_and_with_words_where_they_are_asked_for(store: Store) -> None:
     group = completed_group(store)
     store.start(store.replace(group.samples[0], S.DISCARDED, "TooStale"))
     async with serving(store, text=lambda ids: f"{len(ids)} tokens") as scene:
@@ -191,7 +191,7 @@ async def test_so_many_follow_and_no_more(store: Store) -> None:
 
 
 async def test_who_does_not_read_is_hung_up_on(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And holds a page of lines until then, while the store goes on."""
+    """It holds a page of lines until then, while the store goes on."""
     monkeypatch.setattr("colocated_rl_rollout.clients.CLIENT_S", 0.1)
     async with serving(store, text=lambda ids: "a" * 100_000) as scene:
         for _ in range(30):
@@ -228,7 +228,9 @@ async def test_a_store_of_an_older_program_goes_on(store: Store, tmp_path: Path)
     before = completed_group(store)
     store.close()
     with closing(sqlite3.connect(store.path)) as database:
-        database.executescript("DROP INDEX samples_by_end; ALTER TABLE samples DROP COLUMN ended;")
+        database.executescript(
+            "DROP INDEX samples_by_end; ALTER TABLE samples DROP COLUMN ended; ALTER TABLE samples DROP COLUMN resent;"
+        )
     again = Store(tmp_path, job_uid=JOB)
     assert [1.0, 1.0] == [sample.reward for sample in again.groups[before.id].samples]
     completed_group(again)

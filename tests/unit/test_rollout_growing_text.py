@@ -49,7 +49,7 @@ def unicode_bytes() -> list[int]:
 
 
 def byte_fallback() -> Tokenizer:
-    """As Llama's: words with a mark for their space, and a byte each of whatever has no word."""
+    """Return a tokenizer like Llama's: words with a mark for their space, and a byte each of whatever has no word."""
     words = [*SPECIAL, *BYTES, "▁", "▁a", "▁the", *CHARACTERS]
     tokenizer = Tokenizer(models.BPE({word: number for number, word in enumerate(words)}, []))
     tokenizer.decoder = decoders.Sequence(
@@ -103,31 +103,31 @@ def test_pieces_add_up_to_a_beginning_of_what_all_tokens_decode_to(name: str, da
     steps = data.draw(st.lists(st.lists(st.integers(0, decoder.size - 1), min_size=1, max_size=4), max_size=40))
     growing = GrowingText(decoder)
     ids: list[int] = []
-    told = ""
+    text = ""
     for step in steps:
         ids += step
-        told += growing.more(step)
+        text += growing.more(step)
         whole = Counting(TOKENIZERS[name]).text(ids)
-        assert whole.startswith(told)
+        assert whole.startswith(text)
         words = [token for token in ids if token not in decoder.special_ids]
         if words and words[-1] not in decoder.byte_ids:
-            assert whole in (told, told + CUT_OFF)
+            assert whole in (text, text + CUT_OFF)
 
 
 @pytest.mark.parametrize("word", ["the", "☃", "\U0001f600", "\udcff"])
 def test_however_long_a_text_gets_only_a_few_tokens_are_decoded_at_a_time(word: str) -> None:
-    """Also of one that never makes a whole character. All tokens were decoded again at each event."""
+    """The bound holds also for a text that never makes a whole character. Each event decoded all tokens again."""
     decoder = Counting(TOKENIZERS["bytes"])
     places = {value: number for number, value in enumerate(unicode_bytes(), len(SPECIAL))}
     ids = [places[value] for value in word.encode(errors="surrogateescape")] * 200
     growing = GrowingText(decoder)
-    told = "".join(growing.more([token]) for token in ids)
+    text = "".join(growing.more([token]) for token in ids)
     assert decoder.decoded <= WINDOW + 1
-    assert decoder.text(ids) in (told, told + CUT_OFF)
+    assert decoder.text(ids) in (text, text + CUT_OFF)
     assert KEPT < WINDOW
 
 
-def test_a_row_of_bytes_is_told_once_it_has_ended() -> None:
+def test_a_row_of_bytes_is_reported_once_it_has_ended() -> None:
     """One more byte may make all of it unreadable: each is shown for itself then."""
     decoder = Counting(TOKENIZERS["fallback"])
     snow = [2 + value for value in "☃☃".encode()]

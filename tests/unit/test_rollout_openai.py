@@ -1,4 +1,4 @@
-"""What the gateway takes and says: whatever comes in, it is taken as it is or refused with a reason."""
+"""The gateway takes whatever comes in as it is, or refuses it with a reason."""
 
 from __future__ import annotations
 
@@ -85,8 +85,8 @@ def test_whatever_is_asked_is_taken_or_refused(chat: Chat, fields: dict[str, Any
     base = {"model": "m", "messages": [{"role": "user", "content": "hi"}], "prompt": "hi"}
     kinds: list[tuple[type[ChatBody] | type[TextBody], str]] = [(ChatBody, "prompt"), (TextBody, "messages")]
     for kind, other in kinds:
-        said = {name: value for name, value in ({**base, **fields} if whole else fields).items() if name != other}
-        taken = answer_to(kind, json.dumps(said).encode(), chat)
+        body = {name: value for name, value in ({**base, **fields} if whole else fields).items() if name != other}
+        taken = answer_to(kind, json.dumps(body).encode(), chat)
         if isinstance(taken, RequestRefused):
             assert taken.status in (400, 404)
             assert {"message", "type", "param", "code"} == set(taken.body()["error"])
@@ -111,7 +111,7 @@ def refusal(chat: Chat, body: str, kind: type[ChatBody] | type[TextBody] = ChatB
 
 
 @pytest.mark.parametrize(
-    ("body", "param", "said"),
+    ("body", "param", "message"),
     [
         ('"n": 2', "n", "send several requests"),
         ('"stop": [[2, 3]]', "stop.0", "not token ids"),
@@ -157,14 +157,16 @@ def refusal(chat: Chat, body: str, kind: type[ChatBody] | type[TextBody] = ChatB
         ('"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]', "messages", "twice"),
     ],
 )  # fmt: skip
-def test_what_is_asked_wrongly_is_named_with_what_to_write(chat: Chat, body: str, param: str | None, said: str) -> None:
+def test_what_is_asked_wrongly_is_named_with_what_to_write(
+    chat: Chat, body: str, param: str | None, message: str
+) -> None:
     refused = refusal(chat, body)
     assert (400, param) == (refused.status, refused.param)
-    assert said in str(refused)
+    assert message in str(refused)
 
 
 def test_what_the_rendering_sets_itself_may_be_asked_for_as_it_sets_it(chat: Chat) -> None:
-    """Of two values for one name the template's engine said so, in its own words."""
+    """The template's engine reported two values for one name in its own words."""
     base = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
     options = {"add_generation_prompt": True, "documents": None, "self": "of no effect"}
     plain = answer_to(ChatBody, json.dumps(base).encode(), chat)
@@ -175,7 +177,7 @@ def test_what_the_rendering_sets_itself_may_be_asked_for_as_it_sets_it(chat: Cha
 
 
 @pytest.mark.parametrize(
-    ("body", "param", "said"),
+    ("body", "param", "message"),
     [
         ('"prompt": ["one", "two"]', "prompt.0", "several prompts are several requests"),
         ('"prompt": [[1, 2], [3]]', "prompt.0", "several prompts are several requests"),
@@ -189,10 +191,10 @@ def test_what_the_rendering_sets_itself_may_be_asked_for_as_it_sets_it(chat: Cha
         ('"prompt": "hi", "stop": "a<|im_start|>"', "stop", "a special token"),
     ],
 )
-def test_what_is_asked_wrongly_of_a_text_is_named_too(chat: Chat, body: str, param: str, said: str) -> None:
+def test_what_is_asked_wrongly_of_a_text_is_named_too(chat: Chat, body: str, param: str, message: str) -> None:
     refused = refusal(chat, body, TextBody)
     assert (400, param) == (refused.status, refused.param)
-    assert said in str(refused)
+    assert message in str(refused)
 
 
 MANY = 2000
@@ -225,11 +227,11 @@ def test_of_many_faults_few_are_kept(
 
 
 def test_an_object_without_end_is_refused(chat: Chat) -> None:
-    said = {"model": "m", "prompt": "hi"} | {f"name{number}": 1 for number in range(MEMBERS_AT_MOST)}
-    refused = answer_to(TextBody, json.dumps(said).encode(), chat)
+    body = {"model": "m", "prompt": "hi"} | {f"name{number}": 1 for number in range(MEMBERS_AT_MOST)}
+    refused = answer_to(TextBody, json.dumps(body).encode(), chat)
     assert f"{MEMBERS_AT_MOST + 2} members" in str(refused)
     with pytest.raises(RequestRefused, match=f"{MEMBERS_AT_MOST + 2} members"):
-        read_reward(json.dumps(said).encode())
+        read_reward(json.dumps(body).encode())
 
 
 @pytest.mark.parametrize("body", ["[1]", '"a"', "null", '{"reward": 1, "reward": 2, "group": "a"}', '{"reward": NaN}'])
@@ -240,7 +242,7 @@ def test_a_reward_that_is_none_is_refused_in_words(body: str) -> None:
 
 @pytest.mark.parametrize("one", ["hi there", [5, 6, 7], [5]])
 def test_a_list_of_one_prompt_is_that_prompt(chat: Chat, one: str | list[int]) -> None:
-    """As libraries send it that could send several."""
+    """Libraries that could send several prompts send one so."""
     alone, listed = (
         answer_to(TextBody, json.dumps({"model": "m", "prompt": prompt}).encode(), chat) for prompt in (one, [one])
     )
@@ -250,8 +252,8 @@ def test_a_list_of_one_prompt_is_that_prompt(chat: Chat, one: str | list[int]) -
 
 
 def test_an_image_is_named_where_it_stands(chat: Chat) -> None:
-    said = {"model": "m", "messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}
-    refused = answer_to(ChatBody, json.dumps(said).encode(), chat)
+    body = {"model": "m", "messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}
+    refused = answer_to(ChatBody, json.dumps(body).encode(), chat)
     assert isinstance(refused, RequestRefused)
     assert "messages.0.content.0.type" == refused.param
     assert "parts of type text" in str(refused)
@@ -262,8 +264,8 @@ def test_a_template_has_tools_as_they_came(chat: Chat, strict: bool) -> None:
     """True is what OpenAI's own helper for functions writes, asked or not."""
     tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}, "strict": strict}}
     plain = {"type": "function", "function": {"name": "g"}, "more": None}
-    said = {"model": "m", "messages": [{"role": "user", "content": "hi"}], "tools": [tool, plain]}
-    body, _ = read_body(ChatBody, json.dumps(said).encode(), model="m")
+    request = {"model": "m", "messages": [{"role": "user", "content": "hi"}], "tools": [tool, plain]}
+    body, _ = read_body(ChatBody, json.dumps(request).encode(), model="m")
     assert (tool, plain) == read_chat(body, chat).tools
 
 
@@ -276,7 +278,7 @@ def test_a_template_has_tools_as_they_came(chat: Chat, strict: bool) -> None:
         ("temperature must be non-negative", "rejected_by_engine"),
     ],
 )
-def test_a_prompt_that_is_too_long_is_told_in_the_engines_words(words: str, code: str) -> None:
+def test_a_prompt_that_is_too_long_is_refused_in_the_engines_words(words: str, code: str) -> None:
     """SGLang 0.5.23's: of the whole context, of prompt and reply together, of the pool for keys and values."""
     rejected = engine_client._refusal("job-gpu-0-0", 400, words)
     assert isinstance(rejected, RequestRejected)
@@ -289,14 +291,14 @@ def test_a_prompt_that_is_too_long_is_told_in_the_engines_words(words: str, code
 
 def test_a_token_that_ends_a_response_may_be_named_as_a_stop(chat: Chat) -> None:
     [end] = chat.end_ids
-    said = {"model": "m", "prompt": "hi", "stop": [chat.token_text(end)]}
-    assert isinstance(answer_to(TextBody, json.dumps(said).encode(), chat), CompletionRequest)
+    body = {"model": "m", "prompt": "hi", "stop": [chat.token_text(end)]}
+    assert isinstance(answer_to(TextBody, json.dumps(body).encode(), chat), CompletionRequest)
 
 
 @given(message=st.dictionaries(st.sampled_from(["role", "content", "tool_calls", "tool_call_id", "x"]), JSON))
 def test_a_message_of_any_shape_is_rendered_or_refused(chat: Chat, message: dict[str, Any]) -> None:
-    said = {"model": "m", "messages": [{"role": "user", "content": "", **message}]}
-    taken = answer_to(ChatBody, json.dumps(said).encode(), chat)
+    body = {"model": "m", "messages": [{"role": "user", "content": "", **message}]}
+    taken = answer_to(ChatBody, json.dumps(body).encode(), chat)
     assert 400 == taken.status if isinstance(taken, RequestRefused) else len(taken.prompt)
 
 
@@ -338,15 +340,15 @@ def test_calls_are_read_of_templates_that_teach_the_form() -> None:
 
 
 @given(st.text("abé", max_size=12), st.lists(st.text("ab", min_size=1, max_size=3), max_size=2))
-def test_what_is_told_of_a_growing_text_is_never_taken_back(text: str, stops: list[str]) -> None:
+def test_what_is_sent_of_a_growing_text_is_never_taken_back(text: str, stops: list[str]) -> None:
     ends = [size for size in range(len(text) + 1) if any(stop in text[:size] for stop in stops)]
     text = text[: ends[0]] if ends else text
-    told = ""
+    sent = ""
     for size in range(len(text) + 1):
         now = settled(text[:size], stops)
-        assert now.startswith(told)
+        assert now.startswith(sent)
         assert visible(text, stops).startswith(now)
-        told = now
+        sent = now
 
 
 @given(
@@ -374,8 +376,8 @@ def test_pieces_add_up_to_the_whole(chat: Chat, text: str, stops: list[str], end
     whole = reply.whole(chat, tokens, Finish.STOP, extension(tokens, Finish.STOP, 1))["choices"][0]
     streamed = "".join(choice["delta"].get("content", "") for choice in choices)
     assert (whole["message"]["content"] or "").strip() == streamed.strip()
-    told = [token for choice in choices if choice["logprobs"] for token in choice["logprobs"]["content"]]
-    assert whole["logprobs"]["content"] == told
+    logprobs = [token for choice in choices if choice["logprobs"] for token in choice["logprobs"]["content"]]
+    assert whole["logprobs"]["content"] == logprobs
     assert whole["finish_reason"] == choices[-1]["finish_reason"]
     called = [call["function"] for choice in choices for call in choice["delta"].get("tool_calls", [])]
     assert [call["function"] for call in whole["message"].get("tool_calls", [])] == called

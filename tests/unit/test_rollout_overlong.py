@@ -1,4 +1,4 @@
-"""What long responses lose of their reward."""
+"""Long responses lose a part of their reward."""
 
 from __future__ import annotations
 

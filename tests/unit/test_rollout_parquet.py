@@ -64,8 +64,9 @@ def test_a_sample_is_the_same_before_and_after_it_is_sealed(tmp_path: Path) -> N
         written.append(rows(store))
     before, after = written
     assert {
-        "id": 1, "group_id": 1, "prompt_index": 4, "state": "completed", "reason": "", "attempts": 1,
-        "finish": "length", "reward": 0.25, "step": None, "ended": 1, "prompt_length": 3, "response_length": 4,
+        "id": 1, "group_id": 1, "prompt_index": 4, "state": "completed", "reason": "", "attempts": 1, "resent": 0,
+        "first_step": 1, "last_step": 2, "finish": "length", "reward": 0.25, "step": None, "ended": 1,
+        "prompt_length": 3, "response_length": 4,
         "prompt_ids": [1, 2, 3],
         "response_ids": [50, 51, 52, 53], "loss_mask": [True, True, False, True],
         "behaviour_logp": [-0.125, -0.25, 0.0, -0.5], "token_step": [1, 1, -1, 2],
@@ -87,6 +88,7 @@ def test_a_sample_in_any_state_has_a_row_and_types_are_as_documented(store: Stor
     ]
     assert ("TooStale", 0, None) == (found[0]["reason"], found[0]["response_length"], found[2]["reward"])
     assert ([1, 2, 3], [], None) == (found[3]["prompt_ids"], found[3]["token_step"], found[3]["ended"])
+    assert [None, None] == [found[3]["first_step"], found[3]["last_step"]]
     assert b"behaviour" not in (file.schema_arrow.field("reward").metadata or {})[b"description"]
 
 
@@ -138,8 +140,8 @@ def test_row_groups_are_small_whatever_there_is(store: Store, monkeypatch: pytes
 
 def test_each_column_is_in_the_documentation() -> None:
     page = (CHECKOUT.root / "docs/samples.md").read_text()
-    told = dict(re.findall(r"^\| `(\w+)` \| (.*?) \|", page, re.MULTILINE))
+    descriptions = dict(re.findall(r"^\| `(\w+)` \| (.*?) \|", page, re.MULTILINE))
     assert {
         name: str(kind).replace("list<item: ", "list of ").rstrip(">")
         for name, (kind, _) in {**parquet.COLUMNS, **parquet.WORDS}.items()
-    } == told
+    } == descriptions

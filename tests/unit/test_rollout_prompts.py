@@ -29,10 +29,10 @@ async def test_questions_that_can_not_be_made_are_a_problem_until_they_can(tmp_p
     """It was tried again and again, and nobody was told why the job did not begin."""
     job = JobOnDisk.write(tmp_path, make_spec())
     command = [sys.executable, "-c", FAILS_TWICE]
-    told: list[str] = []
+    problems: list[str] = []
 
     def changed() -> None:
-        told.append(prompts.problem.message if prompts.problem else "")
+        problems.append(prompts.problem.message if prompts.problem else "")
 
     async with task_processes(job.spec.rollout.prompts, tmp_path, command=command) as processes:
         prompts = PromptSource(processes, job.chat, max_prompt_tokens=200, position=0, changed=changed, retry_s=0.01)
@@ -40,7 +40,7 @@ async def test_questions_that_can_not_be_made_are_a_problem_until_they_can(tmp_p
         await until(prompts.take)
         running.cancel()
         await asyncio.wait([running])
-    assert ["OSError: disk; asked again"] * 2 + [""] == told[:3]
+    assert ["OSError: disk; asked again"] * 2 + [""] == problems[:3]
 
 
 REFUSING = "{{ raise_exception('roles must alternate') if 'no' in messages[0].content else messages[0].content }}"
@@ -70,12 +70,12 @@ async def test_a_prompt_that_the_models_template_refuses_is_left_out_and_named(
         found = [prompts.take() for _ in range(9)]
     assert [0, 1, 2, 3, 4, 5, 6, 8, 9] == [prompt.position for prompt in found if prompt]
     assert prompts.problem is None
-    told = [record.args for record in caplog.records if record.msg == "prompt left out"]
-    assert 8 == len(told), "so many and no more"
+    records = [record.args for record in caplog.records if record.msg == "prompt left out"]
+    assert 8 == len(records), "so many and no more"
     why = "prompt 8 of the data: the model's chat template can't be rendered: TemplateError at "
-    assert isinstance(told[0], dict)
-    assert told[0]["reason"].startswith(why)
-    assert told[0]["reason"].endswith("<template>:1"), "with the line, and without words that may quote the prompt"
+    assert isinstance(records[0], dict)
+    assert records[0]["reason"].startswith(why)
+    assert records[0]["reason"].endswith("<template>:1"), "with the line, and without words that may quote the prompt"
 
 
 async def test_a_template_that_takes_no_prompt_stops_the_job(tmp_path: Path) -> None:
@@ -153,7 +153,7 @@ async def test_a_restart_over_other_data_stops_instead_of_mistaking_rows(
 ) -> None:
     """Rows are found again by their number: of another file that is another question, and another answer."""
     job = JobOnDisk.write(tmp_path, make_spec())
-    told: list[str] = []
+    problems: list[str] = []
     changed = asyncio.Event()
     async with task_processes(job.spec.rollout.prompts, tmp_path, command=[sys.executable, "-c", FAILS_TWICE]) as made:
         prompts = PromptSource(
@@ -163,7 +163,7 @@ async def test_a_restart_over_other_data_stops_instead_of_mistaking_rows(
             position=0,
             changed=changed.set,
             known_digest=known,
-            remember=told.append,
+            remember=problems.append,
             retry_s=0.01,
         )
         running = asyncio.create_task(prompts.run())
@@ -174,4 +174,4 @@ async def test_a_restart_over_other_data_stops_instead_of_mistaking_rows(
         running.cancel()
         await asyncio.wait([running])
     assert problem == (prompts.problem and prompts.problem.reason)
-    assert (set() if problem else {"x"}) == set(told)
+    assert (set() if problem else {"x"}) == set(problems)

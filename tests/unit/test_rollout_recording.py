@@ -16,6 +16,7 @@ from safetensors import safe_open
 from safetensors.numpy import save_file
 
 from builders import PLACED, make_job
+from colocated_rl_api import names
 from colocated_rl_api.batch import HEADER_KEY, BatchHeader
 from colocated_rl_api.rungs import Placement, WeightVersion
 from colocated_rl_rollout.replay import Replay
@@ -35,7 +36,7 @@ from colocated_rl_rollout.store.recording import RecordingUnusable, take_batch
 from colocated_rl_rollout.store.store import Store
 from fakes.rollout import until
 
-JOB = "6f0d1c52-8a35-4a7c-9d55-0c8a3f1b2e4d"
+JOB = names.JobUid("6f0d1c52-8a35-4a7c-9d55-0c8a3f1b2e4d")
 Row = tuple[object, ...]
 
 
@@ -63,8 +64,8 @@ def record_batch(
 ) -> BatchRecord:
     """scored: by a reference on devices of its own, that finds each sample as likely as its number."""
     samples = [sample for group in groups for sample in group.samples]
-    said = {sample.id: np.full(len(sample.tokens), -float(sample.id), np.float32) for sample in samples}
-    reference = said if scored else None
+    scores = {sample.id: np.full(len(sample.tokens), -float(sample.id), np.float32) for sample in samples}
+    reference = scores if scored else None
     return write_batch(directory, groups, step=step, shards=shards, temperature=0.7, seed=5, reference=reference)
 
 
@@ -170,7 +171,7 @@ def test_a_job_whose_batches_have_scores_takes_none_without_them(tmp_path: Path)
 # -------------------------------------------------------------------------------------------------------- the worker
 @contextlib.asynccontextmanager
 async def replaying(directory: Path, *, steps: int = 3) -> AsyncIterator[tuple[Replay, Store]]:
-    """Of a job with two ranks."""
+    """Replay a job with two ranks."""
     store, changed = Store(directory / "store", job_uid=JOB), asyncio.Event()
     spec = make_job(steps=steps, **PLACED[Placement.TRAIN_ONLY]).spec
     worker = Replay(spec, store=store, recording=directory / "recording", changed=changed.set, full_retry_s=0.01)
@@ -205,7 +206,7 @@ async def test_a_restart_takes_nothing_twice(tmp_path: Path) -> None:
             assert 6 == store.counts[SampleState.SEALED] == store.counts.total()
 
 
-async def test_a_recording_that_ends_is_told_and_taken_up_again_when_it_goes_on(tmp_path: Path) -> None:
+async def test_a_recording_that_ends_is_reported_and_taken_up_again_when_it_goes_on(tmp_path: Path) -> None:
     async with replaying(tmp_path) as (worker, store):
         await until(lambda: worker.problem)
         assert worker.problem is not None

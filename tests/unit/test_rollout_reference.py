@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from prometheus_client import CollectorRegistry
 
+from colocated_rl_api.member_wire import Endpoint
 from colocated_rl_api.rungs import WeightVersion
 from colocated_rl_member.data import DataClient
 from colocated_rl_member.tls import MemberTls
@@ -29,8 +30,10 @@ from colocated_rl_rollout.rules.samples import (
     Span,
     Tokens,
 )
+from colocated_rl_trainer.conformance.ranks import free_port
 from fakes.authority import Authority
 from fakes.reference import FakeReference, reference_logp
+from fakes.relay import relayed
 from fakes.rollout import JOB_UID, TOKEN, until
 
 
@@ -53,8 +56,8 @@ class Scene:
         self.woken.set()
 
     @property
-    def told(self) -> str:
-        """Of the problem; "" while there is none."""
+    def problem_text(self) -> str:
+        """Return the problem's reason and message; "" while there is none."""
         problem = self.stage.problem
         return "" if problem is None else f"{problem.reason}: {problem.message}"
 
@@ -107,8 +110,8 @@ def make_group(number: int = 1, *, samples: int = 2, prompt: tuple[int, ...] = (
 
 def said_of(sample: Sample) -> list[float]:
     assert sample.scores is not None
-    said: list[float] = sample.scores.logp.tolist()
-    return said
+    scores: list[float] = sample.scores.logp.tolist()
+    return scores
 
 
 def expected_of(sample: Sample, temperature: float = 1.0) -> list[float]:
@@ -116,7 +119,7 @@ def expected_of(sample: Sample, temperature: float = 1.0) -> list[float]:
     return expected
 
 
-async def test_every_finished_sample_gets_what_the_reference_says_of_its_own_tokens(scene: Scene) -> None:
+async def test_every_finished_sample_gets_the_references_scores_of_its_own_tokens(scene: Scene) -> None:
     first, second = make_group(1), make_group(2, length=7)
     scene.follow(*scene.pods)
     scene.want(first, second)
@@ -132,8 +135,42 @@ async def test_every_finished_sample_gets_what_the_reference_says_of_its_own_tok
     assert 4 == scene.counted("scored")
 
 
+async def test_connection_that_is_left_half_open_has_its_samples_scored_by_another_pod(scene: Scene) -> None:
+    """A node that is gone says nothing: its samples wait for one answer's deadline, or until its pod is replaced."""
+    lost, other = scene.pods
+    frozen, port = asyncio.Event(), free_port()
+    async with relayed(port, lost.endpoint.port, frozen):
+        half_open = Endpoint(pod="r0", address="127.0.0.1", port=port)
+        scene.stage.follow([half_open])
+        lost.hold()
+        group = make_group()
+        scene.want(group)
+        await until(lambda: 2 == lost.at_once)
+        frozen.set()
+        lost.release()
+        await until(lambda: 0 == lost.at_once)
+        assert 2 == scene.stage.unscored, "its answers came to nobody"
+        scene.follow(other)
+        await until(lambda: not scene.stage.unscored)
+    assert [expected_of(sample) for sample in group.samples] == [said_of(sample) for sample in group.samples]
+    assert 2 == len(other.asked)
+
+
+async def test_answer_that_a_half_open_connection_keeps_is_asked_for_again_after_its_deadline(scene: Scene) -> None:
+    scene.stage._deadline_s = 0.2
+    frozen, port = asyncio.Event(), free_port()
+    async with relayed(port, scene.pods[0].endpoint.port, frozen):
+        frozen.set()
+        scene.stage.follow([Endpoint(pod="r0", address="127.0.0.1", port=port), scene.pods[1].endpoint])
+        group = make_group(samples=4)
+        scene.want(group)
+        await until(lambda: not scene.stage.unscored)
+    assert [expected_of(sample) for sample in group.samples] == [said_of(sample) for sample in group.samples]
+    assert scene.counted("failed") >= 1
+
+
 async def test_tunix_on_devices_of_its_own_a_group_comes_out_before_any_barrier(scene: Scene) -> None:
-    """As published of its stage: each as it comes, whatever else the batch waits for."""
+    """tunix's published stage works so: each group as it comes, whatever else the batch waits for."""
     scene.follow(*scene.pods)
     for number in (1, 2):
         group = make_group(number)
@@ -162,7 +199,7 @@ async def test_no_sample_is_lost_over_an_answer_that_is_none(scene: Scene, fault
 
     assert [expected_of(sample) for sample in group.samples] == [said_of(sample) for sample in group.samples]
     assert (3, 2) == (scene.counted("failed"), scene.counted("scored"))
-    assert not scene.told
+    assert not scene.problem_text
 
 
 async def test_what_one_pod_does_not_answer_another_one_does(scene: Scene) -> None:
@@ -173,46 +210,46 @@ async def test_what_one_pod_does_not_answer_another_one_does(scene: Scene) -> No
     await until(lambda: not scene.stage.unscored)
 
     assert all(scene.stage.has_scored(group) for group in groups)
-    assert not scene.told
+    assert not scene.problem_text
 
 
 async def test_samples_wait_with_a_word_while_no_pod_is_there(scene: Scene) -> None:
     group = make_group()
-    assert not scene.told, "nothing waits"
+    assert not scene.problem_text, "nothing waits"
     scene.want(group)
 
-    assert "ReferenceUnavailable: finished samples wait for the reference" in scene.told
-    assert "none of its pods is there" in scene.told
+    assert "ReferenceUnavailable: finished samples wait for the reference" in scene.problem_text
+    assert "none of its pods is there" in scene.problem_text
     assert not scene.stage.has_scored(group)
 
     scene.follow(scene.pods[0])
     await until(lambda: scene.stage.has_scored(group))
-    assert not scene.told
+    assert not scene.problem_text
 
 
 async def test_word_says_what_the_pods_say_when_all_of_them_fail(scene: Scene) -> None:
     scene.pods[0].is_down = True
     scene.follow(scene.pods[0])
     scene.want(make_group())
-    await until(lambda: scene.told)
+    await until(lambda: scene.problem_text)
 
-    assert "as the test has it: 503" in scene.told
+    assert "as the test has it: 503" in scene.problem_text
     scene.pods[0].is_down = False
     await until(lambda: not scene.stage.unscored)
-    assert not scene.told
+    assert not scene.problem_text
 
 
-async def test_sample_that_no_pod_can_score_is_told_of_and_tried_again(scene: Scene) -> None:
+async def test_sample_that_no_pod_can_score_is_reported_and_tried_again(scene: Scene) -> None:
     poisoned = make_group(1, samples=1)
     scene.pods[0].faults.extend([400] * (TOLD_AFTER + 3))
     scene.follow(scene.pods[0])
     scene.want(poisoned)
-    await until(lambda: scene.told)
+    await until(lambda: scene.problem_text)
 
-    assert "as the test has it: 400" in scene.told
+    assert "as the test has it: 400" in scene.problem_text
     assert not scene.stage.has_scored(poisoned)
     await until(lambda: scene.stage.has_scored(poisoned))
-    assert not scene.told
+    assert not scene.problem_text
 
 
 async def test_pod_that_is_named_no_more_gives_its_samples_to_another_one(scene: Scene) -> None:
@@ -233,7 +270,7 @@ async def test_pod_gets_no_more_at_once_than_it_may_have(scene: Scene) -> None:
     scene.follow(scene.pods[0])
     scene.want(make_group(samples=AT_ONCE + 5))
     await until(lambda: AT_ONCE == scene.pods[0].at_once)
-    scene.pods[0].let_go()
+    scene.pods[0].release()
     await until(lambda: not scene.stage.unscored)
 
     assert AT_ONCE == scene.pods[0].most_at_once
@@ -251,7 +288,7 @@ async def test_other_temperature_asks_anew_also_for_what_was_on_its_way(scene: S
     scene.stage.temperature = 2.0
     scene.want(scored, asked)
     assert not scene.stage.has_scored(scored)
-    scene.pods[0].let_go()
+    scene.pods[0].release()
     await until(lambda: not scene.stage.unscored)
 
     for sample in (*scored.samples, *asked.samples):
@@ -265,7 +302,7 @@ async def test_sample_that_is_given_up_is_waited_for_no_more(scene: Scene) -> No
     assert 1 == scene.stage.unscored
     group.samples[1].state = SampleState.FILTERED
 
-    assert (0, "") == (scene.stage.unscored, scene.told)
+    assert (0, "") == (scene.stage.unscored, scene.problem_text)
     scene.follow(scene.pods[0])
     scene.want(other := make_group(2))
     await until(lambda: scene.stage.has_scored(other))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,13 +13,19 @@ from hypothesis import strategies as st
 
 from colocated_rl_api.rungs import WeightVersion
 from colocated_rl_rollout.rules.resume import (
+    NO_EXPERTS,
     GarbledAnswer,
+    cut,
+    exhausted,
     finish_of,
     join,
     join_all,
+    join_experts,
     read_answer,
     read_experts,
+    read_preemptions,
     remaining,
+    stopped_at,
 )
 from colocated_rl_rollout.rules.samples import (
     NO_TOKENS,
@@ -28,6 +35,7 @@ from colocated_rl_rollout.rules.samples import (
 )
 
 END = 2
+SPAN = {"version": "3-1", "start": 0, "end": 2}
 
 
 def answer(ids: list[int], *, reason: dict[str, Any] | None, **meta: Any) -> dict[str, Any]:
@@ -70,6 +78,11 @@ def test_finish_reasons_come_down_to_three(reason: dict[str, Any] | None, expect
     assert [-1.125, -1.25, -0.75] == read.logp.tolist()
 
 
+@pytest.mark.parametrize(("said", "count"), [({}, 0), ({"num_retractions": 3}, 3), ({"num_retractions": None}, 0)])
+def test_preemptions_are_as_many_as_the_engine_says(said: dict[str, Any], count: int) -> None:
+    assert count == read_preemptions({"meta_info": said})
+
+
 def test_a_chunk_without_spans_was_made_by_the_version_it_names() -> None:
     read, _ = read_answer(answer([5, 6], reason=None))
     assert (Span(WeightVersion(3, 1), 0, 2),) == read.spans
@@ -101,6 +114,8 @@ def test_an_abort_before_the_first_token_is_an_empty_segment() -> None:
         pytest.param({"weight_version": None}, id="no version"),
         pytest.param({"weight_versions": [{"version": "3-1", "start": 0, "end": 1}]}, id="a token without version"),
         pytest.param({"weight_versions": [{"version": "3-1", "start": 1, "end": 2}]}, id="a gap"),
+        pytest.param({"weight_versions": [SPAN, SPAN | {"start": 1}]}, id="a token with two versions"),
+        pytest.param({"weight_versions": [SPAN, SPAN | {"start": 3}]}, id="a span that ends before it starts"),
         pytest.param({"finish_reason": {"type": "retracted"}}, id="a reason that nobody knows"),
         pytest.param({"finish_reason": "stop"}, id="a reason of another shape"),
     ],
@@ -120,11 +135,27 @@ def test_an_answer_that_contradicts_itself_is_refused(change: dict[str, Any]) ->
         {"finish_reason": {"type": "my secret"}},
     ],
 )
-def test_what_is_said_of_a_garbled_answer_quotes_nothing_of_it(change: dict[str, Any]) -> None:
+def test_what_is_reported_of_a_garbled_answer_quotes_nothing_of_it(change: dict[str, Any]) -> None:
     """It is logged: the messages of Python's own errors quoted what the engine had generated."""
     with pytest.raises(GarbledAnswer) as garbled:
         read_answer(answer([5, 6], reason=change.pop("finish_reason", {"type": "abort"}), **change))
     assert "secret" not in str(garbled.value)
+
+
+def test_spans_that_reach_beyond_the_tokens_are_refused_with_both_numbers() -> None:
+    spans = [SPAN | {"end": 1}, SPAN | {"start": 1, "end": 3}]
+    with pytest.raises(GarbledAnswer, match="cover 3 tokens of 2,"):
+        read_answer(answer([5, 6], reason=None, weight_versions=spans))
+
+
+def test_a_span_without_tokens_is_none() -> None:
+    read, _ = read_answer(answer([5, 6], reason=None, weight_versions=[SPAN | {"version": "2-1", "end": 0}, SPAN]))
+    assert (Span(WeightVersion(3, 1), 0, 2),) == read.spans
+
+
+def test_the_first_token_of_a_tokenizer_and_a_rounded_certainty_are_taken() -> None:
+    read, _ = read_answer(answer([0], reason=None, output_token_logprobs=[[1e-4, 0, None]]))
+    assert [0] == read.ids.tolist()
 
 
 def test_a_token_that_no_tokenizer_has_is_refused() -> None:
@@ -153,17 +184,28 @@ def test_experts_are_taken_as_the_engine_has_them() -> None:
     assert 0 == len(read_experts({"meta_info": {}}, rows=2)), "an engine was lost before it said any"
 
 
-@pytest.mark.parametrize("said", [experts(1, 2, 3), experts(), "AAA", "AAAA", "é", 7, ["AAAA"]])
-def test_experts_of_other_tokens_are_refused(said: Any) -> None:
+@pytest.mark.parametrize(
+    "reported", [experts(1, 2, 3), experts(), "AAA", "AAAA", "é", 7, ["AAAA"], f"!{experts(1, 2)}"]
+)
+def test_experts_of_other_tokens_are_refused(reported: Any) -> None:
     with pytest.raises(GarbledAnswer):
-        read_experts({"meta_info": {"routed_experts": said}}, rows=2)
+        read_experts({"meta_info": {"routed_experts": reported}}, rows=2)
 
 
 def test_tokens_of_one_response_have_as_many_experts_each() -> None:
-    said = {"meta_info": {"routed_experts": experts(1, 2, 3, 4)}}
-    assert (2, 2) == read_experts(said, rows=2, width=2).shape
-    with pytest.raises(GarbledAnswer, match="have 2 routed experts each, and those before them 3"):
-        read_experts(said, rows=2, width=3)
+    answer = {"meta_info": {"routed_experts": experts(1, 2, 3, 4)}}
+    assert (2, 2) == read_experts(answer, rows=2, width=2).shape
+    assert (1, 4) == read_experts(answer, rows=1, width=4).shape
+    for before in (1, 3):
+        with pytest.raises(GarbledAnswer, match=f"have 2 routed experts each, and those before them {before}"):
+            read_experts(answer, rows=2, width=before)
+
+
+def test_experts_of_further_tokens_follow_those_before() -> None:
+    first, more = np.array([[1, 2]], np.int32), np.array([[3, 4], [5, 6]], np.int32)
+    assert [[1, 2], [3, 4], [5, 6]] == join_experts(first, more).tolist()
+    assert [[1, 2]] == join_experts(join_experts(NO_EXPERTS, first), NO_EXPERTS).tolist()
+    assert (0, 0) == join_experts(NO_EXPERTS, NO_EXPERTS).shape
 
 
 def test_an_end_before_the_first_token_is_refused() -> None:
@@ -175,6 +217,31 @@ def test_segments_of_one_version_become_one_span() -> None:
     joined = join(join(NO_TOKENS, tokens((1, 2))), tokens((1, 3), (2, 1)))
     assert (Span(WeightVersion(1, 1), 0, 5), Span(WeightVersion(2, 1), 5, 6)) == joined.spans
     assert [10, 11, 10, 11, 12, 13] == joined.ids.tolist()
+
+
+def test_spans_with_other_tokens_between_them_stay_two() -> None:
+    """The words of a tool have no version, and stand at the end of the first segment."""
+    first = replace(tokens((1, 3)), spans=(Span(WeightVersion(1, 1), 0, 2),))
+    joined = join(first, tokens((1, 2)))
+    assert (Span(WeightVersion(1, 1), 0, 2), Span(WeightVersion(1, 1), 3, 5)) == joined.spans
+
+
+@pytest.mark.parametrize(
+    ("length", "spans"),
+    [
+        (0, []),
+        (1, [(1, 0, 1)]),
+        (2, [(1, 0, 2)]),
+        (3, [(1, 0, 2), (2, 2, 3)]),
+        (5, [(1, 0, 2), (2, 2, 4), (3, 4, 5)]),
+        (9, [(1, 0, 2), (2, 2, 4), (3, 4, 5)]),
+    ],
+)
+def test_what_is_cut_off_takes_its_spans_with_it(length: int, spans: list[tuple[int, int, int]]) -> None:
+    short = cut(tokens((1, 2), (2, 2), (3, 1)), length)
+    assert [(Span(WeightVersion(step, 1), start, end)) for step, start, end in spans] == list(short.spans)
+    assert [10, 11, 12, 13, 14][:length] == short.ids.tolist()
+    assert len(short) == len(short.logp)
 
 
 @given(st.lists(st.tuples(st.integers(0, 4), st.integers(0, 5)), max_size=10))
@@ -202,13 +269,17 @@ def test_whatever_is_joined_each_token_keeps_its_version(segments: list[tuple[in
         (7, None, 2, Finish.LENGTH),
         (END, Finish.LENGTH, 2, Finish.STOP),  # hidden by the limit
         (7, Finish.LENGTH, 9, Finish.LENGTH),  # a limit of the engine's own
+        (7, None, 1, Finish.LENGTH),  # that was lowered meanwhile
     ],
 )
 def test_an_end_is_found_whatever_hides_it(
     last: int, attempt: Finish | None, limit: int, expected: Finish | None
 ) -> None:
-    whole = Tokens(np.array([5, last], np.int32), -np.ones(2, np.float32), (Span(WeightVersion(0, 1), 0, 2),))
-    assert expected is finish_of(whole, attempt, limit=limit, end_ids={END})
+    for before in ([5], [5, END, 6]):  # an end token within a response is none, where it is forbidden to end there
+        ids = np.array([*before, last], np.int32)
+        whole = Tokens(ids, -np.ones(len(ids), np.float32), (Span(WeightVersion(0, 1), 0, len(ids)),))
+        found = finish_of(whole, attempt, limit=limit + len(before) - 1, end_ids={END})
+        assert expected is found
 
 
 def test_nothing_has_not_ended() -> None:
@@ -218,3 +289,32 @@ def test_nothing_has_not_ended() -> None:
 def test_the_budget_holds_over_all_attempts() -> None:
     assert 5 == remaining(NO_TOKENS, limit=5)
     assert 2 == remaining(join(tokens((0, 2)), tokens((1, 1))), limit=5)
+
+
+LIMIT = 100
+
+
+@pytest.mark.parametrize(
+    ("attempts", "idle_attempts", "resent", "expected"),
+    [
+        (63, 15, 32 * LIMIT - 1, None),
+        (64, 0, 0, "TooManyAttempts"),
+        (65, 0, 0, "TooManyAttempts"),
+        (0, 16, 0, "NoProgress"),
+        (0, 17, 0, "NoProgress"),
+        (0, 0, 32 * LIMIT, "TooManyTokensResent"),
+        (0, 0, 32 * LIMIT + 1, "TooManyTokensResent"),
+    ],
+)
+def test_a_response_is_given_up_at_each_bound_and_not_before(
+    attempts: int, idle_attempts: int, resent: int, expected: str | None
+) -> None:
+    found = exhausted(attempts=attempts, idle_attempts=idle_attempts, resent=resent, limit=LIMIT)
+    assert expected == (found and found[0])
+
+
+@pytest.mark.parametrize(
+    ("stops", "expected"), [((), None), (("x",), None), (("c",), 3), (("bc", "e"), 3), (("e",), 5), (("a", "x"), 1)]
+)
+def test_a_stop_text_is_found_with_the_token_that_completes_it(stops: tuple[str, ...], expected: int | None) -> None:
+    assert expected == stopped_at([0, 1, 2, 3, 4], stops, lambda ids: "".join("abcde"[each] for each in ids))

@@ -74,7 +74,7 @@ class SessionsMachine(RuleBasedStateMachine):
             session = self.sessions.begin(name)
             parent = session.turns[-1] if goes_on and session.turns else None
             before = [message for turn in (parent.path if parent else []) for message in turn.messages]
-            said = [*before, {"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]
+            messages = [*before, {"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]
             tokens = Tokens(
                 np.arange(length, dtype=np.int32),
                 -np.ones(length, np.float32),
@@ -84,7 +84,7 @@ class SessionsMachine(RuleBasedStateMachine):
             record = self.sessions.record(
                 session,
                 parent,
-                said,
+                messages,
                 "",
                 prompt=np.array(prompt, np.int32),
                 tokens=tokens,
@@ -170,7 +170,7 @@ TestSessions.settings = settings(max_examples=12, stateful_step_count=30)
 
 
 def sessions_of(store: Store, registry: CollectorRegistry | None = None, **options: int) -> Sessions:
-    """Of groups of two, at most a step old, at an hour that stands still."""
+    """Return sessions of groups of two, at most a step old, at an hour that stands still."""
     metrics = RolloutMetrics(registry or CollectorRegistry())
     return Sessions(store, metrics, group_size=2, max_staleness=1, changed=lambda: None, clock=lambda: 0.0, **options)
 
@@ -183,13 +183,13 @@ def test_the_longest_history_that_goes_on_is_taken(tmp_path: Path) -> None:
     tokens = Tokens(np.array([1], np.int32), -np.ones(1, np.float32), (Span(WeightVersion(0, 1), 0, 1),))
     parent = None
     for turn in range(1, 4):
-        said = [user, reply] * turn
+        messages = [user, reply] * turn
         prompt = [*(parent.ids if parent else []), 7]
         asyncio.run(
             sessions.record(
                 session,
                 parent,
-                said,
+                messages,
                 "[null, {}]",
                 prompt=np.array(prompt, np.int32),
                 tokens=tokens,
@@ -272,7 +272,7 @@ def test_sessions_that_wait_too_long_for_their_group_are_dropped_and_counted(tmp
 
 
 def test_sessions_that_wait_for_their_group_are_looked_at_once_a_step(tmp_path: Path) -> None:
-    """And not for each group that is asked for: then a batch would cost the square of those that wait."""
+    """They are not looked at for each group that is requested: a batch would cost the square of those that wait."""
     store = Store(tmp_path, job_uid=JOB_UID)
     looked: list[str] = []
 
@@ -317,7 +317,7 @@ def test_sessions_that_wait_for_their_group_are_looked_at_once_a_step(tmp_path: 
 
 
 def test_no_turn_begins_while_the_sessions_hold_all_tokens_that_they_may(tmp_path: Path) -> None:
-    """Those that were there grew without a bound: only a new one was refused."""
+    """Existing sessions grew without a bound: only a new one was refused."""
     store = Store(tmp_path, job_uid=JOB_UID)
     sessions = sessions_of(store, tokens_at_most=3)
     tokens = Tokens(np.array([1, 2], np.int32), -np.ones(2, np.float32), (Span(WeightVersion(0, 1), 0, 2),))

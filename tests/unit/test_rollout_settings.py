@@ -1,4 +1,4 @@
-"""What the process is told, and how it refuses what it can't be started with."""
+"""These tests show the settings of the process, and how it refuses those that it can't be started with."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where prompts come from: files of any form give the same rows, and sources take turns in an order that comes back."""
+"""Prompts come from files of any form, which give the same rows, and sources take turns in an order that comes back."""
 
 from __future__ import annotations
 
@@ -104,13 +104,13 @@ def test_a_directory_that_datasets_saved_is_read_in_its_order(tmp_path: Path) ->
 def test_what_json_has_no_word_for_becomes_text(tmp_path: Path) -> None:
     row = {"day": date(2026, 1, 2), "at": datetime(2026, 1, 2, 3, tzinfo=UTC), "price": Decimal("1.50"), "raw": b"\xff"}
     write(tmp_path / "all.parquet", [row | {"id": UUID(int=1)}])
-    said = {"day": "2026-01-02", "at": "2026-01-02T03:00:00+00:00", "price": "1.50", "raw": "/w=="}
-    assert [said | {"id": "00000000-0000-0000-0000-000000000001"}] == read(tmp_path, "all.parquet")
+    plain = {"day": "2026-01-02", "at": "2026-01-02T03:00:00+00:00", "price": "1.50", "raw": "/w=="}
+    assert [plain | {"id": "00000000-0000-0000-0000-000000000001"}] == read(tmp_path, "all.parquet")
 
 
 @pytest.mark.parametrize("ending", [".parquet", ".arrow"])
 def test_moments_are_read_though_they_have_nanoseconds(tmp_path: Path, ending: str) -> None:
-    """As pandas writes them: a file with such a column, which nobody had asked for, could not be used."""
+    """pandas writes them so: a file with such a column, which nobody had asked for, could not be used."""
     moment = pyarrow.array([1_767_323_045_123_456_789, None], pyarrow.timestamp("ns", "UTC"))
     offsets = pyarrow.array([0, 1, 2], pyarrow.int64())
     columns = {
@@ -125,9 +125,9 @@ def test_moments_are_read_though_they_have_nanoseconds(tmp_path: Path, ending: s
         "known": moment.dictionary_encode(),
     }
     write(tmp_path / f"all{ending}", pyarrow.table(columns))
-    said = "2026-01-02T03:04:05.123456+00:00"
-    row = {"at": said, "took": 1.5, "clock": "01:00:00", "inner": {"at": said}, "more": [said]}
-    row |= {"many": [said], "one": [said], "named": [["a", said]], "known": said}
+    moment_text = "2026-01-02T03:04:05.123456+00:00"
+    row = {"at": moment_text, "took": 1.5, "clock": "01:00:00", "inner": {"at": moment_text}, "more": [moment_text]}
+    row |= {"many": [moment_text], "one": [moment_text], "named": [["a", moment_text]], "known": moment_text}
     assert row == read(tmp_path, f"all{ending}")[0]
 
 
@@ -150,7 +150,7 @@ NO_MOMENTS = {
 def test_what_python_has_no_value_for_is_named_with_its_row_and_column(
     tmp_path: Path, value: pyarrow.Array, ending: str
 ) -> None:
-    """It was said of the whole file, without a word of where; of a zone that nobody knows it was a stack trace."""
+    """The error named the whole file and no place in it; about a zone that nobody knows it was a stack trace."""
     empty = pyarrow.nulls(BATCH_ROWS + 2, value.type)
     columns = {"prompt": ["?"] * len(empty) + ["?"], "then": pyarrow.concat_arrays([empty, value])}
     write(tmp_path / f"all{ending}", pyarrow.table(columns))

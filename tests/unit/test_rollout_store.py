@@ -26,6 +26,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from colocated_rl_api import names
 from colocated_rl_api.checkpoint import CONTENTS, FORMAT, Contents, checkpoint_name
 from colocated_rl_api.facts import EvaluationResult
 from colocated_rl_api.rungs import WeightVersion
@@ -52,7 +53,7 @@ from colocated_rl_rollout.store.former import FormerJob
 from colocated_rl_rollout.store.store import SPARE_BYTES, Store, WrongMove
 from colocated_rl_rollout.store.transcripts import in_batch
 
-JOB = "6f0d1c52-8a35-4a7c-9d55-0c8a3f1b2e4d"
+JOB = names.JobUid("6f0d1c52-8a35-4a7c-9d55-0c8a3f1b2e4d")
 S = SampleState
 GROUP_SIZE = 2
 BATCH = 2
@@ -97,7 +98,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.blocker: sqlite3.Connection | None = None
 
     def teardown(self) -> None:
-        self.let_go()
+        self.release()
         self.store.close()
         self.loop.close()
         shutil.rmtree(self.directory)
@@ -110,7 +111,7 @@ class StoreMachine(RuleBasedStateMachine):
         return data.draw(st.sampled_from(found)) if found else None
 
     def tokens(self) -> dict[int, tuple[int, int]]:
-        """How many each sample has, and how many of them were sent again."""
+        """Return, for each sample, its number of tokens, and how many of them were sent again."""
         kept = [sample for group in self.store.groups.values() for sample in group.kept]
         return {sample.id: (len(sample.tokens), sample.resent) for sample in kept}
 
@@ -198,7 +199,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule()
     def flush(self) -> None:
-        self.let_go()
+        self.release()
         self.loop.run_until_complete(self.store.flushed())
 
     @precondition(lambda self: self.blocker is None)
@@ -209,7 +210,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.blocker = sqlite3.connect(self.store.path, isolation_level=None)
         self.blocker.execute("BEGIN IMMEDIATE")
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         if self.blocker is not None:
             self.blocker.close()
             self.blocker = None
@@ -222,7 +223,7 @@ class StoreMachine(RuleBasedStateMachine):
         before[S.INTERRUPTED] += before.pop(S.RUNNING, 0)
         tokens = self.tokens()
         ended, cursor = self.store.ended, self.store.cursor
-        self.let_go()
+        self.release()
         self.store.close()
         self.store = Store(self.directory / str(self.life), job_uid=JOB)
         assert (ended, cursor, +before) == (self.store.ended, self.store.cursor, +self.store.counts)
@@ -230,7 +231,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule(flushed=st.booleans())
     def crash(self, flushed: bool) -> None:
-        """What was durable is there again, and with it everything that anybody was told.
+        """Kill the store: what was durable is there again, and with it everything that anybody was told.
 
         While the disk is held up, that is what was there before. Otherwise everything is made durable first: how far
         the writer had come by itself would be a matter of time, and the run could not be repeated.
@@ -250,7 +251,7 @@ class StoreMachine(RuleBasedStateMachine):
             source.backup(copy)
         if (old / "batches").exists():
             shutil.copytree(old / "batches", new / "batches")
-        self.let_go()
+        self.release()
         self.store.close()
         self.store = Store(new, job_uid=JOB)
         if flushed:
@@ -361,7 +362,7 @@ async def test_a_batch_is_sealed_once(store: Store) -> None:
 async def test_the_volume_of_another_job_is_refused(store: Store, tmp_path: Path) -> None:
     store.close()
     with pytest.raises(StoreFailed, match="belongs to job"):
-        Store(tmp_path, job_uid="another")
+        Store(tmp_path, job_uid=names.JobUid("another"))
 
 
 async def test_two_controllers_do_not_share_a_volume(store: Store, tmp_path: Path) -> None:
@@ -486,7 +487,7 @@ async def test_a_file_that_is_no_database_is_a_damaged_store(store: Store) -> No
     again.close()
 
 
-async def test_a_batch_that_is_not_trained_stays_whatever_a_checkpoint_is_said_to_hold(store: Store) -> None:
+async def test_a_batch_that_is_not_trained_stays_whatever_a_checkpoint_claims_to_hold(store: Store) -> None:
     step = seal(store, [completed_group(store)]).step
     store.forget(step)
     assert store.batch(step) is not None
@@ -618,7 +619,7 @@ class Killed(Exception):
 
 @contextmanager
 def killed_after(calls: int) -> Iterator[None]:
-    """Before the next call that changes what is on the disk."""
+    """Kill before the next call that changes what is on the disk."""
     left = calls
 
     def count(_: object, event: str, call: object) -> None:
@@ -674,7 +675,7 @@ async def test_a_recording_stays_as_it_was_sealed(tmp_path: Path) -> None:
 async def test_a_kill_while_a_batch_is_dealt_anew_loses_no_sample(
     store: Store, tmp_path: Path, before: int, after: int
 ) -> None:
-    """Before each file is synced, before each takes its place, before each that is left over goes."""
+    """The kill comes before each file is synced, before each takes its place, before each that is left over goes."""
     group = completed_group(store)
     record = write_batch(store.batch_directory, [group], step=1, shards=before, temperature=1.0, seed=0)
     store.seal(record, [group])
@@ -721,7 +722,7 @@ async def test_a_store_that_cannot_be_read_says_what_to_do(store: Store, tmp_pat
         Store(tmp_path, job_uid=JOB)
 
 
-async def test_a_batch_whose_files_are_gone_is_told(
+async def test_a_batch_whose_files_are_gone_is_reported(
     store: Store, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     seal(store, [completed_group(store)])
@@ -766,7 +767,7 @@ async def test_a_write_that_never_comes_to_the_database_fails_the_store_too(stor
 
 
 async def test_slime_a_thousand_and_one_groups_that_finish_wait_for_nobody(store: Store, tmp_path: Path) -> None:
-    """As published of a full queue, whose callbacks must not block the event loop. Here the disk takes nothing."""
+    """slime's published queue is full, and its callbacks must not block the event loop. Here the disk takes nothing."""
     with held_up(store) as waiting:
         for _ in range(1001):
             completed_group(store)
@@ -852,7 +853,7 @@ async def test_people_read_what_was_written_wherever_it_is_kept(store: Store) ->
 
 
 # ------------------------------------------------------------------------------------------- going on from another job
-OTHER = "0b9f0a0e-5d0c-4f5c-8a55-6a1f0c3d2e1b"
+OTHER = names.JobUid("0b9f0a0e-5d0c-4f5c-8a55-6a1f0c3d2e1b")
 
 
 def checkpoint(place: Path, step: int, *, position: int | None = None) -> Path:
@@ -958,7 +959,7 @@ def test_samples_that_can_not_be_read_are_refused(tmp_path: Path, harm: str) -> 
 
 
 def test_a_kill_while_samples_are_copied_leaves_all_of_them_or_none(tmp_path: Path) -> None:
-    """Before each file is synced, and each time the store's own files change afterwards."""
+    """The kill comes before each file is synced, and each time the store's own files change afterwards."""
     counts = three_steps(tmp_path)
     former = FormerJob(checkpoint(tmp_path, 1), samples=tmp_path / "first")
     kills, is_done = 0, False

@@ -1,4 +1,4 @@
-"""How long a client's completion waits, and how many are held."""
+"""These tests bound how long a client's completion waits, and how many are held."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the worker decides about one sample: bounds on attempts, and the order in which samples are sent."""
+"""The worker decides about one sample: bounds on attempts, and the order in which samples are sent."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ async def test_a_sample_that_makes_no_progress_is_replaced(scene: Scene) -> None
 
 
 async def test_a_group_is_given_up_when_twice_its_size_was_replaced(scene: Scene) -> None:
-    """Of two samples: the fifth time."""
+    """A group of two is given up at the fifth replacement."""
     group = scene.admit()[0].group
     for times in range(1, 6):
         assert (group.id in scene.store.groups, 2) == (True, len(group.kept))
@@ -193,20 +193,20 @@ async def test_f3_the_end_of_one_group_admits_the_next_while_others_are_in_fligh
 async def test_a_full_volume_stops_admission_until_there_is_room(scene: Scene) -> None:
     scene.worker._prompts._ready.extend(Prompt(position, position, (1, 2)) for position in range(9))
 
-    def told() -> str:
+    def problem_text() -> str:
         problem = scene.store.problem
         return f"{problem.reason}: {problem.message}" if problem else ""
 
     scene.free[0] = SPARE_BYTES - 1
     scene.worker._admit()
     assert not scene.store.groups
-    assert "StoreFull: no more prompts are taken" in told()
-    assert "63 MiB are free, 64 MiB are kept" in told()
+    assert "StoreFull: no more prompts are taken" in problem_text()
+    assert "63 MiB are free, 64 MiB are kept" in problem_text()
     await asyncio.wait_for(scene.worker._wake.wait(), 60)  # it looks again by itself
     scene.free[0] = SPARE_BYTES
     scene.worker._admit()
     assert 3 == len(scene.store.groups)
-    assert not told()
+    assert not problem_text()
 
 
 async def test_a_batch_that_the_volume_refuses_is_written_when_there_is_room(scene: Scene) -> None:
@@ -235,8 +235,8 @@ async def test_a_batch_that_would_take_the_last_of_the_volume_is_not_begun(scene
         await scene.complete(1.0, 0.0)
     scene.free[0] = LEFT_BYTES
     running = asyncio.create_task(scene.worker.run())
-    said = "batch 1 could not be written: [Errno 28] 16 MiB are free"
-    await until(lambda: scene.store.problem and said in scene.store.problem.message)
+    reason = "batch 1 could not be written: [Errno 28] 16 MiB are free"
+    await until(lambda: scene.store.problem and reason in scene.store.problem.message)
     assert not [*scene.store.batch_directory.iterdir()]
     scene.free[0] = 1 << 40
     await until(lambda: scene.store.sealed and not scene.store.problem)
@@ -429,7 +429,7 @@ class FullEngines(Engines):
 
 
 async def test_nothing_is_put_in_order_while_no_engine_takes_it(scene: Scene) -> None:
-    """At each answer of a full engine, all that waited was sorted: 0.4 s for 16,384 samples."""
+    """All that waited was sorted at each answer of a full engine: 0.4 s for 16,384 samples."""
     scene.admit()
     scene.worker._engines.__class__ = FullEngines
     scene.worker._in_order = lambda: pytest.fail("put in order")  # type: ignore[method-assign]
@@ -438,7 +438,9 @@ async def test_nothing_is_put_in_order_while_no_engine_takes_it(scene: Scene) ->
 
 @pytest.mark.parametrize("scene", [{"batchSize": 4, "maxStaleness": 2}], indirect=True)
 async def test_slime_of_ten_groups_that_are_ready_four_are_taken_in_order_and_six_stay(scene: Scene) -> None:
-    """As published: never more than are wanted, the rest in order next time, and nothing where there is no batch."""
+    """slime's published case has the rule: never more than are wanted, the rest in order next
+    time, and nothing where there is no batch.
+    """
     ready = [(await scene.complete(1.0, 0.0)).id for _ in range(10)]
     running = asyncio.create_task(scene.worker.run())
     for step in (1, 2):
@@ -481,7 +483,7 @@ async def test_the_first_groups_that_are_complete_fill_the_batch_and_spare_ones_
     "scene", [{"maxResponseTokens": 8, "overlongPenalty": {"bufferTokens": 4, "factor": 2.0}}], indirect=True
 )
 async def test_reward_of_a_response_near_the_limit_is_less_by_the_penalty(scene: Scene) -> None:
-    """Also that of one which the limit ended; no verifier sees it."""
+    """A response that the limit ended loses it too; no verifier sees it."""
     longest, _ = scene.admit()
     scene.store.start(longest)
     scene.store.finish(longest, some_tokens(8), Finish.LENGTH)
@@ -512,7 +514,7 @@ async def test_verifiers_reward_is_less_by_the_penalty(scene: Scene, tmp_path: P
 
 
 # ------------------------------------------------------------------------------------------------ how tokens are drawn
-def said(scene: Scene, text: str) -> Tokens:
+def tokens_of(scene: Scene, text: str) -> Tokens:
     ids = np.asarray(scene.worker._chat.encode(text), np.int32)
     return Tokens(ids, np.full(len(ids), -1.0, np.float32), (Span(WeightVersion(0, 1), 0, len(ids)),))
 
@@ -521,11 +523,11 @@ def said(scene: Scene, text: str) -> Tokens:
 async def test_a_stop_text_that_a_switch_cuts_in_two_ends_the_sample_behind_it(scene: Scene) -> None:
     """An engine looks for it in the tokens of its own attempt alone, and goes on."""
     sample, _ = scene.admit()
-    scene.attempt(sample, said(scene, "it is 7</ans"))
+    scene.attempt(sample, tokens_of(scene, "it is 7</ans"))
     scene.store.start(sample)
     scene.worker._group = asyncio.TaskGroup()
     async with scene.worker._group:
-        scene.worker._accept(sample, Generated(said(scene, "wer> and more"), finish=None))
+        scene.worker._accept(sample, Generated(tokens_of(scene, "wer> and more"), finish=None))
         assert (SampleState.SCORING, Finish.STOP) == (sample.state, sample.finish)
         assert "it is 7</answer>" == scene.worker._chat.text(sample.tokens.ids.tolist())
         assert len(sample.tokens) == len(sample.tokens.logp) == sample.tokens.spans[-1].end

@@ -51,12 +51,12 @@ def test_what_is_made_already_is_not_made_again(session: Session, capsys: pytest
     assert "" == capsys.readouterr().out
 
 
-def test_work_is_announced_with_how_long_it_may_take_and_its_end_told(
+def test_work_is_announced_with_how_long_it_may_take_and_its_end_reported(
     session: Session, capsys: pytest.CaptureFixture[str]
 ) -> None:
     Board([Task("env", "installing", lambda: False, lambda _: None, expected_s=150)], session).finish(["env"])
-    said = [line.partition("] ")[2] for line in capsys.readouterr().out.splitlines()]
-    assert ["env: installing, up to about 2 min", "env: ready after 0 s"] == said
+    lines = [line.partition("] ")[2] for line in capsys.readouterr().out.splitlines()]
+    assert ["env: installing, up to about 2 min", "env: ready after 0 s"] == lines
 
 
 def test_independent_tasks_run_at_the_same_time(session: Session) -> None:
@@ -191,5 +191,5 @@ def test_interrupted_layer_gets_to_clean_up(tmp_path: Path) -> None:
         assert run.stdout is not None
         assert "running\n" == run.stdout.readline()
         run.send_signal(signal.SIGINT)
-        said, _ = run.communicate(timeout=DEADLINE_S)
-        assert ("cleaned up\n", 0) == (said, run.returncode)
+        output, _ = run.communicate(timeout=DEADLINE_S)
+        assert ("cleaned up\n", 0) == (output, run.returncode)

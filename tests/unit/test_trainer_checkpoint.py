@@ -104,12 +104,12 @@ def test_damaged_newer_checkpoint_goes_when_its_past_is_written_again(tmp_path: 
 def test_oldest_is_the_model_until_enough_checkpoints_are_there(tmp_path: Path, keep: int, oldest: list[int]) -> None:
     """Batches up to the newest one were thrown away, also those that a step back to an older one would need."""
     checkpoints = Checkpoints(tmp_path, lineage=1, keep=keep)
-    told = [checkpoints.oldest()]
+    found = [checkpoints.oldest()]
     for step in (10, 20, 30):
         _write(checkpoints, step, keep=keep)
-        told.append(checkpoints.oldest())
+        found.append(checkpoints.oldest())
 
-    assert oldest == told
+    assert oldest == found
     assert oldest[-1] == Checkpoints(tmp_path, lineage=2, keep=keep).oldest()
 
 
@@ -253,9 +253,9 @@ class InThreads:
     def each(self, do: Callable[[], Any]) -> list[Any]:
         self._items[self.rank] = do()
         self._barrier.wait(10)
-        said = [*self._items]
+        lines = [*self._items]
         self._barrier.wait(10)
-        return said
+        return lines
 
     def led(self, do: Callable[[], Any]) -> Any:
         return self.each(do if self.rank == 0 else lambda: None)[0]

@@ -1,4 +1,4 @@
-"""What a job leaves is its last export, whole or not at all, and written once."""
+"""A job saves its last export as its final model, whole or not at all, and once."""
 
 from __future__ import annotations
 
@@ -54,10 +54,10 @@ def contents(directory: Path) -> dict[str, bytes]:
 
 
 def put(export: Path, model: Path) -> int:
-    """How many times progress was told."""
-    told: list[None] = []
-    save_final_model(export, model, progress=lambda: told.append(None))
-    return len(told)
+    """Return how many times progress was reported."""
+    calls: list[None] = []
+    save_final_model(export, model, progress=lambda: calls.append(None))
+    return len(calls)
 
 
 def test_model_is_the_export_and_no_checkpoint(export: Path, model: Path) -> None:

@@ -108,11 +108,14 @@ class ScriptedScorer(ScriptedLoop):
 
 
 class RunningRank:
-    """A rank whose main thread is a thread of the test."""
+    """A rank whose main thread is a thread of the test. `now`: its clock, by which its pace is measured."""
 
     def __init__(self, loop: ScriptedLoop, *, writes_weights: bool = True, must_score: bool = False) -> None:
         self.loop = loop
-        self.rank = Rank(rank=0, lineage=2, writes_weights=writes_weights, must_score=must_score)
+        self.now = 0.0
+        self.rank = Rank(
+            rank=0, lineage=2, writes_weights=writes_weights, must_score=must_score, clock=lambda: self.now
+        )
         self.ended: queue.Queue[Exception] = queue.Queue()
         self._pool = ThreadPoolExecutor()
         threading.Thread(target=self._main, daemon=True).start()
@@ -144,6 +147,23 @@ class RunningRank:
 
 def rank(**script: Callable[[], None]) -> RunningRank:
     return RunningRank(ScriptedLoop(**script)).loaded()
+
+
+def test_a_step_that_stands_still_is_told_with_where_it_stands() -> None:
+    running = onloaded()
+    running.ask(TrainRequest(step=5, shard="a"))
+    running.loop.script["progressed"] = running.loop.hold
+    step = running.begin(TrainRequest(step=6, shard="a"))
+    assert running.loop.reached.wait(DEADLINE_S)
+    assert running.rank.report().standstill is None
+    running.now += 200.0
+    found = running.rank.report().standstill
+    assert found is not None
+    assert (200.0, 0.0, 1) == (found.seconds, found.usual_s, found.moved)
+    assert "hold (test_trainer_rank_server.py:" in found.where
+    running.loop.go.set()
+    step.result(DEADLINE_S)
+    assert running.rank.report().standstill is None
 
 
 def onloaded(**script: Callable[[], None]) -> RunningRank:
@@ -390,7 +410,7 @@ def test_refused_scores_change_nothing_and_a_full_disk_is_named() -> None:
     assert 5 == running.ask(score()).scored
 
 
-def test_whether_a_loop_can_score_is_said_once_it_is_there() -> None:
+def test_whether_a_loop_can_score_is_reported_once_it_is_there() -> None:
     assert RunningRank(ScriptedScorer()).loaded().rank.status.can_score
     assert not rank().rank.status.can_score
 
@@ -646,10 +666,12 @@ def test_several_requests_fit_one_connection(at: Path) -> None:
         ("POST", "/v1/train", " " * (MAX_BODY_BYTES + 1), 400, "BadRequest"),
     ],
 )
-def test_bad_request_is_told_apart(at: Path, method: str, path: str, body: str | None, code: int, error: str) -> None:
-    told, content = _ask(at, method, path, body)
+def test_bad_request_is_distinguished(
+    at: Path, method: str, path: str, body: str | None, code: int, error: str
+) -> None:
+    answer, content = _ask(at, method, path, body)
 
-    assert (code, error) == (told, content["error"])
+    assert (code, error) == (answer, content["error"])
     assert content["message"]
 
 
@@ -677,7 +699,7 @@ def _ask(path: Path, method: str, route: str, body: str | None = None) -> tuple[
         with contextlib.suppress(BrokenPipeError):  # a body that is too large is refused before it is read
             connection.request(method, route, body)
         answer = connection.getresponse()
-        said = answer.read()
+        text = answer.read()
         if (method, route) in DOCUMENT.routes:
-            DOCUMENT.check(method, route, answer.status, answer.headers.get_content_type(), said)
-        return answer.status, json.loads(said)
+            DOCUMENT.check(method, route, answer.status, answer.headers.get_content_type(), text)
+        return answer.status, json.loads(text)

@@ -1,4 +1,4 @@
-"""What a trainer is started with: what is accepted, and what the one line says when it is not."""
+"""These tests show which settings a trainer accepts, and its one line about those that it rejects."""
 
 from __future__ import annotations
 
@@ -7,10 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from colocated_rl_api.trainer_wire import TrainerEnvironment
 from colocated_rl_trainer.conformance.ranks import job_file
 from colocated_rl_trainer.protocol.settings import ConfigError, RankSettings, TrainerConfig
+from scenarios.corpus import GPU_EXAMPLES, Case
 
 ENVIRONMENT: dict[str, str] = {
     TrainerEnvironment.SOCKET: "/run/colocate/sock/trainer-3.sock",
@@ -26,6 +28,14 @@ ENVIRONMENT: dict[str, str] = {
     TrainerEnvironment.MASTER_PORT: "29502",
     TrainerEnvironment.DEVICE: "cuda:1",
 }
+
+
+@pytest.mark.parametrize("example", GPU_EXAMPLES, ids=lambda case: case.name)
+def test_trainer_takes_the_settings_of_the_jobs_for_gpu_nodes(example: Case) -> None:
+    spec = yaml.safe_load(example.text)["spec"]
+    config = TrainerConfig.model_validate(spec["trainer"]["config"])
+    longest = spec["rollout"]["maxPromptTokens"] + spec["rollout"]["maxResponseTokens"]
+    assert config.micro_batch_tokens >= longest
 
 
 def test_place_in_the_job_comes_from_the_environment() -> None:
@@ -62,7 +72,7 @@ def test_config_is_read_by_its_written_names(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("said", "device", "dtype"),
+    ("value", "device", "dtype"),
     [
         (None, "cpu", "float32"),
         (None, "cuda:0", "bfloat16"),
@@ -70,9 +80,11 @@ def test_config_is_read_by_its_written_names(tmp_path: Path) -> None:
         ("bfloat16", "cpu", "bfloat16"),
     ],
 )
-def test_models_are_computed_as_their_engines_compute_them(said: Any, device: str, dtype: str) -> None:
-    """In float32 on a GPU unless it was told otherwise, the trainer's exports made an engine compute in float16."""
-    assert dtype == TrainerConfig(dtype=said).computes_in(device)
+def test_models_are_computed_as_their_engines_compute_them(value: Any, device: str, dtype: str) -> None:
+    """The trainer's exports made an engine compute in float16 where this trainer
+    computes in float32, its default on a GPU.
+    """
+    assert dtype == TrainerConfig(dtype=value).computes_in(device)
 
 
 def test_empty_config_has_defaults(tmp_path: Path) -> None:
@@ -113,7 +125,7 @@ def test_value_out_of_bounds_is_refused_by_name(tmp_path: Path, key: str, value:
 
 
 @pytest.mark.parametrize(
-    ("key", "said"),
+    ("key", "message"),
     [
         ("critic", "there is no critic"),
         ("valueCoefficient", "there is no critic"),
@@ -123,15 +135,15 @@ def test_value_out_of_bounds_is_refused_by_name(tmp_path: Path, key: str, value:
         ("cudaIpc", "weights reach the engines as files in memory"),
     ],
 )
-def test_what_is_not_supported_yet_is_said_so(tmp_path: Path, key: str, said: str) -> None:
+def test_what_is_not_supported_yet_is_said_so(tmp_path: Path, key: str, message: str) -> None:
     with pytest.raises(
-        ConfigError, match=rf"^{key} in spec\.trainer\.config: .*{said}.* Not supported yet: leave it out"
+        ConfigError, match=rf"^{key} in spec\.trainer\.config: .*{message}.* Not supported yet: leave it out"
     ):
         TrainerConfig.read(_file(tmp_path, {key: 1}))
 
 
 @pytest.mark.parametrize(
-    ("config", "said"),
+    ("config", "message"),
     [
         ({"schedule": "Cosine"}, "decaySteps sets when a Linear or Cosine schedule ends"),
         ({"finalLearningRate": 0.1}, "finalLearningRate is where a Linear or Cosine schedule ends"),
@@ -153,8 +165,8 @@ def test_what_is_not_supported_yet_is_said_so(tmp_path: Path, key: str, said: st
         ({"wandbProject": "sums", "trackers": ["TensorBoard"]}, "wandbProject is of Weights & Biases: add WandB"),
     ],
 )
-def test_values_that_contradict_each_other_are_refused(tmp_path: Path, config: dict[str, object], said: str) -> None:
-    with pytest.raises(ConfigError, match=rf"spec\.trainer\.config: {said}"):
+def test_values_that_contradict_each_other_are_refused(tmp_path: Path, config: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=rf"spec\.trainer\.config: {message}"):
         TrainerConfig.read(_file(tmp_path, config))
 
 
@@ -173,12 +185,12 @@ def test_learning_rate_follows_its_schedule(tmp_path: Path, schedule: dict[str, 
     assert expected == pytest.approx([config.learning_rate_at(step) for step in range(1, 8)])
 
 
-@pytest.mark.parametrize(("written", "said"), [("{", "not readable JSON"), ("[]", "must be an object")])
-def test_file_that_is_no_object_is_refused(tmp_path: Path, written: str, said: str) -> None:
+@pytest.mark.parametrize(("written", "message"), [("{", "not readable JSON"), ("[]", "must be an object")])
+def test_file_that_is_no_object_is_refused(tmp_path: Path, written: str, message: str) -> None:
     file = tmp_path / "trainer.json"
     file.write_text(written)
 
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=message):
         TrainerConfig.read(file)
 
 

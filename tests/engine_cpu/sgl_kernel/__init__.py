@@ -3,10 +3,14 @@
 SGLang imports names from `sgl_kernel` and its submodules when it starts, whatever the device. Here every name and
 every submodule can be imported, and every kernel raises when it is called: nothing is computed in a kernel's place.
 What a run on a CPU computes, it computes with torch's own operators (`--attention-backend torch_native`).
+
+Such an engine also forks its scheduler and its detokenizer. SGLang spawns them, as CUDA does not survive a fork; each
+of them then loads the same libraries once more, which is two thirds of what an engine's start costs on a CPU.
 """
 
 import importlib.abc
 import importlib.machinery
+import multiprocessing
 import sys
 import types
 from collections.abc import Sequence
@@ -66,4 +70,13 @@ def _missing(path: str, *, last: str) -> MissingKernel:
     return MissingKernel(path)
 
 
+_set_start_method = multiprocessing.set_start_method
+
+
+def _set_fork(method: str | None, force: bool = False) -> None:
+    """Take the place of `multiprocessing.set_start_method`, which SGLang calls before it starts its processes."""
+    _set_start_method("fork" if method == "spawn" else method, force=force)
+
+
 sys.meta_path.append(SubmoduleFinder())
+multiprocessing.set_start_method = _set_fork

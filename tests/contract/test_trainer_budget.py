@@ -1,0 +1,198 @@
+"""These tests compare the budget of a pass with the bytes that torch's allocator counts during that pass."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import transformers
+import yaml
+from allocations import allocated_by
+from contract.trainer_in_process import OneRank
+from contract.trainer_ranks_in_process import Watched, in_ranks
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
+
+from bench.sizes import FILLED, HEAD, MEMORY, MODELS, PAGE, row
+from colocated_rl_api.job import ColocatedRLJobSpec
+from colocated_rl_trainer.conformance.shards import Example, write_shards
+from colocated_rl_trainer.grpo.batch import Shard, divide_into_passes
+from colocated_rl_trainer.grpo.budget import Budget, size_in_bytes
+from colocated_rl_trainer.grpo.loop import GRPOTrainer
+from colocated_rl_trainer.protocol.settings import TrainerConfig
+from colocated_rl_trainer.state import rehearsal
+from colocated_rl_trainer.state.rehearsal import Pass, pass_bytes
+from fakes.tiny_model import write_tiny_model
+from scenarios.corpus import GPU_EXAMPLES, Case
+from setup.layout import CHECKOUT
+
+NEAR = 0.1
+EXPERTS: dict[str, Any] = {
+    "vocab_size": 1000, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 6, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 32, "moe_intermediate_size": 96, "num_experts": 8, "num_experts_per_tok": 2,
+}  # fmt: skip
+
+
+def held(trainer: GRPOTrainer, *, tokens: int) -> int:
+    """Bytes of a forward and backward pass at its peak, beside parameters and gradients."""
+    folder = trainer._settings.checkpoints.parent / f"rank-{trainer._settings.rank}"
+    folder.mkdir()
+    sample = Example([1], [3] * (tokens - 1), [-1.0] * (tokens - 1), 1.0, 0, 0)
+    (path,) = write_shards(folder, [sample], step=1, split=1)
+    shard = Shard.read(path, step=1, shard=0, shards=1)
+    (micro,) = divide_into_passes(shard, [0], tokens=tokens, packing=False)
+
+    def both() -> None:
+        trainer._logp(shard, micro)[0].sum().backward()
+
+    both()  # what is made once has been made
+    trainer._state.gradients.zero_()
+    return allocated_by(both).peak
+
+
+def assert_near(found: int, config: PreTrainedConfig, of: Pass) -> None:
+    expected = pass_bytes(config, of)
+    assert expected is not None
+    assert abs(expected - found) < NEAR * found, (expected, found)
+
+
+@pytest.mark.parametrize("recomputes", [True, False], ids=["recomputing", "keeping"])
+def test_pass_of_a_trained_model_on_one_rank(tmp_path: Path, recomputes: bool) -> None:
+    model = CHECKOUT.trained_model
+    trainer = OneRank(tmp_path, model, dtype="bfloat16", activationCheckpointing=recomputes)
+
+    found = held(trainer.loop, tokens=128)
+
+    assert_near(found, AutoConfig.from_pretrained(model), Pass(128, torch.bfloat16, recomputes=recomputes))
+
+
+@pytest.mark.parametrize("recomputes", [True, False], ids=["recomputing", "keeping"])
+def test_pass_of_ranks_that_share_a_model(tmp_path: Path, recomputes: bool) -> None:
+    """Gloo copies what it reduces, and lets go of the copies at some time: two may be in the peak.
+
+    The most that it reduces at once are the gradients of embeddings and head, and beside them those of one layer.
+    """
+    hidden, vocabulary = 256, 2048
+    model = write_tiny_model(tmp_path / "model", hidden=hidden, layers=8, tied=False, vocabulary=vocabulary)
+    config: dict[str, object] = {"dtype": "bfloat16", "activationCheckpointing": recomputes}
+    of = Pass(100, torch.bfloat16, shared_by=2, recomputes=recomputes)
+    expected = pass_bytes(AutoConfig.from_pretrained(model), of)
+    assert expected is not None
+
+    reduced = 2 * hidden * vocabulary
+    layer = 9 * hidden**2  # without its norms
+    for found, copied in in_ranks(2, tmp_path, model, partial(held_by_rank, tokens=100, reduced=reduced), **config):
+        assert copied == 4 * reduced, "gloo makes no copy any more: leave it out"
+        assert (1 - NEAR) * expected < found < (1 + NEAR) * expected + copied + 4 * layer
+
+
+def held_by_rank(trainer: Watched, *, tokens: int, reduced: int) -> tuple[int, int]:
+    """Return the bytes of a pass, and those that gloo allocates to reduce so many numbers in float32."""
+    found = held(trainer, tokens=tokens)
+    whole, part = torch.zeros(reduced), torch.zeros(reduced // 2)
+    return found, allocated_by(lambda: dist.reduce_scatter_tensor(part, whole)).peak
+
+
+def test_memory_of_a_sample_grows_with_its_tokens_and_not_with_their_square(tmp_path: Path) -> None:
+    """Attention of 2,048 tokens to each other would show beside so small a model; 32 thousand have no more each."""
+    model = write_tiny_model(tmp_path / "model", positions=32_768)
+    config = AutoConfig.from_pretrained(model)
+
+    assert_near(held(OneRank(tmp_path, model).loop, tokens=2048), config, Pass(2048, torch.float32))
+
+    short, long = (pass_bytes(config, Pass(tokens, torch.float32)) for tokens in (2048, 32_768))
+    assert short is not None
+    assert long is not None
+    assert long < 16 * short
+
+
+@pytest.mark.parametrize(
+    ("model", "options"),
+    [
+        ("dense", {}),
+        ("dense", {"optimizer": "SGD", "dtype": "bfloat16", "activationCheckpointing": True}),
+        ("dense", {"has_reference": True, "klCoefficient": 0.1}),
+        ("dense", {"has_reference": True, "klCoefficient": 0.1, "lora": {"rank": 8}}),
+        ("dense", {"lora": {"rank": 8}, "activationCheckpointing": True}),
+        ("experts", {}),
+        ("experts", {"dtype": "bfloat16", "activationCheckpointing": True}),
+    ],
+)
+def test_trainer_and_its_step_take_what_the_budget_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: str, options: dict[str, object]
+) -> None:
+    """The count begins before the model is read: state, reference, adapters and the
+    passes over two samples of full length.
+    """
+    monkeypatch.setenv("HF_DEACTIVATE_ASYNC_LOAD", "1")  # what other threads allocate is not counted
+    if model == "dense":
+        write_tiny_model(tmp_path / model, hidden=256, layers=8, vocabulary=2048)
+    else:
+        torch.manual_seed(0)
+        AutoModelForCausalLM.from_config(transformers.Qwen3MoeConfig(**EXPERTS)).save_pretrained(tmp_path / model)
+    samples = [Example([1], [3] * 299, [-1.0] * 299, reward, 0, 0) for reward in (0.0, 1.0)]
+    trainers: list[OneRank] = []
+
+    def start_and_train() -> None:
+        trainers.append(OneRank(tmp_path, tmp_path / model, longest=300, microBatchTokens=1, **options))
+        trainers[0].train(samples)
+
+    found = allocated_by(start_and_train).peak
+
+    loop = trainers[0].loop
+    budget = loop._budgets(loop._settings.read_job().spec)(bool(options.get("activationCheckpointing")))
+    assert budget.host - budget.exports == pytest.approx(found, rel=NEAR)
+
+
+def test_model_that_computes_by_values_is_not_rehearsed() -> None:
+    config = transformers.Qwen3MoeConfig(**EXPERTS, experts_implementation="eager")
+    assert pass_bytes(config, Pass(10, torch.float32)) is None
+
+
+@pytest.mark.parametrize("shared_by", [1, 4])
+@pytest.mark.parametrize("recomputes", [True, False])
+def test_few_layers_tell_of_many(shared_by: int, recomputes: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = transformers.Qwen3Config(**{**EXPERTS, "num_hidden_layers": 9})
+    of = Pass(300, torch.bfloat16, shared_by=shared_by, recomputes=recomputes)
+    estimate = pass_bytes(config, of)
+
+    monkeypatch.setattr(rehearsal, "MORE", 9)  # all of them are rehearsed
+
+    assert pass_bytes(config, of) == estimate
+
+
+@pytest.mark.parametrize("name", ["Qwen3-0.6B", "Qwen3-30B-A3B"])
+def test_table_of_sizes_is_as_made(name: str) -> None:
+    text = (CHECKOUT.root / PAGE).read_text()
+
+    assert row(name) in text.partition(HEAD)[2].splitlines(), "python -m bench.sizes"
+    lines = text.partition(HEAD)[2].partition("\n\n")[0].splitlines()[2:]
+    assert [*MODELS] == [line.split(" | ")[0].strip("| ") for line in lines]
+
+
+@pytest.mark.parametrize("example", GPU_EXAMPLES, ids=lambda case: case.name)
+def test_jobs_for_gpu_nodes_fit_into_their_devices_and_volumes_by_the_same_budget(example: Case) -> None:
+    spec = ColocatedRLJobSpec.model_validate(yaml.safe_load(example.text)["spec"])
+    trainer = TrainerConfig.model_validate(spec.trainer.config)
+    config = AutoConfig.for_model(**MODELS[spec.model.path])
+    with torch.device("meta"):
+        parameters = sum(tensor.numel() for tensor in AutoModelForCausalLM.from_config(config).parameters())
+    ranks = spec.replicas * spec.gpus.count
+    device = FILLED * MEMORY["80 GB"] * 2**30
+    if not spec.rollout.offload:
+        arguments = spec.rollout.engine.args
+        device -= float(arguments[arguments.index("--mem-fraction-static") + 1]) * MEMORY["80 GB"] * 2**30
+
+    one_pass = pass_bytes(config, Pass(trainer.micro_batch_tokens, torch.bfloat16, shared_by=ranks, recomputes=True))
+    assert one_pass is not None
+    budget = Budget.of(
+        parameters, on_cpu=False, shared_by=ranks, ranks_in_pod=spec.gpus.count, one_pass=one_pass,
+        export_bytes=2 * parameters,
+    )  # fmt: skip
+    limit = size_in_bytes(str(spec.gpus.resources.limits["memory"]))
+    budget.refuse_what_never_fits(
+        device_has=int(device), host_has=limit, exports_have=size_in_bytes(spec.weight_sync.size_limit)
+    )

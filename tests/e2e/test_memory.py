@@ -1,0 +1,104 @@
+"""Each container of a running job runs out of the memory that its control group has, and the job goes on."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import yaml
+from cluster import Cluster, CommandFailed
+from e2e.conftest import NAMESPACE, SCENARIOS
+from e2e.running_job import Kubectl, RunningJob, wait_for
+from e2e.test_kills import NEXT_STEP_S, START_S, Witness, assert_trained_once, await_rung
+
+from colocated_rl_api import names
+from colocated_rl_api.rungs import Rung
+
+ENDS = (
+    (names.AGENT_CONTAINER, Rung.RELEASED),
+    (names.REWARDS_CONTAINER, Rung.SERVING),
+    (names.ROLLOUT_CONTAINER, Rung.SEALED),
+    (names.GPU_CONTAINER, Rung.SERVING),  # an engine's memory
+    (names.GPU_CONTAINER, Rung.RELEASED),  # a trainer rank's
+)
+TAKES_MEMORY = "held = []\nwhile True: held.append(bytearray(b'x') * (64 << 20))"
+CONCURRENCY = 24  # groups under way
+
+
+@pytest.fixture(scope="module")
+def job(cluster: Cluster | None, kubectl: Kubectl) -> Iterator[RunningJob]:
+    if cluster is None:
+        pytest.fail("the oracle needs the local cluster: run without KUBECONFIG")
+    manifest = yaml.safe_load((SCENARIOS / "two-pods.yaml").read_text())
+    manifest["metadata"]["name"] = "memory"
+    spec = manifest["spec"]
+    spec |= {"backoffLimit": 1000}  # and the default back-off, in which kubelet's report comes, after a peer's death
+    spec["storage"]["keepBatches"] = True
+    spec["switch"] = {"engineCallSeconds": 20, "settleSeconds": 10}
+    for part, most in ((spec["gpus"], "6Gi"), (spec["rollout"], "2Gi"), (spec["rollout"]["prompts"], "2Gi")):
+        part["resources"] = {"requests": {"memory": "1Gi"}, "limits": {"memory": most}}
+    kubectl("-n", NAMESPACE, "apply", "-f", "-", stdin=yaml.safe_dump(manifest))
+    running = RunningJob(kubectl, namespace=NAMESPACE, name="memory")
+    running.wait_for_step(2, deadline_s=START_S)
+    yield running
+    running.delete()
+
+
+@pytest.mark.slow
+def test_a_container_that_runs_out_of_memory_costs_no_batch_and_trains_no_sample_twice(
+    cluster: Cluster, job: RunningJob
+) -> None:
+    """The kernel ends all of the container together, at the limit of its control group, as Kubernetes has it."""
+    witness = Witness(job)
+    for container, rung in ENDS:
+        witness.look()
+        is_rollouts = container in (names.ROLLOUT_CONTAINER, names.REWARDS_CONTAINER)
+        pod = job.rollout_pod if is_rollouts else job.gpu_pods[0]
+        await_rung(cluster, job, rung)
+        answered = answers(job)
+        step, restarts = job.step, state_of(job, pod, container)["restartCount"]
+        assert "memory" in limits_of(job, pod, container), container
+        with contextlib.suppress(CommandFailed):  # it ends with its container
+            job.python(pod, container, TAKES_MEMORY)
+
+        def has_ended(pod: str = pod, container: str = container, restarts: int = restarts) -> bool:
+            state = state_of(job, pod, container)
+            ended = state.get("lastState", {}).get("terminated", {})
+            return (state["restartCount"], ended.get("reason")) == (restarts + 1, "OOMKilled")
+
+        wait_for(f"the end of {container}", has_ended, deadline_s=NEXT_STEP_S, explain=job.describe)
+        if container == names.GPU_CONTAINER:  # after the back-off
+            is_answered = lambda answered=answered: answers(job) > answered  # noqa: E731
+            wait_for("an answer to it", is_answered, deadline_s=NEXT_STEP_S, explain=job.describe)
+        job.wait_for_step(step + 2, deadline_s=NEXT_STEP_S)
+        if container == names.GPU_CONTAINER:
+            assert "OutOfMemory" == job.status["failures"]["cause"]
+    witness.look()
+    assert_trained_once(job, witness, given_up=CONCURRENCY)
+
+
+def answers(job: RunningJob) -> int:
+    """Return how often the job's failures were answered by another start of its trainers."""
+    failures = job.status.get("failures", {})
+    return int(failures.get("podRestarts", 0) + failures.get("stepRetries", 0))
+
+
+def limits_of(job: RunningJob, pod: str, container: str) -> dict[str, str]:
+    spec = json.loads(job.kubectl("get", "pod", pod, "-o", "json"))["spec"]
+    found: dict[str, str] = next(
+        each.get("resources", {}).get("limits", {})
+        for each in [*spec.get("initContainers", []), *spec["containers"]]
+        if each["name"] == container
+    )
+    return found
+
+
+def state_of(job: RunningJob, pod: str, container: str) -> dict[str, Any]:
+    """The kubelet's status of one container."""
+    status = json.loads(job.kubectl("get", "pod", pod, "-o", "json"))["status"]
+    every = [*status.get("initContainerStatuses", []), *status["containerStatuses"]]
+    found: dict[str, Any] = next(each for each in every if each["name"] == container)
+    return found

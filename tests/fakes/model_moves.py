@@ -1,0 +1,146 @@
+"""An action of one agent may need the other pods of its group, and change what all of them share.
+
+The search through all states (`fakes.model`) and the group that walks and real operators move (`fakes.group`) take
+every step here, so both check the same: see the invariants there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
+
+from colocated_rl_agent.planner import actions as do
+from colocated_rl_api import names
+from colocated_rl_api.facts import EngineState, TrainerState
+from colocated_rl_api.member_wire import Goal
+from colocated_rl_api.rungs import Rung, WeightVersion
+from fakes.model_pod import Broken, Pod, Rank, act, last_barrier, must, rank_view, standing_of
+
+
+class Durable(NamedTuple):
+    """A Durable outlives every pod: batches in the store beyond `dropped` and up to
+    `sealed`, and the newest checkpoint.
+    """
+
+    dropped: int
+    sealed: int
+    saved: int
+
+    def has(self, step: int) -> bool:
+        return self.dropped < step <= self.sealed
+
+
+def acted(pod: Pod, action: do.Action) -> Pod:
+    return act(pod, action).noted()
+
+
+def carried_out(
+    before: Pod,
+    action: do.Action,
+    *,
+    peers: Callable[[], Iterable[Pod]],
+    durable: Durable,
+    acted: Callable[[Pod, do.Action], Pod] = acted,
+) -> tuple[Pod, int] | None:
+    """Return the pod after its action and the newest checkpoint, or None: the action waits for other pods or a batch.
+
+    peers: the other pods with trainers.
+    """
+    rank, saved = before.rank, durable.saved
+    match action:
+        case do.AwaitTrainers():
+            if not has_joined(rank, peers(), -1):
+                return None
+            pod = _with_rank(before, state=TrainerState.OFFLOADED, step=saved, saved=saved)
+        case do.Score(step=step) | do.Train(step=step):
+            must(durable.has(step), f"batch {step} is not in the store")
+            must(rank.step == step - 1, "a batch out of order")
+            if not has_joined(rank, peers(), step - 1):
+                return None
+            if isinstance(action, do.Score):
+                pod = _with_rank(before, scored=step, state=TrainerState.ONLOADED)
+            else:
+                must(not before.ladder.scores or rank.scored == step, "a batch that no reference has scored")
+                pod = _with_rank(before, step=step, state=TrainerState.ONLOADED)
+        case do.Save(step=step):
+            saved = max(saved, step)
+            pod = _with_rank(before, saved=step)
+        case do.SaveModel(version=version):
+            must(saved >= version.step, "a model is left that no checkpoint has")
+            pod = _with_rank(before, finished=version)
+        case do.FetchShards(step=step) if not durable.has(step):
+            return None
+        case _:
+            pod = acted(before, action)
+    must(
+        not pod.rank.is_on_device or pod.engine is None or pod.engine.has_given_up or pod.ladder.serves_on,
+        "engine and trainer share the device",
+    )
+    return pod, saved
+
+
+def _with_rank(pod: Pod, **changes: object) -> Pod:
+    return pod._replace(rank=pod.rank._replace(**changes)).noted()  # type: ignore[arg-type]
+
+
+def has_joined(rank: Rank, peers: Iterable[Pod], step: int) -> bool:
+    """Return whether every other rank is in the collective after `step`, or beyond it."""
+    return all(
+        pod.alive
+        and pod.rank.is_alive
+        and pod.rank.lineage == rank.lineage
+        and (-1 if pod.rank.step is None else pod.rank.step) >= step
+        for pod in peers
+    )
+
+
+def is_alone(rank: Rank, peers: Iterable[Pod]) -> bool:
+    """Return whether a rank of the group has gone, which ends a collective. One that has not come yet is waited for."""
+    return any(
+        not pod.alive
+        or (pod.rank.lineage == rank.lineage and not pod.rank.is_alive)
+        or (pod.rank.lineage or 0) > (rank.lineage or 0)
+        for pod in peers
+    )
+
+
+def without_peers(pod: Pod) -> Pod:
+    """Return the pod after its rank waited in a collective for one that is gone."""
+    return pod._replace(rank=Rank.of(rank_view(pod.rank).broke("nobody answers")))
+
+
+def must_close_late(pods: Sequence[Pod], pod: Pod, action: do.Action) -> None:
+    """Check that a healthy resident engine closes its gate when every pod has the new weights, or for good."""
+    is_healthy = pod.engine is not None and pod.belief.state is EngineState.READY and pod.belief.broken is None
+    is_climb = pod.target is not None and pod.target.goal is Goal.CLIMB and not pod.ending
+    if isinstance(action, do.CloseGate) and pod.ladder.serves_on and is_healthy and is_climb:
+        must_have_stood(pods, pod.epoch, Rung.EXPORTED, "a gate closes")
+
+
+def must_rise_together(
+    pods: Sequence[Pod],
+    before: Pod,
+    after: Pod,
+    action: do.Action,
+    *,
+    served: WeightVersion | None,
+    standing_of: Callable[[Pod], Rung] = standing_of,
+) -> None:
+    """Check that a pod goes beyond a barrier only after every pod has stood at it. served: by all engines at once."""
+    was, now = standing_of(before), standing_of(after)
+    is_climb = after.target is not None and after.target.goal is Goal.CLIMB and not after.ending
+    is_rise = not after.ladder.reaches(was, now) and not isinstance(action, do.KillEngine)  # a loss is no going on
+    joins = after.role == names.ROLE_ENGINE and after.target is not None and after.target.version == served
+    if is_climb and is_rise and not joins:  # what all have served already: they passed its barriers long ago
+        passed = last_barrier(after.ladder, after.ladder.place(was))
+        must_have_stood(pods, after.epoch, passed, f"{type(action).__name__} led to {now}")
+
+
+def must_have_stood(pods: Sequence[Pod], epoch: int, barrier: Rung | None, what: str) -> None:
+    """Check that every pod has stood there, or higher."""
+    if barrier is None:
+        return
+    for index, pod in enumerate(pods):
+        stood = dict(pod.stood).get(epoch, Rung.UNKNOWN)
+        if not pod.ladder.reaches(stood, barrier):
+            raise Broken(f"{what} in epoch {epoch} before gpu-{index} stood at {barrier}: it stood at {stood}")
