@@ -58,7 +58,7 @@ STREAM = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encodi
 
 # -------------------------------------------------------------------------------------------------------- the upstream
 def chunk(tokens: int, *, done: bool, filler: int = 0) -> bytes:
-    said = {
+    event = {
         "text": "x" * filler,
         "output_ids": list(range(tokens)),
         "meta_info": {
@@ -68,7 +68,7 @@ def chunk(tokens: int, *, done: bool, filler: int = 0) -> bytes:
             "finish_reason": {"type": "length"} if done else None,
         },
     }
-    return json.dumps(said, separators=(",", ":")).encode()
+    return json.dumps(event, separators=(",", ":")).encode()
 
 
 WHOLE = chunk(16, done=True, filler=PLAIN_BYTES)
@@ -133,7 +133,7 @@ async def serve_upstream(port: int) -> None:
 
 # ------------------------------------------------------------------------------------------------------------ the gate
 async def serve_gate(port: int, upstream: int) -> None:
-    """As an agent does."""
+    """Serve a gate as an agent does."""
     garbage.look_seldom()
     gate = Gate(count=AgentMetrics(CollectorRegistry()).request_ended)
     async with DataPort(gate.serve).listening("127.0.0.1", port):
@@ -147,7 +147,7 @@ async def nobody_aborts(rid: str) -> None:
 
 # ----------------------------------------------------------------------------------------------------------- the relay
 class Copier(asyncio.Protocol):
-    """One direction of a relayed connection."""
+    """Copy one direction of a relayed connection."""
 
     def __init__(self, to: asyncio.WriteTransport | None = None) -> None:
         self.to = to
@@ -201,7 +201,7 @@ class Times:
 
 
 class Caller(asyncio.Protocol):
-    """One connection that sends one request after the other."""
+    """Send one request after the other on one connection."""
 
     def __init__(
         self, request: bytes, left: Iterator[int], times: Times, ended: asyncio.Future[None], begins_after_s: float
@@ -253,7 +253,7 @@ class Caller(asyncio.Protocol):
 
 
 def asked(*, streams: bool) -> dict[str, Any]:
-    """What the upstream of this file is asked."""
+    """Return the body of a request to the upstream of this file."""
     return {"text": "pieces" if streams else "whole", "sampling_params": {}} | ({"stream": True} if streams else {})
 
 
@@ -334,7 +334,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def proxies(router: str, upstream: int) -> dict[str, tuple[int, Command]]:
-    """By name: port and command of whoever stands in front of the upstream; nobody for `direct`."""
+    """Return, by name, port and command of each process in front of the upstream; none for `direct`."""
     found: dict[str, tuple[int, Command]] = {"direct": (upstream, ())}
     for ours in ("relay", "gate"):
         port = free_port()

@@ -39,7 +39,7 @@ INCARNATION = "incarnation-of-this-engine"
 
 @dataclass
 class Barrier:
-    """Of one rung in one epoch. Seconds of this process's clock."""
+    """The times of one rung in one epoch, in seconds of this process's clock."""
 
     first_target: float = 0.0
     last_target: float = 0.0
@@ -48,7 +48,7 @@ class Barrier:
 
 @dataclass
 class Journal:
-    """What the members of one job are to do, and when targets came and facts went.
+    """A journal holds what the members of one job are to do, and when targets came and facts went.
 
     batches: how many of them the rollout controller may seal. work_s: of a pod, from a target to standing there.
     """
@@ -63,7 +63,7 @@ class Journal:
     tell: Callable[[], None] = lambda: None  # the rollout controller says what it has
 
     def seal(self) -> None:
-        """One batch more."""
+        """Seal one more batch."""
         self.batches += 1
         self.tell()
 
@@ -171,17 +171,17 @@ class GpuState:
         return facts
 
     def take(self, text: bytes) -> None:
-        now, told = time.perf_counter(), read(text)
-        assert isinstance(told, PodTarget)
+        now, message = time.perf_counter(), read(text)
+        assert isinstance(message, PodTarget)
         journal = self._who.journal
-        journal.epochs[told.step] = told.epoch
-        barrier = self._barrier = journal.barriers[told.epoch, told.rung]
+        journal.epochs[message.step] = message.epoch
+        barrier = self._barrier = journal.barriers[message.epoch, message.rung]
         barrier.first_target, barrier.last_target = barrier.first_target or now, now
-        self._epoch = told.epoch
-        if told.goal is Goal.STOP:
+        self._epoch = message.epoch
+        if message.goal is Goal.STOP:
             self._stands = stopped
-        elif told.rung is not TIME_SLICED.next_barrier(Rung.UNKNOWN):
-            self._stands = partial(reached, told.rung, told.version)
+        elif message.rung is not TIME_SLICED.next_barrier(Rung.UNKNOWN):
+            self._stands = partial(reached, message.rung, message.version)
 
 
 class RolloutState:
@@ -192,23 +192,23 @@ class RolloutState:
         self._told: RolloutTarget | None = None
 
     def facts(self) -> bytes:
-        told, journal = self._told, self._who.journal
-        trained = told.trained_step if told else 0
+        epoch_and_journal, journal = self._told, self._who.journal
+        trained = epoch_and_journal.trained_step if epoch_and_journal else 0
         sealed = min(trained + 1, journal.batches)
         journal.sealed_at.setdefault(sealed, time.perf_counter())
         facts = rollout_facts(
             sealed=sealed,
             trained=trained,
-            epoch=told.epoch if told else 0,
+            epoch=epoch_and_journal.epoch if epoch_and_journal else 0,
             evaluated=EvaluationResult(step=trained, samples=1, mean=0, stderr=0),
-            stopped=told is not None and told.goal is Goal.STOP,
+            stopped=epoch_and_journal is not None and epoch_and_journal.goal is Goal.STOP,
         )
         return facts.model_dump_json(by_alias=True).encode()
 
     def take(self, text: bytes) -> None:
-        told = read(text)
-        assert isinstance(told, RolloutTarget)
-        self._told = told
+        message = read(text)
+        assert isinstance(message, RolloutTarget)
+        self._told = message
         self._who.changed()
 
 
@@ -241,7 +241,7 @@ def reached(rung: Rung, at: WeightVersion, epoch: int) -> bytes:
 
 
 async def listen(by_address: dict[str, Who], addresses: list[str], tls: ssl.SSLContext) -> asyncio.Server:
-    """One listening socket for each member, on the port that pods have."""
+    """Open one listening socket for each member, on the port that pods have."""
     loop = asyncio.get_running_loop()
     return await loop.create_server(
         lambda: Member(by_address), addresses, names.CONTROL_PORT, ssl=tls, reuse_address=True, backlog=64

@@ -28,7 +28,7 @@ ALL = "all of them"
 
 @dataclass
 class Peak:
-    """Of one kind: how many there were at most, the largest of them, and the largest sum at one time, in bytes."""
+    """Peaks of the processes of one kind: their number, the largest of them, and their sum at one time, in bytes."""
 
     processes: int = 0
     largest: int = 0
@@ -56,7 +56,7 @@ def share_bytes(process: Path) -> int:
 def family(pid: int) -> list[Path]:
     """The directories in /proc of a process and of all below it, in whatever namespaces."""
     children: dict[int, list[int]] = defaultdict(list)
-    for stat in Path("/proc").glob("[0-9]*/stat"):
+    for stat in (place / "stat" for place in Path("/proc").glob("[0-9]*")):
         with contextlib.suppress(OSError):  # it has ended
             children[int(stat.read_text().rpartition(") ")[2].split()[1])].append(int(stat.parent.name))
     found = [pid]
@@ -78,7 +78,7 @@ def sizes(pid: int) -> dict[str, list[int]]:
 
 @contextlib.contextmanager
 def peaks(pid: int) -> Iterator[dict[str, Peak]]:
-    """What the process and all below it need while the block runs, by kind; whole once it has ended."""
+    """Yield the peaks of the process and all below it, by kind; they are complete once the block has ended."""
     seen: dict[str, Peak] = defaultdict(Peak)
     ended = threading.Event()
 

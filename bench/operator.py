@@ -95,7 +95,7 @@ async def running(access: ClusterAccess, name: str) -> AsyncIterator[Running]:
 # ------------------------------------------------------------------------------------------------- one job, many sizes
 @dataclass(frozen=True)
 class Figures:
-    """Of one job. Seconds, but where said otherwise. CPU: of a message, either way."""
+    """The figures of one job, in seconds unless the name has another unit. CPU: for each message, either way."""
 
     members: int
     barrier_s: float
@@ -233,10 +233,10 @@ async def measure_jobs(access: ClusterAccess, number: int) -> None:
         epochs = {job.name: job.journal.epochs[1] for job in jobs}
         began = time.perf_counter()
         async with running(access, "operator-jobs-again") as operator:
-            told = await _first_targets(scene, jobs, epochs)
+            took = [at - began for at in await _first_targets(scene, jobs, epochs)]
             say(
-                f"  cold start: the first job has targets after {min(told) - began:.1f} s, half after"
-                f" {median(told) - began:.1f} s, the last after {max(told) - began:.1f} s; CPU {operator.cpu_s:.0f} s",
+                f"  cold start: the first job has targets after {min(took):.1f} s, half after {median(took):.1f} s,"
+                f" the last after {max(took):.1f} s; CPU {operator.cpu_s:.0f} s",
             )
             await scene.remove()
 
@@ -248,7 +248,7 @@ async def _cpu_of(operator: Running, work: Awaitable[object]) -> float:
 
 
 async def _first_targets(scene: Scene, jobs: Iterable[Staged], epochs: dict[str, int]) -> list[float]:
-    """When each job's pods were first told something in a newer epoch."""
+    """Return when each job's pods got their first target of a newer epoch."""
 
     def newer(job: Staged) -> list[float]:
         found = job.journal.barriers.items()

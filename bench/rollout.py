@@ -34,7 +34,7 @@ SOAK_STEPS = 196  # of 512 samples: 100,352
 
 
 class Table:
-    """Of one trace: what each way to run the job takes."""
+    """A table of one trace shows what each way to run the job takes."""
 
     def __init__(self, job: Job, loop: Outcome) -> None:
         self._job = job
@@ -81,7 +81,7 @@ def compare(name: str, job: Job, say: Callable[[str], None]) -> None:
 
 
 def resent(job: Job, say: Callable[[str], None]) -> None:
-    """What is prefilled again, by the length of a step."""
+    """Print how much is prefilled again, by the length of a step."""
     say(
         "\nreasoning, maxStaleness 2: groups of a step, seconds with gates open, tokens prefilled again per trained one"
     )
@@ -104,7 +104,7 @@ def held(job: Job) -> list[tuple[int, int]]:
 
 
 def soak(job: Job, say: Callable[[str], None]) -> None:
-    """What is held while many short samples go through."""
+    """Print what is held in memory while many short samples go through."""
     began = time.process_time()
     seen = held(job)
     cpu_s, fifth = time.process_time() - began, len(seen) // 5

@@ -1,4 +1,4 @@
-"""How soon a job could be done at best, by whoever knows every length in advance. Knows nothing of the worker.
+"""Compute how soon a job could be done by a scheduler that knows every length in advance. Uses no code of the worker.
 
 Time passes in rollout, in switches and in training. The last two are fixed: one switch a step, and every sample is
 trained once. What is left to choose is how long the gates are open before each step, and who gets how many tokens
@@ -48,7 +48,7 @@ def least_s(job: Job) -> float:
 
 
 def least_rollout_s(job: Job) -> float:
-    """Of it, seconds with gates open. Variables: how long each phase is, and what each class gets in each of its."""
+    """Return the seconds with gates open. Variables: the length of each phase, and what each class gets in it."""
     from scipy.optimize import linprog  # takes a second
     from scipy.sparse import lil_matrix
 

@@ -1,4 +1,4 @@
-"""What one rollout controller can take: samples a second, and its CPU time for a thousand of them.
+"""Measure the limit of one rollout controller: samples a second, and its CPU time for a thousand of them.
 
 `make bench-rollout-limit`. The real worker, store, TLS and gate client, over loopback, beside gates of this file that
 have one core for themselves: each tells that it is open and answers every request after a while with as many tokens as
@@ -29,13 +29,14 @@ from prometheus_client import CollectorRegistry
 
 from bench.gate import content_length
 from bench.simulated_job import NoText, PromptsInOrder, Rewards
+from colocated_rl_api import names
 from colocated_rl_api.gate_wire import GATE_LINE_S, GateState
 from colocated_rl_api.job import ColocatedRLJobSpec
 from colocated_rl_api.member_wire import Endpoint
 from colocated_rl_api.rungs import WeightVersion
 from colocated_rl_member.data import DataClient
 from colocated_rl_member.tls import MemberTls
-from colocated_rl_rollout.engines.engine_client import gate_connector
+from colocated_rl_rollout.engines.engine_client import GateConnector
 from colocated_rl_rollout.engines.engines import Engines
 from colocated_rl_rollout.episodes import Episodes
 from colocated_rl_rollout.gateway.sessions import Sessions
@@ -52,11 +53,11 @@ TOKENS, ANSWER_S = 256, 0.5
 GROUPS, GROUP_SIZE = 64, 8  # of a batch
 IN_FLIGHT = 1024  # samples at least, and two for each engine
 WARM_AT_MOST_S, MEASURED_S = 300.0, 15.0
-JOB_UID, VERSION = "6f0d1c52-8a35-4a7c-9d55-0c8a3f1b2e4d", WeightVersion(0, 1)
+JOB_UID, VERSION = names.JobUid("6f0d1c52-8a35-4a7c-9d55-0c8a3f1b2e4d"), WeightVersion(0, 1)
 
 
 def address_of(engine: int) -> str:
-    """Of its own, in the loopback's network."""
+    """Return an address of the engine's own, in the loopback's network."""
     return f"127.0.{1 + engine // 250}.{1 + engine % 250}"
 
 
@@ -144,7 +145,7 @@ async def measure(engines: int, port: int, directory: Path) -> Figures:
     }
     fields = {"steps": 1_000_000, "model": {"claim": {"name": "model"}}, "gpus": {"count": 0}, "rollout": rollout}
     spec = ColocatedRLJobSpec.model_validate(fields)
-    async with aiohttp.ClientSession(connector=gate_connector(), trust_env=False) as session:
+    async with aiohttp.ClientSession(connector=GateConnector(), trust_env=False) as session:
         store, metrics, chat = (
             Store(directory / f"state-{engines}", job_uid=JOB_UID),
             RolloutMetrics(CollectorRegistry()),

@@ -93,8 +93,10 @@ class Scene:
                     await self.changed.wait()
         except TimeoutError:
             connected = sum(staged.journal.connected for staged in self.jobs.values())
-            told = json.dumps(next(iter(self.jobs.values())).status, indent=1)
-            raise TimeoutError(f"not within {within_s:.0f} s; {connected} connections; the first job: {told}") from None
+            status = json.dumps(next(iter(self.jobs.values())).status, indent=1)
+            raise TimeoutError(
+                f"not within {within_s:.0f} s; {connected} connections; the first job: {status}"
+            ) from None
 
     # ----------------------------------------------------------------------------------------- what the API server says
     def note_job(self, event: str, job: Body) -> None:

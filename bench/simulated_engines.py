@@ -126,7 +126,7 @@ Trace = Callable[[int, int], int]
 
 
 class Numbers:
-    """Which samples of each prompt no engine has at the moment, and which have no tokens yet."""
+    """Numbers holds which samples of each prompt no engine has at the moment, and which of these have no tokens yet."""
 
     def __init__(self, group_size: int) -> None:
         self._free: dict[int, list[int]] = defaultdict(lambda: list(range(group_size)))
@@ -172,7 +172,7 @@ class SimulatedEngine(EngineClient):
         self._tell()
 
     def close(self) -> None:
-        """As a switch does it: nothing more comes in, and everybody gets what there is."""
+        """Close as a switch does: nothing more comes in, and every request gets the tokens that there are."""
         self.state = GateState(open=False, epoch=0)
         self.machine.abort_all()
         self._tell()

@@ -20,6 +20,7 @@ from prometheus_client import CollectorRegistry
 
 from bench import virtual_time
 from bench.simulated_engines import PROMPT_TOKENS, Machine, Numbers, Rates, SimulatedEngine, Trace
+from colocated_rl_api import names
 from colocated_rl_api.job import AtMaxStaleness, ColocatedRLJobSpec, Interruption
 from colocated_rl_api.member_wire import Endpoint
 from colocated_rl_api.rungs import WeightVersion
@@ -63,7 +64,7 @@ class Job:
 
     @property
     def tokens(self) -> int:
-        """Of all samples that the job trains; prompts come in order, and each is trained once."""
+        """Return the tokens of all samples that the job trains; prompts come in order, and each is trained once."""
         prompts = range(self.steps * self.batch_size)
         return sum(self.trace(prompt, number) for prompt in prompts for number in range(self.group_size))
 
@@ -164,7 +165,7 @@ class Scene:
         self._changed = asyncio.Event()
         self._registry = CollectorRegistry()
         metrics, chat = RolloutMetrics(self._registry), NoText()
-        self.store = store = PatientStore(directory, job_uid="simulated")
+        self.store = store = PatientStore(directory, job_uid=names.JobUid("simulated"))
         processes = Rewards(spec)
         self.engines = SimulatedEngines(job, changed=self._wake)
         sessions = Sessions(
@@ -212,7 +213,7 @@ class Scene:
         return batch
 
     def trained(self, step: int) -> None:
-        """As a target of the operator has it."""
+        """Take note of a trained step, as a target of the operator reports it."""
         self.store.commit(step)
         self.worker.discard_stale()
         self.store.forget(step)
@@ -244,7 +245,7 @@ def spec_of(job: Job) -> ColocatedRLJobSpec:
 
 
 class PatientStore(Store):
-    """On a volume whose commits take no time of the simulation."""
+    """A PatientStore lies on a volume whose commits take no time of the simulation."""
 
     async def flushed(self) -> None:
         with virtual_time.loop().outside():
@@ -286,7 +287,7 @@ class SimulatedEngines(Engines):
 
 
 class PromptsInOrder(PromptSource):
-    """One token each: the prompt's number."""
+    """A source of prompts of one token each: the prompt's number."""
 
     def __init__(self, position: int = 0) -> None:
         self._position = position

@@ -1,4 +1,4 @@
-"""What a switch consists of, from the log lines of a run. Pure.
+"""Divide a switch into its parts, from the log lines of a run. Pure.
 
 An agent logs each action with the time it took, and each rung it reached. What lies between the two is the system's
 own: deciding, telling, waiting for the slowest pod.
@@ -30,7 +30,7 @@ class Switch:
 
     @property
     def added_s(self) -> float:
-        """What operator and agents add, the wait for a slower pod between barriers included."""
+        """Return the time that operator and agents add, the wait for a slower pod between barriers included."""
         return self.whole_s - self.working_s
 
     @property

@@ -5,6 +5,7 @@ Each figure is a ratio to something that was measured in turn with it, so that b
 * an export into shared memory, to a plain write of the same bytes there; with the manifest, whose digests an engine's
   agent checks; and reading it back;
 * a checkpoint there, to a plain write of the same bytes: written with its digests, verified, and read back;
+* loading a model of bfloat16 in float32, to transformers' own loading of it, and what the memory check before it takes;
 * offload and onload of parameters and moments, to a copy of the same bytes;
 * an optimization step, to that of trl on the same completions, with as many of them in a forward pass.
 """
@@ -25,7 +26,7 @@ from statistics import median
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
 from bench.turns import GIB, TURNS, in_turns, show
@@ -38,16 +39,17 @@ from colocated_rl_trainer.protocol.manifest import Exported, write_manifest
 from colocated_rl_trainer.protocol.rank import Rank
 from colocated_rl_trainer.protocol.settings import RankSettings, TrainerConfig
 from colocated_rl_trainer.state.checkpoint import Checkpoints, Saved
+from colocated_rl_trainer.state.rehearsal import Pass, pass_bytes
 from colocated_rl_trainer.state.residency import Residency
 from colocated_rl_trainer.state.sharding import read_parts, write_parts
-from colocated_rl_trainer.state.weights import write_model
+from colocated_rl_trainer.state.weights import load_model, read_config, write_model
 from fakes.tiny_model import write_tiny_model
 from setup.environments import PEERS
 from setup.layout import CHECKOUT
 from setup.toolchain import clean_environment
 
 SHARED_MEMORY = Path("/dev/shm")
-PARTS = ("export", "checkpoint", "moves", "steps")
+PARTS = ("export", "checkpoint", "load", "moves", "steps")
 STEPS = 3  # of a training run, the first of which is not counted
 GROUP_SIZE, ROWS = 8, 4  # samples of a prompt; samples of a forward pass
 LENGTHS = {"uniform": [128] * 16, "long tail": [8] * 10 + [32] * 4 + [256] * 2}  # of completions
@@ -56,8 +58,8 @@ STEP_S = 900.0
 
 def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.trainer", description=__doc__)
-    parser.add_argument("--gib", type=float, default=1.1, help="of weights, for exports, checkpoints and moves")
-    parser.add_argument("--only", choices=PARTS, action="append", help="of the four")
+    parser.add_argument("--gib", type=float, default=1.1, help="of weights, for all but steps")
+    parser.add_argument("--only", choices=PARTS, action="append", help="of the five")
     parser.add_argument("--step", type=Path, help=argparse.SUPPRESS)
     given = parser.parse_args(arguments)
     if given.step:
@@ -71,6 +73,9 @@ def main(arguments: Sequence[str]) -> int:
     if "checkpoint" in parts:
         with tempfile.TemporaryDirectory(dir=SHARED_MEMORY) as shared:
             beside_a_plain_file(make_model(given.gib), Path(shared))
+    if "load" in parts:
+        with tempfile.TemporaryDirectory(dir=SHARED_MEMORY) as shared:
+            beside_from_pretrained(make_model(given.gib), Path(shared))
     if "moves" in parts:
         beside_a_plain_copy(make_model(given.gib))
     if "steps" in parts:
@@ -103,7 +108,7 @@ def beside_a_plain_write(model: Qwen3ForCausalLM, shared: Path, origin: Path) ->
             stream.write(flat.numpy().data)
 
     def write_export() -> None:
-        """As the trainer does, to the manifest, without which no agent takes it."""
+        """Write an export as the trainer does, with the manifest, without which no agent takes it."""
         export.mkdir()
         digests = write_model(model, export, origin=origin, dtype=torch.float32)
         write_manifest(export, WeightVersion(1, 1), Exported(digests=digests))
@@ -163,6 +168,23 @@ def beside_a_plain_file(model: Qwen3ForCausalLM, shared: Path) -> None:
     show("written, with its digests", size, took["write"], beside=took["plain"])
     show("verified", size, took["verify"])
     show("read", size, took["read"])
+
+
+# ------------------------------------------------------------------------------------------------------------- loading
+def beside_from_pretrained(model: Qwen3ForCausalLM, shared: Path) -> None:
+    size = 4 * sum(parameter.numel() for parameter in model.parameters())
+    model.to(torch.bfloat16).save_pretrained(shared)
+    took = in_turns(
+        {
+            "plain": lambda: AutoModelForCausalLM.from_pretrained(shared, dtype=torch.float32),
+            "load": lambda: load_model(shared),
+            "check": lambda: pass_bytes(read_config(shared), Pass(16_384, torch.float32)),
+        }
+    )
+    print(f"load of {size / GIB:.2f} GiB from shared memory")
+    show("from_pretrained", size, took["plain"])
+    show("the trainer's", size, took["load"], beside=took["plain"])
+    print(f"  {'rehearsed pass of the memory check':42} {took['check']:7.2f} s")
 
 
 # --------------------------------------------------------------------------------------------------------------- moves

@@ -36,7 +36,7 @@ class VirtualTime(asyncio.SelectorEventLoop):
 
     @contextmanager
     def outside(self) -> Iterator[None]:
-        """While a thread works for whoever enters."""
+        """Keep virtual time from moving while a thread works for whoever enters."""
         self._outside += 1
         try:
             yield
@@ -76,7 +76,7 @@ class _Selector(selectors.DefaultSelector):
 
 
 def run(main: Coroutine[Any, Any, T]) -> T:
-    """As asyncio.run, on this clock."""
+    """Run as asyncio.run does, on this clock."""
     with asyncio.Runner(loop_factory=VirtualTime) as runner:
         return runner.run(main)
 

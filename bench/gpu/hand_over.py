@@ -57,7 +57,7 @@ def beside_a_copy_on_the_device(name: str, device: torch.device) -> None:
 
 
 def digest(weights: Tensors) -> int:
-    """Of every bit, and the same wherever they are."""
+    """Return a number that depends on every bit, and not on the device that holds them."""
     return sum(int(tensor.view(torch.int16).sum(dtype=torch.int64)) for tensor in weights.values())
 
 

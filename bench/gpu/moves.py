@@ -13,7 +13,7 @@ PIECE = 4 * GIB  # of a plain copy; more of them goes no faster
 
 
 def free_bytes(device: torch.device) -> int | None:
-    """What the driver says, for all processes. None on a CPU."""
+    """Return the free memory that the driver reports, beside all processes. None on a CPU."""
     return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else None
 
 

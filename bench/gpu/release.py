@@ -15,7 +15,7 @@ KV_BYTES = 8 * GIB
 
 
 def beside_what_is_mapped(name: str, device: torch.device) -> None:
-    """What comes free, by the driver, of all that is mapped: an agent wants at least FREED_SHARE of it."""
+    """Print how much of the mapped memory the driver reports free again: an agent wants at least FREED_SHARE of it."""
     try:
         from torch_memory_saver import torch_memory_saver as saver
     except ImportError:

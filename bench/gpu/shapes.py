@@ -27,7 +27,7 @@ SHAPES = {
 
 
 def shapes_of(name: str) -> dict[str, torch.Size]:
-    """Of each parameter of a model of this size."""
+    """Return the shape of each parameter of a model of this size."""
     with torch.device("meta"):
         model = Qwen2ForCausalLM(SHAPES[name])
     return {name: parameter.shape for name, parameter in model.named_parameters()}
@@ -43,7 +43,7 @@ class Parameters(nn.Module):
 
 
 def random_tensors(shapes: dict[str, torch.Size], device: torch.device) -> dict[str, Tensor]:
-    """In bfloat16, as engines have them."""
+    """Return random tensors in bfloat16, as engines hold them."""
     return {
         name: torch.empty(shape, dtype=torch.bfloat16, device=device).uniform_(-1, 1) for name, shape in shapes.items()
     }

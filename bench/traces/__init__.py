@@ -1,4 +1,4 @@
-"""How many tokens each sample has, fixed here: by its prompt, its number in the group, and nothing else.
+"""Fix how many tokens each sample has: by its prompt, its number in the group, and nothing else.
 
 `reasoning`: lengths of answers of a reasoning model in production, with a long tail: the mean is twice the median, one
 of a hundred is eight times the mean, the longest fifteen times. Source: Xiang et al. 2025, "ServeGen: Workload
@@ -32,5 +32,5 @@ def _drawn(prompt: int, number: int) -> int:
 
 
 def brief(prompt: int, number: int) -> int:
-    """Where only the number of samples matters."""
+    """Return a short length, where only the number of samples matters."""
     return 2 + 2 * (prompt % 2)

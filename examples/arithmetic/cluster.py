@@ -49,7 +49,7 @@ class CommandFailed(ClusterError):
 
 
 def binary() -> Path:
-    """What LOCALCLUSTER names, or what this checkout's set-up has built."""
+    """Return the program that LOCALCLUSTER names, or the one that this checkout's set-up has built."""
     named = os.environ.get("LOCALCLUSTER")
     path = Path(named) if named else Path(__file__).parents[2] / ".build/bin/localcluster"
     if not path.exists():

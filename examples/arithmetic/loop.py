@@ -22,7 +22,7 @@ from examples.arithmetic.task import Problem, problems
 
 @dataclass(frozen=True)
 class Options:
-    """As in `job.yaml`. `staleness` is the age of the sampling weights of every sample, the worst that a job allows."""
+    """Options as in `job.yaml`. `staleness` is the age of every sample's weights, the highest that a job allows."""
 
     steps: int = 40
     batch_size: int = 32

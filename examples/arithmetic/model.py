@@ -45,7 +45,7 @@ Report = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Recipe:
-    """How the warm-up goes. The start of the demo hangs on it: held-out exact match well below 0.35, and not 0."""
+    """A recipe of the warm-up. The start of the demo depends on it: held-out exact match well below 0.35, and not 0."""
 
     seed: int = 0
     problems: int = 4000
@@ -63,7 +63,7 @@ class Recipe:
     held_out_most: float = 0.28  # below the demo's bound by three standard errors, as it asks questions of its own
 
     def is_met(self, held_out: float) -> bool:
-        """Whether a model with this held-out exact match is one to start the demo from."""
+        """Return whether the demo may start from a model with this held-out exact match."""
         return self.held_out_least <= held_out <= self.held_out_most
 
 
@@ -211,7 +211,7 @@ def _warm_up(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, recipe
 def _imitate(
     model: Qwen3ForCausalLM, optimizer: torch.optim.Optimizer, prompts: list[list[int]], answers: list[list[int]]
 ) -> float:
-    """One supervised step; the mean loss of an answer's tokens."""
+    """Take one supervised step, and return the mean loss of an answer's tokens."""
     model.train()
     logp, mask = response_logp(model, prompts, answers)
     loss = -(logp * mask).sum() / mask.sum()

@@ -1,4 +1,4 @@
-"""What pairs of runs tell that differ in one thing, and what so many can't."""
+"""Compute what pairs of runs that differ in one thing show, and what their number cannot show."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def compared(pairs: Sequence[tuple[float, float]]) -> Compared | None:
 
 
 def verdict(found: Compared) -> str:
-    """One sentence's part, that claims no more than the interval does."""
+    """Return a part of a sentence that claims no more than the interval does."""
     if found.low > 0:
         return f"higher, by at least {found.low:.3f}"
     if found.high < 0:

@@ -55,7 +55,7 @@ def seeded(job: dict[str, Any], kind: Kind, seed: int) -> dict[str, Any]:
 
 
 def document(runs: Mapping[str, Records], job: dict[str, Any]) -> str:
-    """What is written down. `runs`: by kind and seed (`run-1`), as they ended."""
+    """Return the document of all runs. `runs`: by kind and seed (`run-1`), in the order in which they ended."""
     spec, start, target = job["spec"], ARITHMETIC.start_at_most, ARITHMETIC.target
     figures = {name: read_figures(run.lines) for name, run in runs.items()}
     means = {name: {one.step: one.mean for one in of_run.evaluations} for name, of_run in figures.items()}
@@ -90,13 +90,13 @@ short, because nothing but training may move the figure.
 
 
 def of_others(document: str) -> str:
-    """What runs of other examples have in the document."""
+    """Return the part of the document that belongs to runs of other examples."""
     _, heading, rest = document.partition(OTHERS)
     return heading + rest
 
 
 def older_share(figures: RunFigures) -> float:
-    """Of the trained tokens, 0 to 1."""
+    """Return the share of trained tokens that older weights made, 0 to 1."""
     older = sum(count for batch in figures.batches for age, count in batch.staleness.items() if age > 0)
     return older / sum(batch.tokens for batch in figures.batches)
 

@@ -30,7 +30,7 @@ class Problem:
 
     @property
     def is_held_out(self) -> bool:
-        """By hash of the question: the same in every process, as the rollout controller decides it."""
+        """Return whether the question's hash holds it out: the same in every process, as in the rollout controller."""
         return int(hashlib.sha256(self.question.encode()).hexdigest()[:8], 16) % 100 < HELD_OUT_PERCENT
 
     @property

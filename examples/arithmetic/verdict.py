@@ -1,4 +1,4 @@
-"""What a run of a demo must show, and what of it is missing."""
+"""State what a run of a demo must show, and find what of it is missing."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ from colocated_rl_cli.evidence.records import Records
 
 @dataclass(frozen=True)
 class Lesson:
-    """What a job is to learn. about: one or two sentences of its report; {first} and {last} are the mean lengths of a
-    response, in tokens, in the first batch and in the last.
+    """A lesson is what a job is to learn.
+
+    about: one or two sentences of its report; {first} and {last} are the mean lengths of a response, in tokens, in the
+    first batch and in the last.
 
     start_at_most, target: held-out exact match before the first step and after the last.
     """
@@ -35,12 +37,12 @@ JOB_TOOK = "job, from its creation to its end"  # a name in `Records.took_s`
 
 
 def job_s(records: Records) -> float | None:
-    """From the job's creation to its end."""
+    """Return the seconds from the job's creation to its end."""
     return records.took_s.get(JOB_TOOK)
 
 
 def shortfalls(records: Records, lesson: Lesson = ARITHMETIC) -> list[str]:
-    """What is missing of what a demo must show; nothing if it went well."""
+    """Return what the run did not show of what a demo must show; nothing if it went well."""
     figures = read_figures(records.lines)
     status, steps = records.job.get("status", {}), records.job["spec"]["steps"]
     missing = []

@@ -40,7 +40,7 @@ class JobEnded(Exception):
 
 
 class Gateway:
-    """What a job's gateway says beside completions."""
+    """A client of a job's gateway, for everything but completions."""
 
     def __init__(self, address: str, http: httpx.AsyncClient) -> None:
         self.address = address.rstrip("/")
@@ -51,14 +51,14 @@ class Gateway:
         return found
 
     async def sessions(self) -> dict[str, Any]:
-        """Those that it holds, and how many make a group."""
+        """Return the sessions that the controller holds, and how many make a group."""
         found: dict[str, Any] = (await self._ask("GET", "/sessions")).json()
         return found
 
     async def reward(self, session: str, reward: float, group: str) -> bool:
-        """Whether it was taken: a session may have become too old."""
-        said = await self._ask("POST", f"/sessions/{session}/reward", {"reward": reward, "group": group})
-        return said.status_code == httpx.codes.OK
+        """Send the reward, and return whether it was accepted: a session may have become too old."""
+        answer = await self._ask("POST", f"/sessions/{session}/reward", {"reward": reward, "group": group})
+        return answer.status_code == httpx.codes.OK
 
     async def give_up(self, session: str) -> None:
         await self._ask("DELETE", f"/sessions/{session}")
@@ -68,15 +68,15 @@ class Gateway:
         deadline = asyncio.get_running_loop().time() + AWAY_S
         while asyncio.get_running_loop().time() < deadline:
             with contextlib.suppress(httpx.TransportError):
-                said = await self._http.request(method, f"{self.address}{path}", json=body)
-                if said.status_code < httpx.codes.INTERNAL_SERVER_ERROR:
-                    return said
+                answer = await self._http.request(method, f"{self.address}{path}", json=body)
+                if answer.status_code < httpx.codes.INTERNAL_SERVER_ERROR:
+                    return answer
             await asyncio.sleep(LOOK_S)
         raise JobEnded(f"{self.address} has not answered for {AWAY_S:.0f} s")
 
 
 class Player:
-    """One environment against one job."""
+    """Play one environment against one job."""
 
     def __init__(self, environment: Any, gateway: Gateway, *, model: str, group_size: int) -> None:
         self._environment = environment

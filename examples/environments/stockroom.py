@@ -29,7 +29,7 @@ class StockroomData(vf.TaskData):
 class Shelves(vf.Toolset[vf.ToolsetConfig, vf.State]):
     @vf.tool
     async def count(self, thing: str) -> int:
-        """How many of a thing are in stock."""
+        """Return how many of a thing are in stock."""
         return stock_of(thing)
 
 

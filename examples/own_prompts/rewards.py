@@ -1,4 +1,4 @@
-"""What a response is worth: `score` of `spec.rollout.prompts.file.reward`."""
+"""Score responses: `score` is the function of `spec.rollout.prompts.file.reward`."""
 
 import re
 from typing import Any
