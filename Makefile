@@ -53,6 +53,12 @@ test: ## everything below in one go: checks and fast tests first, while the rest
 test-slow: ## what is too slow for test: larger searches, further moments of a kill, further whole jobs; CI runs both
 	@$(SETUP) --then all,frameworks,trained-model slow-layer
 
+.PHONY: soak
+soak: export COLOCATED_RL_KILLS_S = $(or $(FOR_S),3600)
+soak: export COLOCATED_RL_SEED := $(or $(SEED),$(shell date +%s))
+soak: ## an hour of kills, of everything that a running job needs, at any rung; FOR_S=600, SEED=7; no part of test
+	@$(SETUP) --then all soak-layer
+
 # --- parts of them
 
 .PHONY: setup
@@ -86,22 +92,32 @@ e2e-prometheus: setup ## alerts, monitors and dashboard in the real Prometheus, 
 	@pytest tests/prometheus
 
 .PHONY: test-images
-test-images: ## operator, agent and rollout built by podman, and started; needs root and mmdebstrap too; no part of test
-	@tests/images/base-image.sh .build/base-image.tar
+test-images: ## images built by podman and by BuildKit, and started; needs root, and names what else; no part of test
+	@tests/images/prerequisites.sh
 	@$(SETUP) --only dev
+	@tests/containerd/build.sh .build/containerd
+	@tests/images/base-image.sh .build/base-image.tar
 	@pytest tests/images
 
+.PHONY: e2e-containerd
+e2e-containerd: ## whole jobs in containers of those images, on nodes that run containerd; the same needs; no part of test
+	@tests/images/prerequisites.sh
+	@$(SETUP)
+	@tests/containerd/build.sh .build/containerd
+	@tests/images/base-image.sh .build/base-image.tar
+	@pytest tests/containerd
+
 .PHONY: mutants
-mutants: setup-dev ## small changes of the pure core that no fast test notices; ONLY=plan.py, SINCE=COMMIT for what changed; no part of test
-	@$(BESIDE_DEV) mutants/requirements.txt python -m mutants $(if $(ONLY),--only $(ONLY)) $(if $(SINCE),--since $(SINCE))
+mutants: setup-dev ## small changes of the pure core that no fast test notices; ONLY=plan.py, SINCE=COMMIT for what changed, WITHIN_S=600; no part of test
+	@$(BESIDE_DEV) mutants/requirements.txt python -m mutants $(if $(ONLY),--only $(ONLY)) $(if $(SINCE),--since $(SINCE)) $(if $(WITHIN_S),--within $(WITHIN_S))
 
 .PHONY: explore
 explore: setup-dev ## every state of a job within BOUNDS="--pods 3 --deaths 1 --of agent", and its number; no part of test
 	@PYTHONPATH=tests python -m fakes.explore $(BOUNDS)
 
 .PHONY: fuzz
-fuzz: setup-dev ## strangers' bytes against every parser: an hour, divided over all; FUZZ_S=60, TARGETS="journal target"
-	@$(BESIDE_DEV) fuzz/requirements.txt python -m fuzz --seconds $(or $(FUZZ_S),3600) $(TARGETS)
+fuzz: setup-dev ## strangers' bytes against every parser: an hour, divided over all; FUZZ_S=60, SEED=7, TARGETS="journal target"
+	@$(BESIDE_DEV) fuzz/requirements.txt python -m fuzz --seconds $(or $(FUZZ_S),3600) --seed $(or $(SEED),0) $(TARGETS)
 
 .PHONY: lint
 lint: ## form, likely bugs, who imports whom, shell scripts, Go
@@ -170,6 +186,10 @@ test-gpu: setup-dev ## what must hold on one NVIDIA GPU; no part of test
 lock: ## resolve the pinned requirement files anew
 	@$(SETUP) --lock
 
+.PHONY: audit
+audit: setup-dev ## pinned libraries with a known vulnerability, by pip-audit and PyPI's database; no part of test
+	@tests/audit.sh .build/tools/bin/uv operator/requirements.txt workloads/*/requirements.txt
+
 # --- what is given away
 
 .PHONY: images
@@ -177,13 +197,19 @@ images: ## container images of the last commit, with docker, podman or nerdctl; 
 	@BUILDER='$(BUILDER)' REPOSITORY='$(REPOSITORY)' TAG='$(TAG)' SOURCE='$(SOURCE)' BUILD_ARGS='$(BUILD_ARGS)' workloads/images/build.sh $(IMAGES)
 
 .PHONY: dist
-dist: ## what a release has beside images, in .build/dist: wheels, the packed chart, plain manifests, hashes
+dist: ## what a release has beside images, in .build/dist: wheels, chart, manifests, SBOMs, hashes, provenance; BUILDER_ID=URI
 	@$(SETUP) --only images --only cluster
-	@rm -rf .build/dist && mkdir .build/dist
-	@cp .build/wheels/{operator,operator-cli,workloads-*}/*/*.whl .build/dist/
-	@$(LOCALCLUSTER) helm package charts/colocated-rl --destination .build/dist
-	@charts/bundle.sh $(LOCALCLUSTER) helm >.build/dist/colocated-rl.yaml
-	@cd .build/dist && sha256sum *.* >SHA256SUMS && cat SHA256SUMS
+	@tests/release/dist.sh .build/tools/bin/uv $(LOCALCLUSTER) .build/dist $(or $(BUILDER_ID),https://rl.colocate.dev/by-hand)
+
+RELEASE = PYTHONPATH=tests .build/tools/bin/uv run --quiet --no-project --with-requirements tests/release/requirements.txt python -m release
+
+.PHONY: sign
+sign: ## the provenance of .build/dist, with the private key KEY=FILE (PEM: Ed25519, ECDSA, RSA): needs no network
+	@$(RELEASE) sign .build/dist --key '$(KEY)'
+
+.PHONY: verify-dist
+verify-dist: ## that .build/dist is what was signed: KEY=FILE is the public key
+	@$(RELEASE) verify .build/dist --key '$(KEY)'
 
 .PHONY: docs
 docs: setup-dev ## the pages of docs/ as a site in .build/site, every link checked
@@ -234,14 +260,20 @@ cluster-layer: vet-layer
 	@$(GO) test -vet=off ./... # vet-layer has done that
 	@pytest --numprocesses=2 --dist=loadfile --no-loadscope-reorder -m 'cluster and not slow' tests/integration tests/contract # the longest first
 
+TWO_JOBS = $(if $(KUBECONFIG),,--numprocesses=2 --dist=loadfile --no-loadscope-reorder) # each on a cluster of its own: one loads libraries while another computes
+
 .PHONY: e2e-layer
 e2e-layer:
-	@pytest -m 'not slow' tests/e2e
+	@pytest $(TWO_JOBS) -m 'not slow' tests/e2e
 
 .PHONY: slow-layer
 slow-layer:
 	@pytest --numprocesses=2 --dist=loadfile -m slow tests/contract tests/integration
-	@pytest -m slow tests/e2e
+	@pytest $(TWO_JOBS) -m slow tests/e2e
+
+.PHONY: soak-layer
+soak-layer:
+	@pytest tests/e2e/test_kills.py
 
 .PHONY: trained-model-layer
 trained-model-layer:
