@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from e2e.conftest import apply
+from e2e.conftest import OPERATOR_NAMESPACE, apply
 from e2e.running_job import Kubectl, RunningJob
 
 from colocated_rl_api import names
@@ -14,6 +14,7 @@ from colocated_rl_api.rungs import Rung
 
 DONE_S = 1200  # an engine and a trainer start, two steps
 ROWS = 81  # that the function makes
+OF_USERS = ("State the final answer", "Answer:", "CANARY")  # in each prompt, in good responses, in variables of pods
 
 
 def test_job_trains_on_a_mix_and_its_reward_function_gets_no_keys_store_or_answer(kubectl: Kubectl) -> None:
@@ -37,6 +38,7 @@ def test_job_trains_on_a_mix_and_its_reward_function_gets_no_keys_store_or_answe
         "batch": "HTTP/1.1 401 Unauthorized",
     } == found
     assert_scored(job)
+    assert_nothing_of_users_is_shown(job, kubectl)
     job.delete()
 
 
@@ -51,6 +53,20 @@ def assert_scored(job: RunningJob) -> None:
     first, second = (line.fields["metrics"]["kl"] for line in job.agent_lines("step trained"))
     assert abs(first) < 1e-6, "the policy begins as its reference"
     assert 0 < second, "and has moved by a step"
+
+
+def assert_nothing_of_users_is_shown(job: RunningJob, kubectl: Kubectl) -> None:
+    """No prompt, response or variable reaches what admins read, although a reward function raises all of them."""
+    rollout, operator = names.ROLLOUT_CONTAINER, ("-n", OPERATOR_NAMESPACE, "logs", "deploy/colocated-rl")
+    shown = {
+        "events": job.kubectl("get", "events", "-o", "json"),
+        "status": json.dumps(job.status),
+        "the operator's log": kubectl(*operator, "--tail=-1"),
+        "the rollout controller's log": job.kubectl("logs", job.rollout_pod, "-c", rollout),
+        **{pod: job.kubectl("logs", pod, "-c", names.AGENT_CONTAINER) for pod in job.gpu_pods},
+    }
+    assert "VerifierFailed" in shown["the rollout controller's log"]
+    assert not [(place, word) for place, text in shown.items() for word in OF_USERS if word in text]
 
 
 def of_rewards(job: RunningJob) -> list[dict[str, Any]]:
