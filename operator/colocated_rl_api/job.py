@@ -545,7 +545,11 @@ class Switch(Part):
         default=30, ge=1, le=3600, description="From the closing of the gate to nothing in flight."
     )
     engine_call_seconds: int = Field(
-        default=60, ge=1, le=3600, description="For each pause, flush, release, resume, weight update and checksum."
+        default=60,
+        ge=1,
+        le=3600,
+        description="For each pause, flush, release, resume, weight update and checksum. A weight update has a second "
+        "more for each 100 MB of weights, up to engineStartSeconds.",
     )
     engine_start_seconds: int = Field(
         default=900, ge=1, le=7200, description="From an engine's start to its first answer."

@@ -13,6 +13,8 @@ The export of a job's last step is also what the job leaves: a copy stands besid
 
 from __future__ import annotations
 
+import math
+import re
 from enum import StrEnum
 from typing import Annotated
 
@@ -47,6 +49,12 @@ class TensorEntry(Wire):
     dtype: str  # as safetensors spells it: "F32", "BF16"
     shape: tuple[int, ...]
 
+    @property
+    def size_bytes(self) -> int:
+        """Return the tensor's size by its type's name, which begins with a bit count: "F8_E4M3". BOOL takes a byte."""
+        bits = re.search(r"\d+", self.dtype)
+        return math.prod(self.shape) * (int(bits[0]) if bits else 8) // 8
+
 
 class Probe(Wire):
     """A fixed token sequence and the trainer's log-probabilities of it. With `verify: Probe` the engine must agree.
@@ -63,3 +71,8 @@ class Manifest(Wire):
     tensors: dict[str, TensorEntry]
     digests: dict[str, Digest] = Field(description="of each *.safetensors file, by file name")
     probe: Probe | None = None
+
+    @property
+    def size_bytes(self) -> int:
+        """Return the size of all tensors."""
+        return sum(tensor.size_bytes for tensor in self.tensors.values())

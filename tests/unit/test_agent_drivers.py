@@ -23,6 +23,7 @@ from colocated_rl_agent.drivers.sglang import (
     engine_config,
 )
 from colocated_rl_agent.drivers.trainer import MAX_STATUS_BYTES, TrainerRank, trainer_environment
+from colocated_rl_agent.lanes.engine import update_deadline_s
 from colocated_rl_agent.lanes.probe import ProbeDisagrees, require_agreement
 from colocated_rl_agent.planner.views import (
     CUDA_GRAPH,
@@ -34,9 +35,11 @@ from colocated_rl_agent.settings import read_settings
 from colocated_rl_api import names
 from colocated_rl_api.engines import SGLANG
 from colocated_rl_api.facts import TrainerState
+from colocated_rl_api.job import Switch
 from colocated_rl_api.member_wire import Rendezvous
 from colocated_rl_api.rungs import WeightVersion
 from colocated_rl_api.trainer_wire import Standstill, TrainerEnvironment
+from colocated_rl_api.weights import TensorEntry
 from colocated_rl_member.settings import SettingsError
 from colocated_rl_trainer.conformance.ranks import free_port
 from fakes.engine import VOCABULARY, FakeEngine
@@ -229,6 +232,38 @@ async def test_call_that_is_not_answered_has_an_unknown_outcome(fake: tuple[Fake
         impatient = SGLang(session, url=driver.url, admin_key="key", call_s=SOON_S)
         with pytest.raises(OutcomeUnknown, match=r"/pause_generation not confirmed after 0\.02 s"):
             await impatient.pause()
+
+
+async def test_update_may_take_longer_than_other_calls(tmp_path: Path, fake: tuple[FakeEngine, SGLang]) -> None:
+    engine, driver = fake
+    write_export(tmp_path / "0-2", version="0-2", weight=1.0)
+    async with aiohttp.ClientSession() as session:
+        impatient = SGLang(session, url=driver.url, admin_key="key", call_s=0.0)
+        await impatient.update(tmp_path / "0-2", WeightVersion(0, 2), deadline_s=PATIENT_S)
+    assert "0-2" == engine.version
+
+
+@pytest.mark.parametrize(
+    ("size_bytes", "switch", "deadline_s"),
+    [
+        (0, Switch(), 60),
+        (15_000_000_000, Switch(), 60 + 150),  # 7B in bfloat16
+        (140_000_000_000, Switch(), 900),  # 70B: as long as a start, which reads as much
+        (140_000_000_000, Switch(engine_start_seconds=3600), 60 + 1400),
+        (15_000_000_000, Switch(engine_call_seconds=600, engine_start_seconds=30), 600),
+    ],
+)
+def test_deadline_of_an_update_follows_from_its_bytes(size_bytes: int, switch: Switch, deadline_s: float) -> None:
+    """A right engine was replaced again and again if a large model came from a slow volume."""
+    assert deadline_s == update_deadline_s(switch, size_bytes)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "shape", "size_bytes"),
+    [("F32", (3, 2), 24), ("BF16", (5,), 10), ("F8_E4M3", (7,), 7), ("BOOL", (4,), 4), ("I64", (), 8), ("F4", (8,), 4)],
+)
+def test_size_of_a_tensor_follows_from_its_entry(dtype: str, shape: tuple[int, ...], size_bytes: int) -> None:
+    assert size_bytes == TensorEntry(dtype=dtype, shape=shape).size_bytes
 
 
 async def test_engine_that_is_not_there_is_reported_in_words() -> None:

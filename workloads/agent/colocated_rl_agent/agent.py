@@ -344,7 +344,8 @@ class Agent:
                 await engine.resume(tags)
             case do.Update(version=version):
                 await self._faults.slow_weights()
-                await engine.update(version)
+                whole = self._exports.whole
+                await engine.update(version, size_bytes=whole.size_bytes if whole else 0)
             case do.Continue():
                 await engine.continue_()
             case do.CheckProbe(version=version):

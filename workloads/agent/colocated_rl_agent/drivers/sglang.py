@@ -315,8 +315,11 @@ class SGLang:
         """Resume memory. Name only tags that were released: others kill the engine."""
         await self._call("POST", "/resume_memory_occupation", {"tags": list(tags)})
 
-    async def update(self, directory: Path, version: WeightVersion) -> None:
-        """Load an export whose files were verified (H51). Raises CallRefused; the weights are unknown then (H54)."""
+    async def update(self, directory: Path, version: WeightVersion, *, deadline_s: float | None = None) -> None:
+        """Load an export whose files were verified (H51). Raises CallRefused; the weights are unknown then (H54).
+
+        deadline_s: that of any other call if None.
+        """
         body = {
             "model_path": str(directory),
             "weight_version": str(version),
@@ -324,7 +327,7 @@ class SGLang:
             "abort_all_requests": False,
         }
         path = "/update_weights_from_disk"
-        answer = read_answer(UpdateAnswer, await self._call("POST", path, body), path)
+        answer = read_answer(UpdateAnswer, await self._call("POST", path, body, deadline_s=deadline_s), path)
         if not answer.success:
             raise CallRefused(f"update to {version}: it did not succeed; {SEE_LOG}", detail=answer.message)
 
@@ -365,11 +368,13 @@ class SGLang:
         async with within(deadline_s, path), self._session.get(self.url + path, headers=self._headers) as answer:
             return answer.status
 
-    async def _call(self, method: Method, path: str, body: dict[str, Any] | None = None) -> Any:
+    async def _call(
+        self, method: Method, path: str, body: dict[str, Any] | None = None, *, deadline_s: float | None = None
+    ) -> Any:
         """Return the parsed answer of a 200. Raises CallRefused, OutcomeUnknown."""
         call = path.partition("?")[0]
         async with (
-            within(self._call_s, call),
+            within(self._call_s if deadline_s is None else deadline_s, call),
             self._session.request(method, self.url + path, json=body, headers=self._headers) as answer,
         ):
             text = await read_body(answer, call, most_bytes=MAX_ANSWER_BYTES)

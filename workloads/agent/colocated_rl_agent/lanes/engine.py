@@ -41,6 +41,7 @@ from colocated_rl_agent.runner.runner_link import (
 )
 from colocated_rl_agent.settings import AgentSettings
 from colocated_rl_api.facts import TagState
+from colocated_rl_api.job import Switch
 from colocated_rl_api.logs import log
 from colocated_rl_api.rungs import WeightVersion
 from colocated_rl_api.weights import Probe
@@ -50,6 +51,7 @@ LOG = logging.getLogger(__name__)
 ABORT_AGAIN_S = 0.5  # an abort of all misses a request that is on its way to the engine (H3)
 START_POLL_S = 0.1  # an engine has no way to report that it is up
 MAX_BACK_OFF_S = 60.0
+LEAST_READ_BYTES_S = 100_000_000  # of weights: no volume that engines are to load from is slower
 CONFIG_MODE = 0o640  # the engine reads it through the pod's group
 
 
@@ -326,8 +328,10 @@ class Engine:
             _intent("resume", tags=tags),
         )
 
-    async def update(self, version: WeightVersion) -> None:
+    async def update(self, version: WeightVersion, *, size_bytes: int) -> None:
+        """Load an export of this size into the engine."""
         directory = export_directory(self._settings.directories.weights, version)
+        deadline_s = update_deadline_s(self._settings.job.spec.switch, size_bytes)
 
         checksum: str | None = None
 
@@ -336,7 +340,7 @@ class Engine:
             held, before = self._held, None
             if held is not None and self.view.version is None:  # released meanwhile, it may hold anything
                 _, before = await client.checksum()
-            await client.update(directory, version)
+            await client.update(directory, version, deadline_s=deadline_s)
             if (found := await client.weight_version()) != version:
                 raise CallRefused(f"it reports {found} after the update to {version}")
             checksum = await self._checksum(client, version)
@@ -455,6 +459,12 @@ def _intent(
 ) -> Callable[[str], Intent]:
     """Return a function that makes the intent for an incarnation known only when the call is made."""
     return lambda incarnation: Intent(incarnation=incarnation, call=call, tags=tags, version=version)
+
+
+def update_deadline_s(switch: Switch, size_bytes: int) -> float:
+    """Return the deadline of a weight update: a start reads as many bytes, and has more time than any update needs."""
+    needed_s = switch.engine_call_seconds + size_bytes / LEAST_READ_BYTES_S
+    return min(needed_s, max(switch.engine_call_seconds, switch.engine_start_seconds))
 
 
 async def _is_up(client: SGLang) -> bool:
