@@ -29,6 +29,7 @@ from colocated_rl_operator.planner.failure_policy import (
     MAX_AVOIDED,
     MAX_QUEUE_S,
     QUEUE_S,
+    listed,
     queue_s,
 )
 from colocated_rl_operator.planner.observation import (
@@ -234,6 +235,39 @@ def test_out_of_memory_is_distinguished_from_other_deaths_by_kubelet_s_word_of_t
     assert Cause.TRAINER_DIED is climb_of(plan(dead(remember(long_ago), memory_kills=1))).cause
 
 
+def test_a_death_says_why_the_container_ended_unless_the_pod_reports_more() -> None:
+    def said(**changes: Any) -> str:
+        seen = dead(climbing(Rung.RELEASED, Rung.RELEASED), **changes)
+        facts = seen.members[0].pod_facts
+        assert facts is not None
+        return plan(changed(seen, 0, facts=facts.model_copy(update={"problem": None}))).message
+
+    assert said().startswith("a trainer died at step 2: sums-gpu-0-0 (it ended by itself): ")
+    killed = "a trainer died at step 2: sums-gpu-0-0 (its container was ended for its memory): "
+    assert said(memory_kills=1).startswith(killed)
+
+
+@pytest.mark.parametrize("count", [9, 10, 11])
+def test_a_message_names_ten_pods_and_of_each_problem_its_beginning(count: int) -> None:
+    seen = climbing(*(Rung.RELEASED,) * count)
+    for index in range(count):
+        facts = dead(seen, index).members[index].pod_facts
+        assert facts is not None
+        problem = Problem(reason="TrainerDied", message=f"{'x' * 199}yz")
+        seen = replace(seen, members=tuple(
+            replace(member, facts=facts.model_copy(update={"problem": problem})) if place == index else member
+            for place, member in enumerate(seen.members)
+        ))  # fmt: skip
+    message = plan(remember(seen)).message
+    assert min(count, 10) == message.count(f" ({'x' * 199}y)")
+
+
+@pytest.mark.parametrize(("count", "rest"), [(9, ""), (10, ""), (11, " and 1 more"), (13, " and 3 more")])
+def test_a_list_names_ten_and_counts_the_rest(count: int, rest: str) -> None:
+    words = [f"pod-{number}" for number in range(count)]
+    assert f"{', '.join(words[:10])}{rest}" == listed(words)
+
+
 # ----------------------------------------------------------------------------------------------------------- back-off
 def test_a_retry_waits_for_twice_as_long_after_each_failure_in_a_row_up_to_the_maximum() -> None:
     seen = dead(climbing(Rung.RELEASED, Rung.RELEASED, failure_policy=policy(backoff_s=10, most_s=35)))
@@ -293,11 +327,19 @@ def test_what_a_rule_does_not_count_is_never_exhausted() -> None:
     assert (0, 1, "") == (climb.restarts, climb.tally.pod_restarts, climb.group)
 
 
+def test_a_limit_that_was_lowered_below_what_is_used_ends_the_job_with_the_next_failure() -> None:
+    seen = dead(climbing(Rung.RELEASED, Rung.RELEASED, backoffLimit=1))
+    assert seen.climb is not None
+    used = replace(seen, climb=replace(seen.climb, tally=FailureTally(counted=(2, 2, 2))))
+    assert Cause.BACKOFF_LIMIT is climb_of(plan(used)).cause
+
+
 def test_a_rule_with_tries_makes_way_for_the_next() -> None:
     rules = policy(rule("TrainerDied", action="RetryStep", maxTries=2), rule("TrainerDied", action="FailJob"))
     seen = dead(climbing(Rung.RELEASED, Rung.RELEASED, failure_policy=rules))
     assert seen.climb is not None
-    for tries, cause in ((0, Cause.TRAINER_DIED), (1, Cause.TRAINER_DIED), (2, Cause.FAILURE_POLICY)):
+    retried, failed = Cause.TRAINER_DIED, Cause.FAILURE_POLICY
+    for tries, cause in ((0, retried), (1, retried), (2, failed), (3, failed)):
         tried = replace(seen, climb=replace(seen.climb, tally=FailureTally(step=2, tries=tries)))
         assert cause is climb_of(plan(tried)).cause
 
@@ -371,6 +413,12 @@ def test_a_step_that_anybody_knows_to_be_finished_is_not_taken_back(known: str) 
     assert (2, 2) == (climb.step, climb.lineage)
 
 
+def test_a_step_whose_former_nobody_reports_is_rolled_back_to_that() -> None:
+    seen = replace(climbing(Rung.RELEASED, Rung.RELEASED, failure_policy=ROLL_BACK), trained_step=0)
+    climb = climb_of(plan(dead(changed(seen, 2, facts=rollout_facts(sealed=2, trained=0, epoch=5)))))
+    assert (1, 2) == (climb.step, climb.lineage)
+
+
 def test_rollout_goes_on_before_a_rolled_back_step_is_tried_again() -> None:
     job = make_job(failurePolicy=ROLL_BACK)
     climb = replace(
@@ -432,6 +480,9 @@ def test_a_rule_may_be_for_some_rungs() -> None:
 def test_the_pods_that_stand_lowest_are_at_fault() -> None:
     rules = policy(rule("RungDeadlineExceeded", action="RestartPod"))
     assert ["sums-gpu-1-0"] == gone(plan(stuck(Rung.TRAINED, Rung.RELEASED, failure_policy=rules)))
+    two = plan(stuck(Rung.TRAINED, Rung.RELEASED, Rung.RELEASED, failure_policy=rules))
+    assert ["sums-gpu-1-0", "sums-gpu-2-0"] == gone(two)
+    assert ["sums-gpu-0-0"] == gone(plan(stuck(Rung.RELEASED, failure_policy=rules))), "nobody else is there"
 
 
 def test_a_group_that_stands_still_together_loses_no_pod_but_those_that_report_a_problem() -> None:
@@ -448,6 +499,7 @@ def test_a_group_that_stands_still_together_loses_no_pod_but_those_that_report_a
     assert facts is not None
     hung = facts.model_copy(update={"problem": Problem(reason="TrainerFailed", message="no answer")})
     assert ["sums-gpu-1-0"] == gone(plan(changed(seen, 1, facts=hung)))
+    assert [] == gone(plan(changed(changed(seen, 1, facts=hung), 0, facts=hung))), "all of them do"
 
 
 def differing(failure_policy: dict[str, Any] | None) -> Observation:
@@ -527,6 +579,11 @@ def test_a_lost_engine_is_the_agent_s_business_until_a_rule_says_otherwise() -> 
     decided = plan(engine_lost(seen, 0, 3))
     assert (["sums-gpu-0-0"], ("node-0",)) == (gone(decided), climb_of(decided).tally.avoids)
     assert "was lost, 3 times since it last served" in decided.message
+    seldom = policy(rule("EngineLost", action="ReplacePodElsewhere"))
+    for failures, often in ((1, "was lost: "), (2, "was lost, 2 times since it last served: ")):
+        lost = engine_lost(climbing(Rung.OFFLOADED, Rung.SERVING, failure_policy=seldom), 0, failures)
+        assert often in plan(lost).message
+    assert not plan(changed(lost, 1, facts=None)).raises, "a pod that does not answer now may tell of more"
     assert not plan(engine_lost(climbing(Rung.OFFLOADED, Rung.SERVING), 0, 30)).raises
 
 
@@ -592,6 +649,13 @@ def test_a_lost_pod_is_answered_by_its_rule(cause: FailureCause, signs: dict[str
     assert made == ([] if cause is FailureCause.MEMBER_SILENT else [("node-1",)])
     assert Cause.FAILURE_POLICY is climb_of(lose("FailJob")).cause
     assert not lose("FailJob", seat=2).raises, "the rollout controller's pod has no rules"
+
+
+def test_a_loss_without_a_rule_keeps_no_other_from_its_own() -> None:
+    seen = climbing(Rung.SERVING, Rung.SERVING, failure_policy=policy(rule("PodEvicted", action="FailJob")))
+    seen = changed(seen, 0, facts=None, fate=FailureCause.POD_FAILED, phase=PodPhase.FAILED)
+    seen = changed(seen, 1, facts=None, fate=FailureCause.POD_EVICTED, ends_at=160.0)
+    assert Cause.FAILURE_POLICY is climb_of(plan(seen)).cause
 
 
 def test_a_pod_that_somebody_deleted_is_no_failure_for_a_rule() -> None:
@@ -865,6 +929,10 @@ def test_a_job_whose_pods_do_not_come_gives_its_devices_back_and_says_when_it_tr
     assert (Cause.RESUMED, 2, "", 1) == (again.cause, again.step, again.group, again.tally.tries)
 
 
+def test_a_job_waits_in_the_queue_for_at_least_half_a_minute_and_at_most_twenty() -> None:
+    assert (30.0, 600.0) == (QUEUE_S, MAX_QUEUE_S)
+
+
 def test_jobs_come_back_from_the_queue_at_different_moments_and_later_each_time() -> None:
     seen, waits = absent(), []
     for tries in range(1, 9):
@@ -905,7 +973,7 @@ def test_a_queued_job_that_was_never_started_starts_for_the_first_time() -> None
     seen = later(make_observation(job, [None, None], climb=None, rollout=None), 60)
     resting = queued(seen)
     climb = climb_of(plan(later(resting, 2 * QUEUE_S)))
-    assert Cause.RESUMED is climb.cause
+    assert (Cause.RESUMED, 0, 0, "") == (climb.cause, climb.step, climb.lineage, climb.group)
     blank: list[PodFacts | None] = [facts_at(Rung.RELEASED, WeightVersion(0, 0), epoch=0)] * 2
     seen = make_observation(job, blank, climb=climb, rollout=rollout_facts(epoch=0))
     climb = climb_of(plan(seen))

@@ -135,6 +135,11 @@ def test_a_job_that_failed_for_its_backoff_limit_goes_on_once_that_is_higher_and
     assert (Cause.RETRIED, (4, 4, 4)) == (climb.cause, climb.tally.counted)
 
 
+@pytest.mark.parametrize("limit", [1, 2])
+def test_a_limit_that_is_not_above_what_is_used_lets_nothing_go_on(limit: int) -> None:
+    assert plan(failed(backoffLimit=limit)).is_over
+
+
 @pytest.mark.parametrize("cause", [cause for cause in FAILURES if cause is not Cause.BACKOFF_LIMIT])
 def test_a_higher_backoff_limit_is_no_word_about_another_failure(cause: Cause) -> None:
     assert plan(failed(cause, backoffLimit=9)).is_over
@@ -147,6 +152,7 @@ def test_a_job_that_is_complete_is_not_retried() -> None:
 def test_a_retry_is_acted_on_once() -> None:
     assert plan(failed(retried=1, retries=1)).is_over
     assert not plan(failed(retried=1, retries=2)).is_over
+    assert plan(failed(retried=2, retries=1)).is_over, "a manifest that is applied again asks for nothing new"
 
 
 def test_a_retry_asked_of_a_running_job_does_not_outlive_its_next_epoch() -> None:

@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 
 from colocated_rl_api.failure import FailureAction, FailureCause
 from colocated_rl_api.rungs import Rung
-from colocated_rl_api.seats import role_of
 from colocated_rl_operator.planner.actions import DeletePod, PodAction
 from colocated_rl_operator.planner.observation import (
     Climb,
@@ -117,12 +116,16 @@ def still_counting(counted: tuple[int, ...], *, step: int, window: int) -> tuple
 
 def raise_epoch(seen: Observation, climb: Climb | None, cause: Cause, message: str) -> Decision:
     """Return the next climb. It answers every retry that was asked for, unless the end of a failed job is repeated."""
-    retries = seen.job.spec.retries
-    climb = climb or Climb(epoch=0, step=0, lineage=0, group="", cause=cause, retries=retries)
+    is_repeated = climb is not None and climb.cause.is_failure and cause.is_failure
+    climb = climb or _unstarted(cause)
     tally = replace(climb.tally, counted=_counted(seen, climb))
-    if climb.cause.is_failure and cause.is_failure:
-        retries = climb.retries
+    retries = climb.retries if is_repeated else seen.job.spec.retries
     return Decision(replace(climb, epoch=seen.highest_epoch + 1, cause=cause, tally=tally, retries=retries), message)
+
+
+def _unstarted(cause: Cause) -> Climb:
+    """Return what a job without a record stands on before its first epoch is raised."""
+    return Climb(epoch=0, step=0, lineage=0, group="", cause=cause)
 
 
 # -------------------------------------------------------------------------------------------------------- what follows
@@ -211,7 +214,7 @@ def _replace_pods(seen: Observation, climb: Climb, failure: Failure, message: st
 
 def after_absence(seen: Observation, climb: Climb | None, message: str) -> Decision:
     """Answer pods that did not come: all pods go, so that no device waits for them."""
-    climb = climb or Climb(epoch=0, step=0, lineage=0, group="", cause=Cause.PODS_NOT_READY)
+    climb = climb or _unstarted(Cause.PODS_NOT_READY)
     failure = Failure(FailureCause.PODS_NOT_READY, message, (), seen.now, climb.tally.tries_at(climb.step))
     verdict = judge(seen, failure)
     if verdict.action is FailureAction.FAIL_JOB:
@@ -285,8 +288,7 @@ def _is_due(seen: Observation, climb: Climb, failure: Failure, verdict: Verdict)
 
 def _has_trainers(seen: Observation, failure: Failure) -> bool:
     """Return whether a pod of the lineage is at fault: a loss of engines alone costs the trainers nothing."""
-    lineage = role_of(seen.job.lineage_seats[0])
-    return any(role_of(pod.seat) == lineage for pod in failure.pods)
+    return any(pod.seat in seen.job.lineage_seats for pod in failure.pods)
 
 
 def _fail(seen: Observation, climb: Climb, failure: Failure, verdict: Verdict) -> Decision:
@@ -419,9 +421,9 @@ def standstill(seen: Observation, *, since: float, tries: int, message: str) -> 
     The pods that stand there are at fault; if all do, only those that report a problem.
     """
     slowest = tuple(member for member in seen.gpu_members if seen.standings[member.name] is seen.slowest)
-    if 1 < len(slowest) == len(seen.gpu_members):
-        slowest = tuple(member for member in slowest if member.pod_facts and member.pod_facts.problem)
-        slowest = () if len(slowest) == len(seen.gpu_members) else slowest
+    if len(slowest) == len(seen.gpu_members) > 1:
+        troubled = tuple(member for member in slowest if member.pod_facts and member.pod_facts.problem)
+        slowest = troubled if len(troubled) < len(slowest) else ()
     return Failure(FailureCause.RUNG_DEADLINE, message, slowest, since, tries, seen.slowest)
 
 
