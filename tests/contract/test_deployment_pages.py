@@ -1,4 +1,4 @@
-"""Commands of pages for who installs and operates, as they stand: kubectl and openssl, without a cluster.
+"""Commands of pages for who installs and operates, as they stand: helm, kubectl and openssl, without a cluster.
 
 Kubectl is a stand-in that finds objects by the words of the command. What it prints of them, and what it makes of
 files, is kubectl's own.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import json
 import os
+import shlex
 import subprocess
 import sys
 from datetime import UTC, datetime, timedelta
@@ -16,15 +17,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from contract.api_server import Helm
 from documents.blocks import under
 
 from builders import make_job
 from colocated_rl_operator.clients.authority import AUTHORITY_LIFE, JOB_LIFE, SECRET_NAME, Authority
-from colocated_rl_operator.manifests import belongings
+from colocated_rl_operator.manifests import belongings, resources
+from colocated_rl_operator.manifests.resources import PodImages
 from setup.layout import CHECKOUT
 
 pytestmark = pytest.mark.cluster  # its binary is helm and kubectl
 
+CHART = CHECKOUT.root / "charts/colocated-rl"
 RUNBOOK = "docs/runbooks/ca-rotation.md"
 COMMAND_S = 60.0
 KUBECTL = f"""#!{sys.executable}
@@ -127,3 +131,34 @@ def test_an_authority_is_restored_from_the_two_files_of_the_page(terminal: Termi
     assert (SECRET_NAME, "colocated-rl-system") == (made["metadata"]["name"], made["metadata"]["namespace"])
     restored = Authority.read({name: base64.b64decode(data) for name, data in made["data"].items()})
     assert lost.files() == restored.files()
+
+
+def test_images_of_the_chart_are_listed_as_the_page_says(tmp_path: Path) -> None:
+    command = under("docs/air-gap.md", "List the images")[0]
+    program, rest = command.split(" ", 1)
+    assert "helm" == program
+    (tmp_path / "values.yaml").write_text('images: {gpu: {repository: own/gpu, digest: "sha256:' + "0" * 64 + '"}}')
+    words = (
+        f"{shlex.quote(str(CHECKOUT.localcluster))} helm {rest.replace('charts/colocated-rl', shlex.quote(str(CHART)))}"
+    )
+    listed = subprocess.run(
+        ["bash", "-c", words], cwd=tmp_path, capture_output=True, text=True, timeout=COMMAND_S, check=True
+    )
+    version = (CHECKOUT.root / "operator/VERSION").read_text().strip()
+    ours = [f"colocated-rl/{name}:{version}" for name in ("agent", "operator", "rollout")]
+    assert [*ours, f"own/gpu@sha256:{'0' * 64}"] == listed.stdout.split()
+
+
+def test_images_of_running_pods_are_listed_as_the_page_says(terminal: Terminal) -> None:
+    job, images = make_job(), PodImages(agent="agent:1", rollout="rollout:1", gpu="gpu:1", pull_policy="IfNotPresent")
+    for seat in job.seats.all:
+        terminal.put(seat, resources.pod(job, seat, 0, images))
+    assert ["agent:1", "gpu:1", "rollout:1"] == terminal(under("docs/air-gap.md", "List the images")[1]).split()
+
+
+def test_no_pod_of_the_chart_has_a_user_with_the_words_of_the_page_for_openshift() -> None:
+    [command] = under("docs/openshift.md", "The operator")
+    given = command.partition(" --values values.yaml ")[2]
+    rendered = Helm(CHECKOUT.localcluster)("template", "colocated-rl", CHART, *given.split())
+    assert "runAsNonRoot: true" in rendered
+    assert not [line for line in rendered.splitlines() if line.strip().startswith(("runAsUser: ", "runAsGroup: "))]
