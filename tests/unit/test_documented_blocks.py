@@ -25,6 +25,15 @@ LOOKS = "e2e/test_two_pods.py::test_commands_of_runbooks_and_pages_look_at_the_j
 RUN: Mapping[str, str] = {
     "README.md": "e2e/test_demo.py::test_demo_ends_with_a_table_a_report_and_what_it_falls_short_of",
     "CONTRIBUTING.md": "these run all tests, this one too",
+    "docs/air-gap.md#List the images": (
+        "contract/test_deployment_pages.py::test_images_of_the_chart_are_listed_as_the_page_says and "
+        "contract/test_deployment_pages.py::test_images_of_running_pods_are_listed_as_the_page_says"
+    ),
+    "docs/air-gap.md#Carry them": "no container builder is here; unit/test_images.py has what they are called with",
+    "docs/air-gap.md#The command line": (
+        "wheels of others come from an index; "
+        "contract/test_packages.py::test_command_line_is_installed_from_a_checkout_as_its_page_says has the two folders"
+    ),
     "docs/api-changes.md": (
         "contract/test_crd_versions.py::test_stored_jobs_move_to_the_next_version_as_the_page_says"
     ),
@@ -44,7 +53,18 @@ RUN: Mapping[str, str] = {
     "docs/install.md#On kind": "no container builder is here, and no kind",
     "docs/install.md#The chart": "contract/test_chart_install.py::test_chart_installs_and_upgrades_as_the_pages_say",
     "docs/install.md#Without Helm": "contract/test_chart_rendering.py::test_bundle_is_the_chart_and_kubectl_takes_it",
+    "docs/multi-tenancy.md": (
+        "contract/test_pods_server.py::test_pods_are_admitted_wherever_their_model_comes_from "
+        "has pods in a namespace with that label"
+    ),
     "docs/one-side.md": "e2e/test_one_side.py::test_a_job_without_an_engine_trains_them",
+    "docs/openshift.md#Jobs": (
+        "no OpenShift is here; "
+        "unit/test_deployment_pages.py::test_users_and_groups_of_pods_are_those_that_the_page_for_openshift_names"
+    ),
+    "docs/openshift.md#The operator": (
+        "contract/test_deployment_pages.py::test_no_pod_of_the_chart_has_a_user_with_the_words_of_the_page_for_openshift"
+    ),
     "docs/releases.md": "contract/test_chart_install.py::test_chart_installs_and_upgrades_as_the_pages_say",
     "docs/runbooks/job-failed.md#What to do": (
         "integration/test_cli_program.py::test_a_failed_job_is_retried_and_no_other"
@@ -70,6 +90,12 @@ RUN: Mapping[str, str] = {
         "e2e/test_one_side.py::test_a_lost_job_goes_on_from_a_copy_of_its_checkpoints_as_if_it_had_never_ended"
     ),
     "docs/runbooks/store-near-full.md#What to do": "no storage class here enlarges a volume",
+    "docs/runbooks/ca-rotation.md": (
+        "contract/test_deployment_pages.py::test_commands_tell_whom_a_job_trusts_and_until_when, "
+        "contract/test_deployment_pages.py::test_an_authority_is_restored_from_the_two_files_of_the_page, "
+        "integration/test_operator_cluster.py::test_a_job_gets_on_with_another_authority_as_the_runbook_says and "
+        "e2e/test_one_side.py::test_a_lost_job_goes_on_from_a_copy_of_its_checkpoints_as_if_it_had_never_ended"
+    ),
     "docs/runbooks": LOOKS,
     "docs/samples.md#Follow": (
         "integration/test_cli_samples.py::test_samples_are_reported_as_they_end_until_the_job_is_over"
