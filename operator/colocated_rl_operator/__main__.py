@@ -76,7 +76,6 @@ async def serve(settings: OperatorSettings, access: ClusterAccess) -> None:
     async with Probes(metrics, lease, port=settings.metrics_port):
         await _become_leader(lease)
         beating = asyncio.create_task(lease.keep_beating(), name="lease/heartbeat")
-        metrics.leader.set(1)
         try:
             await lead(settings, access, metrics, lease)
         finally:
@@ -89,6 +88,8 @@ async def lead(settings: OperatorSettings, access: ClusterAccess, metrics: Opera
     async with Kube(access, count=metrics.count_request) as kube:
         await _until_jobs_are_served(kube, (*settings.watch_namespaces, settings.namespace)[0])
         authority = await _until_authority_is_found(kube, settings.namespace)
+        metrics.leader.set(1)
+        metrics.certificate_expiry.labels("authority").set(authority.expires.timestamp())
         async with Members(authority.operator_context(), wakeups.wake, lost=metrics.lost.inc) as members:
             metrics.connected.set_function(lambda: members.connected)
             doors = Doors(

@@ -7,6 +7,7 @@
 | colocated_rl_operator_longest_in_phase_seconds{phase} | of the job that has stood there longest since it was seen |
 | colocated_rl_operator_jobs_stalled{reason} | jobs that wait for a person: InvalidSpec, ObjectRefused, VolumeLost |
 | colocated_rl_operator_jobs_near_backoff_limit | jobs whose failures have used more than half of backoffLimit |
+| colocated_rl_operator_certificate_expiry_timestamp_seconds{certificate} | when a certificate ends: authority |
 | colocated_rl_operator_members_connected | connections to members that have reported |
 | colocated_rl_operator_member_connections_lost_total | connections that ended without the operator's wish |
 | colocated_rl_operator_pass_seconds | one pass of a job's loop, API calls included |
@@ -64,6 +65,9 @@ class OperatorMetrics:
         )
         self._near_limit = Gauge(
             PREFIX + "jobs_near_backoff_limit", "Jobs that have used more than half of backoffLimit", registry=registry
+        )
+        self.certificate_expiry = Gauge(
+            PREFIX + "certificate_expiry_timestamp_seconds", "End, by Unix time", ["certificate"], registry=registry
         )
         self._states: dict[str, tuple[Phase | None, Reason | None, bool]] = {}
         self._since: dict[str, tuple[Phase | None, float]] = {}

@@ -7,12 +7,14 @@ The namespace of the job enforces the restricted pod security profile.
 from __future__ import annotations
 
 import asyncio
+import base64
 import gc
 import json
 import os
 import shlex
 import shutil
 import signal
+import socket
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
@@ -20,6 +22,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import pytest
 import yaml
 from contract.api_server import Helm, Kubectl
@@ -786,6 +789,31 @@ async def test_who_answers_in_a_members_place_is_sent_nothing(world: World, tmp_
         world.kubelet.release("rollout")
         await world.until(lambda: world.is_complete)
         assert not operator.logged("pass not finished, trying again")
+
+
+async def test_a_leader_reports_that_it_leads_and_until_when_once_it_has_its_authority(world: World) -> None:
+    """One whose authority was damaged led nobody, and no alert knew of it."""
+    path, authority = f"/api/v1/namespaces/{OPERATORS}/secrets", Authority.new()
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+
+    async def reported(metric: str) -> float | None:
+        async with aiohttp.ClientSession() as session, session.get(f"http://127.0.0.1:{port}/metrics") as answer:
+            lines = (await answer.text()).splitlines()
+        name = f"colocated_rl_operator_{metric} "
+        return next((float(line.removeprefix(name)) for line in lines if line.startswith(name)), None)
+
+    files = {name: base64.b64encode(data).decode() for name, data in authority.files().items()}
+    secret = {"metadata": {"name": SECRET_NAME}, "data": {**files, names.CA_FILE: base64.b64encode(b"torn").decode()}}
+    await world.api.call("DELETE", f"{path}/{SECRET_NAME}")
+    await world.api.call("POST", path, secret)
+    expiry = 'certificate_expiry_timestamp_seconds{certificate="authority"}'
+    async with world.operator({**LEASE, "METRICS_PORT": str(port)}) as operator:
+        await world.until(lambda: operator.logged("authority not read, trying again"))
+        assert (0, None) == (await reported("leader"), await reported(expiry))
+        await world.api.call("PATCH", f"{path}/{SECRET_NAME}", {"data": files}, "application/merge-patch+json")
+        await world.until(lambda: world.status.get("phase") is not None)
+        assert (1, authority.expires.timestamp()) == (await reported("leader"), await reported(expiry))
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")

@@ -68,6 +68,11 @@ class Authority:
             raise ValueError(f"{CA_KEY_FILE} is not an elliptic curve key")
         return cls(key, x509.load_pem_x509_certificate(files[names.CA_FILE]))
 
+    @property
+    def expires(self) -> datetime:
+        """Return when its certificate ends, and with it the trust in all that it has issued."""
+        return self.certificate.not_valid_after_utc
+
     def files(self) -> dict[str, bytes]:
         return {names.CA_FILE: _certificate_pem(self.certificate), CA_KEY_FILE: _key_pem(self.key)}
 
