@@ -215,6 +215,7 @@ def test_so_many_nodes_are_avoided_and_the_oldest_are_forgotten() -> None:
     older = tuple(f"old-{number}" for number in range(MAX_AVOIDED))
     seen = replace(seen, climb=replace(seen.climb, tally=FailureTally(avoids=older)))
     assert (*older[1:], "node-0") == climb_of(plan(seen)).tally.avoids
+    assert 8 == MAX_AVOIDED
 
 
 def test_the_first_to_die_is_at_fault_not_those_whose_collectives_it_broke() -> None:
@@ -233,6 +234,9 @@ def test_out_of_memory_is_distinguished_from_other_deaths_by_kubelet_s_word_of_t
     assert "OutOfMemory" == climb_of(killed).tally.cause
     long_ago = replace(changed(seen, 0, memory_kills=1), memory=replace(seen.memory, epoch=4))
     assert Cause.TRAINER_DIED is climb_of(plan(dead(remember(long_ago), memory_kills=1))).cause
+    assert Cause.TRAINER_DIED is climb_of(plan(dead(remember(long_ago), memory_kills=0))).cause, (
+        "its newest end was another"
+    )
 
 
 def test_a_death_says_why_the_container_ended_unless_the_pod_reports_more() -> None:
@@ -639,6 +643,8 @@ def test_a_lost_pod_is_answered_by_its_rule(cause: FailureCause, signs: dict[str
     usual = lose(None)
     assert not usual.raises
     elsewhere = lose("ReplacePodElsewhere")
+    said = {FailureCause.MEMBER_SILENT: "no answer from pod sums-gpu-1-0 for "}
+    assert elsewhere.message.startswith(said.get(cause, f"pod sums-gpu-1-0 is lost ({cause}): "))
     climb = climb_of(elsewhere)
     restarts = int(cause.counts)
     assert (("node-1",), "", restarts, str(cause)) == (
@@ -656,6 +662,13 @@ def test_a_loss_without_a_rule_keeps_no_other_from_its_own() -> None:
     seen = changed(seen, 0, facts=None, fate=FailureCause.POD_FAILED, phase=PodPhase.FAILED)
     seen = changed(seen, 1, facts=None, fate=FailureCause.POD_EVICTED, ends_at=160.0)
     assert Cause.FAILURE_POLICY is climb_of(plan(seen)).cause
+
+
+def test_a_lost_pod_is_told_of_with_its_trouble_where_that_is_known() -> None:
+    seen = climbing(Rung.SERVING, Rung.SERVING, failure_policy=policy(rule("PodFailed", action="FailJob")))
+    lost = {"fate": FailureCause.POD_FAILED, "phase": PodPhase.FAILED, "trouble": "container gpu ended with code 3"}
+    decided = plan(changed(seen, 1, facts=None, **lost))
+    assert decided.message.startswith("pod sums-gpu-1-0 is lost (container gpu ended with code 3): ")
 
 
 def test_a_pod_that_somebody_deleted_is_no_failure_for_a_rule() -> None:
@@ -954,6 +967,7 @@ def test_of_jobs_that_gave_up_as_often_the_oldest_comes_back_first_and_holds_up_
         ]
         waits[has_elder] = [queue_s(each, climb) for each in of_jobs]
     assert max(waits[False]) < 1.5 * QUEUE_S < min(waits[True])
+    assert max(waits[False]) - min(waits[False]) > QUEUE_S / 4, "they do not come at one moment"
     assert max(waits[True]) < 2 * QUEUE_S
     alone = queued(seen)
     younger = replace(alone, has_elder=True)
