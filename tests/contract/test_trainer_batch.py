@@ -138,6 +138,20 @@ def test_tokens_of_weights_that_are_too_old_are_context(
     assert 7 == shard.written_tokens
 
 
+@pytest.mark.parametrize(("age", "trained"), [(None, [2, 1, 3, 1]), (2, [2, 1, 0, 1])])
+def test_tokens_without_a_version_are_trained_where_the_batch_declares_them_and_no_age_is_set(
+    tmp_path: Path, age: int | None, trained: list[int]
+) -> None:
+    """Nothing shows that they are within a limit of age. Otherwise no shard may lack a step (above)."""
+    content = columns([*SAMPLES[:2], replace(SAMPLES[2], token_step=-1), SAMPLES[3]], {7: [1.0, 0.0], 9: [0.5, 0.5]})
+    write_shard(tmp_path / "shard", HEADER.model_copy(update={"has_unversioned": True}), content)
+
+    shard = Shard.read(tmp_path / "shard", step=3, shard=0, shards=1, use=Use(max_token_age=age))
+
+    assert trained == shard.loss_tokens.tolist()
+    assert 7 == shard.written_tokens
+
+
 def test_tokens_that_the_policy_did_not_write_are_context(tmp_path: Path) -> None:
     with_a_tool = replace(SAMPLES[2], written=[True, False, True], logp=[-0.4, 0.0, -0.6])
     shard = read(write_shards(tmp_path, [*SAMPLES[:2], with_a_tool, SAMPLES[3]], step=3, split=1)[0])

@@ -60,9 +60,9 @@ def generated(data: bytes) -> None:
         if choice % 3 == 2:
             raise _refusal("gate", STATUSES[choice // 3 % len(STATUSES)], body.decode(errors="replace"))
         read = (
-            _GateAnswer("gate", MOST_ANSWER_BYTES, REQUEST)
+            _GateAnswer("gate", MOST_ANSWER_BYTES, REQUEST, accepts_unversioned=True)
             if choice % 3
-            else _Stream("gate", MOST_ANSWER_BYTES, REQUEST, grown.append)
+            else _Stream("gate", MOST_ANSWER_BYTES, REQUEST, True, grown.append)
         )
         for at in range(0, len(body), 512):
             read.feed(body[at : at + 512])

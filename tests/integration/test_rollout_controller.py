@@ -10,6 +10,7 @@ import contextlib
 import hashlib
 import json
 import random
+import re
 import sqlite3
 import sys
 from collections.abc import AsyncIterator, Mapping
@@ -253,6 +254,47 @@ async def test_f6_what_was_interrupted_goes_on_before_anything_new_begins(
         limits = [request["sampling_params"]["max_new_tokens"] for requests in sent for request in requests]
         assert [48 - 5] * 2 * BATCH == limits, "each goes on with the rest of its budget"
         await scene.samples(running=2 * BATCH, admitted=2 * BATCH)
+
+
+async def test_tokens_without_a_version_go_on_beside_others_and_are_told_apart_to_the_batch(
+    tmp_path: Path, processes: TaskProcesses
+) -> None:
+    """Between the two attempts at each sample somebody updates one of the engines."""
+    async with running(with_rollout(tmp_path, unversionedTokens="Accept"), processes) as scene:
+        await scene.interrupt_all()
+        for gate in scene.gates:
+            gate.names_versions = False
+        await scene.open(V1)
+        await scene.sealed(1)
+        batch = await scene.batch(1)
+        samples = (await scene.page("/v1/samples?state=sealed"))["samples"]
+        record = (await scene.page("/v1/progress"))["sealed"]
+        figures = await scene.figures()
+
+    steps = [step for _, _, step in token_rows(batch)]
+    assert {0, -1} == set(steps)
+    assert all(header.has_unversioned for header in batch.headers)
+    assert steps.count(-1) == record["unversionedTokens"] == sum(sample["unversioned"] for sample in samples)
+    assert {"0": steps.count(0)} == record["staleness"]
+    assert all(0 < sample["unversioned"] for sample in samples)
+    (line,) = re.findall(r"^colocate_rollout_unversioned_tokens_total (\S+)$", figures, re.MULTILINE)
+    assert float(line) >= steps.count(-1)
+
+
+async def test_tokens_without_a_version_are_refused_and_counted_and_others_go_on(
+    job: JobOnDisk, processes: TaskProcesses
+) -> None:
+    async with running(job, processes) as scene:
+        scene.gates[0].names_versions = False
+        await scene.target()
+        await scene.open(V0)
+        await scene.sealed(1)
+        batch, figures = await scene.batch(1), await scene.figures()
+
+    assert {0} == {step for _, _, step in token_rows(batch)}
+    assert not any(header.has_unversioned for header in batch.headers)
+    assert 'colocate_rollout_attempts_total{ending="unversioned"}' in figures
+    assert "\ncolocate_rollout_unversioned_tokens_total 0.0\n" in figures
 
 
 async def test_a_batch_says_which_experts_read_each_token_last(tmp_path: Path, processes: TaskProcesses) -> None:

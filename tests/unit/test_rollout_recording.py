@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -156,6 +157,18 @@ def test_files_that_are_no_whole_batch_are_refused_and_nothing_is_written(tmp_pa
     shard_path(recording, 1, 1).unlink()
     shard_path(recording, 1, 1).mkdir()
     refused("1-1.safetensors can't be read: .*[Ii]s a directory")
+
+
+def test_a_job_takes_tokens_without_a_version_only_where_it_accepts_them(tmp_path: Path) -> None:
+    group = group_of(4, [3, 7])
+    last = group.samples[1].tokens
+    group.samples[1].tokens = replace(last, spans=(last.spans[0], replace(last.spans[1], version=None)))
+    sealed = record_batch(tmp_path / "recording", groups=[group])
+    with pytest.raises(RecordingUnusable, match=r"make a job with rollout.unversionedTokens: Accept"):
+        take_batch(tmp_path / "recording", tmp_path / "own", step=1, shards=2)
+    taken = take_batch(tmp_path / "recording", tmp_path / "own", step=1, shards=1, accepts_unversioned=True).record
+    assert (5, sealed.staleness) == (taken.unversioned_tokens, taken.staleness)
+    assert sealed.loss_tokens == taken.loss_tokens == 5 + sum(taken.staleness.values())
 
 
 def test_a_job_whose_batches_have_scores_takes_none_without_them(tmp_path: Path) -> None:

@@ -294,8 +294,9 @@ class StoreMachine(RuleBasedStateMachine):
     @invariant()
     def a_groups_oldest_tokens_are_those_of_its_samples(self) -> None:
         for group in self.store.groups.values():
-            steps = [span.version.step for sample in group.kept for span in sample.tokens.spans]
-            assert group.oldest_step == min(steps, default=None)
+            versions = [span.version for sample in group.kept for span in sample.tokens.spans]
+            assert group.oldest_step == min((version.step for version in versions if version), default=None)
+            assert group.has_unversioned == (None in versions)
 
     @invariant()
     def no_sample_is_in_two_batches(self) -> None:

@@ -318,6 +318,34 @@ async def test_a_sample_that_is_finished_can_be_too_old_too(scene: Scene, step: 
     assert (SampleState.SCORING, 2) == (young.state, len(old.group.kept)), "another one takes its place"
 
 
+@pytest.mark.parametrize("scene", [{"maxConcurrency": 6}], indirect=True)
+async def test_a_batch_waits_for_a_group_with_tokens_that_have_no_version(scene: Scene) -> None:
+    """They may be as old as the limit allows, and are trained as soon as can be."""
+    unknown, _ = scene.admit()
+    scene.attempt(unknown, Tokens(np.array([7], np.int32), np.array([-1.0], np.float32), (Span(None, 0, 1),)))
+    for sample in [sample for _ in range(4) for sample in scene.admit()]:
+        scene.store.start(sample)
+        scene.store.finish(sample, one_token(step=0), Finish.STOP)
+        scene.store.score(sample, 1.0)
+    scene.worker._seal_if_due()
+    assert (scene.worker._sealing, True) == (None, scene.worker._held_s() > 0)
+    scene.worker.discard_stale()
+    assert unknown.group.samples == unknown.group.kept, "nothing is discarded"
+    assert unknown is scene.worker._in_order()[0]
+
+
+async def test_a_sample_that_is_given_up_says_how_its_last_attempt_ended(scene: Scene) -> None:
+    group = scene.admit()[0].group
+    for _ in range(1 + 2 * 2):
+        sample = group.kept[0]
+        for _ in range(IDLE_ATTEMPTS_AT_MOST):
+            scene.store.start(sample)
+            scene.store.interrupt(sample, NO_TOKENS)
+        scene.worker._limit_attempts(sample, why="the engine names no version")
+    assert scene.worker.problem is not None
+    assert scene.worker.problem.message.endswith("attempts brought no token; the last: the engine names no version")
+
+
 @pytest.mark.parametrize("scene", [{"maxStaleness": 0, "maxConcurrency": 3}], indirect=True)
 async def test_time_that_sealing_waits_at_the_staleness_limit_is_measured(scene: Scene) -> None:
     """Three groups of newer weights are complete, and this batch is the last that may have the fourth."""

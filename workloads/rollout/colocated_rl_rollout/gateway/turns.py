@@ -229,7 +229,7 @@ class Turns:
         except GateRefused as error:
             log(LOG, "turn attempt lost", logging.DEBUG, gate=engine.name, turn=turn.number, reason=str(error))
             turn.resent += len(turn.tokens)
-            self._interrupt(turn)
+            self._interrupt(turn, why=str(error))
         except RequestRejected as error:
             self._refuse(turn, refusal_of(error))
         else:
@@ -256,7 +256,8 @@ class Turns:
             turn.attempts += 1
             self._end(turn, turn.finish)
 
-    def _interrupt(self, turn: Turn, *, brought: bool = False) -> None:
+    def _interrupt(self, turn: Turn, *, brought: bool = False, why: str | None = None) -> None:
+        """Park a turn whose attempt did not end it, or end it. why: the attempt brought nothing."""
         turn.attempt = None
         turn.attempts += 1
         turn.idle_attempts = 0 if brought else turn.idle_attempts + 1
@@ -265,9 +266,8 @@ class Turns:
         elif end := exhausted(
             attempts=turn.attempts, idle_attempts=turn.idle_attempts, resent=turn.resent, limit=turn.asked.limit
         ):
-            self._refuse(
-                turn, RequestRefused(503, f"no engine ended it: {end[1]}", code="no_progress", retry_s=RETRY_S)
-            )
+            message = f"no engine ended it: {end[1]}{f'; the last: {why}' if why else ''}"
+            self._refuse(turn, RequestRefused(503, message, code="no_progress", retry_s=RETRY_S))
         else:
             if not self._keeps:
                 turn.tokens, turn.so_far, turn.experts = NO_TOKENS, NO_TOKENS, NO_EXPERTS

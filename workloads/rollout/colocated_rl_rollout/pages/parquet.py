@@ -44,13 +44,14 @@ COLUMNS: dict[str, tuple[pa.DataType, str]] = {
     "ended": (pa.int64(), "its place among all that ended; null before, and of a batch in a checkpoint"),
     "first_step": (pa.int32(), "of the oldest weights that drew a token of it; null without such tokens"),
     "last_step": (pa.int32(), "of the newest; the two differ where the response went on over a switch"),
+    "unversioned": (pa.int32(), "tokens to be trained for which an engine named no weight version of the job"),
     "prompt_length": (pa.int32(), "tokens"),
     "response_length": (pa.int32(), "tokens, with those that the policy did not write"),
     "prompt_ids": (pa.list_(pa.int32()), "tokens of the prompt"),
     "response_ids": (pa.list_(pa.int32()), "tokens of the response; those below are as long"),
     "loss_mask": (pa.list_(pa.bool_()), "written by the policy, and not too old to be trained"),
     "behaviour_logp": (pa.list_(pa.float32()), "nats, under the weights that drew the token; 0 where loss_mask is not"),
-    "token_step": (pa.list_(pa.int32()), "step of the weights that drew the token; -1 where loss_mask is not"),
+    "token_step": (pa.list_(pa.int32()), "step of the weights that drew the token; -1 without a version, and as above"),
 }
 WORDS: dict[str, tuple[pa.DataType, str]] = {
     "prompt": (pa.string(), "the prompt in words"),
@@ -125,12 +126,13 @@ def _groups(samples: Iterable[Sample]) -> Iterator[list[Sample]]:
 
 def _table(samples: Sequence[Sample], schema: pa.Schema, text: Callable[[list[int]], str] | None) -> pa.Table:
     found = [transcript for _, transcript in samples]
-    drawn = [each.token_step[each.written] for each in found]
+    drawn = [each.token_step[each.written & (each.token_step >= 0)] for each in found]
     made: dict[str, Any] = {
         "prompt_length": [len(each.prompt) for each in found],
         "response_length": [len(each.response) for each in found],
         "first_step": [int(steps.min()) if len(steps) else None for steps in drawn],
         "last_step": [int(steps.max()) if len(steps) else None for steps in drawn],
+        "unversioned": [int(each.written.sum()) - len(steps) for each, steps in zip(found, drawn, strict=True)],
     }
     for name, part in OF_TRANSCRIPT.items():
         of_each = [getattr(each, part) for each in found]

@@ -50,7 +50,12 @@ class BatchRecord(Wire):
     samples: int
     loss_tokens: int
     reward_mean: float
-    staleness: dict[int, int] = Field(description="tokens by staleness, as the step will see them")
+    staleness: dict[int, int] = Field(
+        description="tokens by staleness, as the step will see them; without those whose weights are unknown"
+    )
+    unversioned_tokens: int = Field(
+        default=0, description="tokens to be trained for which an engine named no weight version of the job"
+    )
     resumed_samples: int | None = Field(
         default=None, description="samples that were interrupted at least once; None of a recording, which lacks it"
     )
@@ -62,9 +67,12 @@ class BatchRecord(Wire):
     sha256: tuple[str, ...] = Field(description="of each shard")
 
     @property
-    def staleness_mean(self) -> float:
-        """Return the mean staleness of a token, in steps."""
-        return sum(age * count for age, count in self.staleness.items()) / max(1, self.loss_tokens)
+    def staleness_mean(self) -> float | None:
+        """Return the mean staleness of a token with a version, in steps; None where tokens have none."""
+        known = self.loss_tokens - self.unversioned_tokens
+        if self.unversioned_tokens and not known:
+            return None
+        return sum(age * count for age, count in self.staleness.items()) / max(1, known)
 
 
 @dataclass(frozen=True)
@@ -103,9 +111,10 @@ def write_batch(
     spans = [span for row in rows for span in row.sample.tokens.spans]
     ages: Counter[int] = Counter()
     for span in spans:
-        if span.version.step >= oldest_step:
+        if span.version is not None and span.version.step >= oldest_step:
             ages[staleness(span.version.step, at_step=step)] += span.end - span.start
-    loss_tokens = ages.total()
+    unversioned = sum(row.sample.tokens.unversioned for row in rows)
+    loss_tokens = ages.total() + unversioned
     width = max((row.sample.experts.shape[1] for row in rows if row.sample.experts is not None), default=0)
     bodies = []
     for shard, part in enumerate(partition([row.length for row in rows], shards)):
@@ -121,6 +130,7 @@ def write_batch(
             prompt_position=prompt_position,
             has_experts=width > 0,
             has_reference=reference is not None,
+            has_unversioned=unversioned > 0,
         )
         bodies.append(_shard([rows[place] for place in part], header, oldest_step, reference, width))
     samples = [row.sample for row in rows]
@@ -131,6 +141,7 @@ def write_batch(
         loss_tokens=loss_tokens,
         reward_mean=float(np.mean([_reward(sample) for sample in samples])),
         staleness=dict(sorted(ages.items())),
+        unversioned_tokens=unversioned,
         resumed_samples=sum(sample.segments > 1 for sample in samples),
         segments=sum(sample.segments for sample in samples),
         truncated=sum(sample.finish is Finish.LENGTH for sample in samples),
@@ -270,11 +281,11 @@ def _shard(
             chosen = chosen[: row.length]  # a stop string may have cut tokens off that were read
             experts[end - row.length : end - row.length + len(chosen)] = chosen
         for span in response.spans:
-            if span.version.step >= oldest_step:
+            if span.version is None or span.version.step >= oldest_step:
                 place = slice(start + span.start, start + span.end)
                 loss_mask[place] = 1
                 behaviour_logp[place] = response.logp[span.start : span.end]
-                token_step[place] = span.version.step
+                token_step[place] = -1 if span.version is None else span.version.step
                 if reference is not None:
                     reference_logp[place] = reference[row.sample.id][span.start : span.end]
     columns: dict[str, NDArray[Any]] = {

@@ -272,7 +272,10 @@ class Store:
             (
                 tables.WHOLE_SAMPLE,
                 [
-                    (each.id, group.id, each.state, each.attempts, each.finish, each.reward, each.ended)
+                    (
+                        *(each.id, group.id, each.state, each.attempts, each.finish, each.reward, each.ended),
+                        each.tokens.unversioned,
+                    )
                     for each in group.samples
                 ],
             ),
@@ -319,7 +322,7 @@ class Store:
         """Record that a turn of the sample's episode has ended; the turn is durable with its session."""
         steps = (sample.playing_since, oldest_step)
         sample.playing_since = min((step for step in steps if step is not None), default=None)
-        sample.group.oldest_is_known = False
+        sample.group.ages_are_known = False
 
     def complete(self, sample: Sample, played: Trajectory, *also: Statement) -> None:
         """Record that the sample's episode has ended. also: statements to commit together with it."""
@@ -410,7 +413,7 @@ class Store:
             (
                 tables.WHOLE_SAMPLE,
                 [
-                    (number, group, state, 0, None, reward, self._end())
+                    (number, group, state, 0, None, reward, self._end(), None)
                     for number, (group, reward) in enumerate(owned, sample)
                 ],
             ),
@@ -563,7 +566,8 @@ class Store:
             sample.tokens = join(sample.tokens, segment)
             sample.segments += 1
             statements.append((tables.SEGMENT, [(sample.id, sample.attempts, *tables.packed(segment))]))
-        row = (state, sample.attempts, sample.idle_attempts, sample.resent, sample.finish, sample.id)
+        counts = (sample.attempts, sample.idle_attempts, sample.resent)
+        row = (state, *counts, sample.finish, sample.tokens.unversioned, sample.id)
         self._count(sample, state)
         return [*statements, (tables.ATTEMPT, [row])]
 
@@ -587,7 +591,7 @@ class Store:
         self.counts[sample.state] -= 1
         self.counts[state] += 1
         sample.group.unfinished += (state in LIVE) - (sample.state in LIVE)
-        sample.group.oldest_is_known = False
+        sample.group.ages_are_known = False
         if state not in LIVE and sample.state in LIVE:
             sample.ended = self._end()
         sample.state = state

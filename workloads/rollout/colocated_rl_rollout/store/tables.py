@@ -35,7 +35,8 @@ CREATE INDEX groups_by_step ON groups (step);
 CREATE TABLE samples (
     id INTEGER PRIMARY KEY, group_id INTEGER NOT NULL REFERENCES groups,
     state TEXT NOT NULL, reason TEXT NOT NULL DEFAULT '', attempts INTEGER NOT NULL DEFAULT 0,
-    idle_attempts INTEGER NOT NULL DEFAULT 0, resent INTEGER NOT NULL DEFAULT 0, finish TEXT, reward REAL, ended INTEGER
+    idle_attempts INTEGER NOT NULL DEFAULT 0, resent INTEGER NOT NULL DEFAULT 0, finish TEXT, reward REAL,
+    ended INTEGER, unversioned INTEGER DEFAULT 0
 );
 CREATE INDEX samples_by_group ON samples (group_id);
 CREATE INDEX samples_by_end ON samples (ended) WHERE ended IS NOT NULL;
@@ -57,6 +58,7 @@ ADDED_COLUMNS = {
     "ended": "ALTER TABLE samples ADD COLUMN ended INTEGER;"
     " CREATE INDEX samples_by_end ON samples (ended) WHERE ended IS NOT NULL;",
     "resent": "ALTER TABLE samples ADD COLUMN resent INTEGER NOT NULL DEFAULT 0;",
+    "unversioned": "ALTER TABLE samples ADD COLUMN unversioned INTEGER DEFAULT 0;",
 }
 """A store of an older program with the same schema lacks these in `samples`; that program can go on with it."""
 
@@ -64,11 +66,13 @@ FACT = "INSERT OR REPLACE INTO facts VALUES (?, ?)"
 GROUP = "INSERT INTO groups (id, position, prompt_index, prompt) VALUES (?, ?, ?, ?)"
 SAMPLE = "INSERT INTO samples (id, group_id, state) VALUES (?, ?, ?)"
 MOVE = "UPDATE samples SET state = ?, reason = ?, ended = ? WHERE id = ?"
-ATTEMPT = "UPDATE samples SET state = ?, attempts = ?, idle_attempts = ?, resent = ?, finish = ? WHERE id = ?"
+ATTEMPT = """
+UPDATE samples SET state = ?, attempts = ?, idle_attempts = ?, resent = ?, finish = ?, unversioned = ? WHERE id = ?
+"""
 SEGMENT = "INSERT INTO segments VALUES (?, ?, ?, ?, ?)"
 DROP_SEGMENTS = "DELETE FROM segments WHERE sample_id = ?"
 WHOLE_SAMPLE = """
-INSERT INTO samples (id, group_id, state, attempts, finish, reward, ended) VALUES (?, ?, ?, ?, ?, ?, ?)
+INSERT INTO samples (id, group_id, state, attempts, finish, reward, ended, unversioned) VALUES (?, ?, ?, ?, ?, ?, ?, ?)
 """
 SCORE = "UPDATE samples SET state = ?, reward = ?, ended = ? WHERE id = ?"
 SEAL_GROUP = "UPDATE groups SET step = ?, prompt = NULL WHERE id = ?"
@@ -92,8 +96,8 @@ TURN = "INSERT INTO turns VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"
 DROP_SESSION = "DELETE FROM sessions WHERE id = ?"
 DROP_TURNS = "DELETE FROM turns WHERE session_id = ?"
 SHOWN = """
-SELECT samples.id, group_id, prompt_index, state, reason, attempts, resent, finish, reward, step, ended
-FROM samples JOIN groups ON groups.id = group_id
+SELECT samples.id, group_id, prompt_index, state, reason, attempts, resent, finish, reward, step, ended,
+unversioned FROM samples JOIN groups ON groups.id = group_id
 """
 ENDED = f"""{SHOWN}
 WHERE ended > :after AND ended <= :up_to AND (:state IS NULL OR state = :state) ORDER BY ended LIMIT :limit
@@ -132,15 +136,15 @@ def sample_of(row: Sequence[Any], group: Group) -> Sample:
 
 def packed(tokens: Tokens) -> tuple[bytes, bytes, str]:
     """Pack a segment into the columns ids, logp and spans."""
-    spans = [[str(span.version), span.start, span.end] for span in tokens.spans]
+    spans = [[span.version and str(span.version), span.start, span.end] for span in tokens.spans]
     return tokens.ids.tobytes(), tokens.logp.tobytes(), json.dumps(spans, separators=(",", ":"))
 
 
 def unpacked(ids: bytes, logp: bytes, spans: str) -> Tokens:
     """Unpack a segment from its columns."""
-    listed: Iterable[tuple[str, int, int]] = json.loads(spans)
+    listed: Iterable[tuple[str | None, int, int]] = json.loads(spans)
     return Tokens(
         np.frombuffer(ids, np.int32),
         np.frombuffer(logp, np.float32),
-        tuple(Span(WeightVersion.parse(version), start, end) for version, start, end in listed),
+        tuple(Span(WeightVersion.parse(text) if text else None, start, end) for text, start, end in listed),
     )

@@ -23,7 +23,8 @@ from colocated_rl_rollout.store.tables import unpacked
 class Transcript(NamedTuple):
     """Holds the tokens of one sample; all fields but the prompt describe its response, token by token.
 
-    written: the policy generated the token, and it may be trained. Elsewhere behaviour_logp is 0 and token_step -1.
+    written: the policy generated the token, and it may be trained. Elsewhere behaviour_logp is 0 and token_step -1,
+    which it also is where the engine named no weight version of the job.
     """
 
     prompt: NDArray[np.int32]
@@ -74,7 +75,7 @@ def in_store(database: sqlite3.Connection, sample: SampleId, group: GroupId) -> 
     written, steps = np.zeros(len(tokens), np.bool_), np.full(len(tokens), -1, np.int32)
     for span in tokens.spans:
         written[span.start : span.end] = True
-        steps[span.start : span.end] = span.version.step
+        steps[span.start : span.end] = -1 if span.version is None else span.version.step
     return Transcript(
         np.frombuffer(prompt or b"", np.int32),
         tokens.ids,

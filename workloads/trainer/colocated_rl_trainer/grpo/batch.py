@@ -2,7 +2,8 @@
 
 Which group is in which minibatch follows from the batch alone, never from how samples were dealt out to ranks; so do
 the normalizers. Samples that teach nothing (advantage 0) count in the normalizer and are not computed.
-Tokens above a trainer's limit of age, where it has one, are context: they count nowhere.
+Tokens above a trainer's limit of age, where it has one, are context: they count nowhere. Where there is such a limit,
+so are tokens without a weight version, because nothing shows that they are within it.
 """
 
 from __future__ import annotations
@@ -106,13 +107,14 @@ class Shard:
             )
         if is_scored and not header.has_reference:
             raise BadShard(f"shard {path} of step {step} was sealed without scores of the job's reference")
-        if fault := _fault_of_shapes(column, _columns(header, use)) or _fault_of_values(column, use):
+        if fault := _fault_of_shapes(column, _columns(header, use)) or _fault_of_values(column, use, header):
             raise BadShard(f"shard {path} of step {step}: {fault}")
         end = column["sample_end"]
         start = torch.cat([end.new_zeros(1), end])[:-1]
         mask = written = column["loss_mask"].bool()
         if use.max_token_age is not None:
-            mask = written & (step - 1 - column["token_step"] <= use.max_token_age)
+            is_known = column["token_step"] >= 0
+            mask = written & is_known & (step - 1 - column["token_step"] <= use.max_token_age)
         before = torch.cat([end.new_zeros(1), mask.long().cumsum(0)])
         return cls(
             header=header,
@@ -212,7 +214,7 @@ def _fault_of_shapes(column: Mapping[str, Tensor], columns: Mapping[str, torch.d
     return None
 
 
-def _fault_of_values(column: Mapping[str, Tensor], use: Use) -> str | None:
+def _fault_of_values(column: Mapping[str, Tensor], use: Use, header: BatchHeader) -> str | None:
     end = column["sample_end"]
     start = torch.cat([end.new_zeros(1), end])[:-1]
     if bool((end <= start).any()) or len(column["tokens"]) != (int(end[-1]) if len(end) else 0):
@@ -224,8 +226,8 @@ def _fault_of_values(column: Mapping[str, Tensor], use: Use) -> str | None:
         logp = column.get(name, column["behaviour_logp"])
         if not bool(torch.isfinite(logp).all()) or bool((logp > 1e-3).any()):
             return f"{name} must be finite and at most 0"
-    if bool((column["token_step"][mask] < 0).any()):
-        return "a token to be trained has no step"
+    if not header.has_unversioned and bool((column["token_step"][mask] < 0).any()):
+        return "a token to be trained has no step, and the header does not declare any (hasUnversioned)"
     for name in ("reward", "group_mean", "group_std", "group_count"):
         if not bool(torch.isfinite(column[name]).all()):
             return f"{name} must be finite"
