@@ -40,7 +40,7 @@ from colocated_rl_rollout.rules.chat import Chat, ModelUnusable, Unrenderable
 from colocated_rl_rollout.rules.samples import Tokens
 from colocated_rl_rollout.rules.tool_calls import read_calls
 from colocated_rl_rollout.tasks.rows import Row, Rows, RowsUnusable
-from colocated_rl_rollout.tasks.task_wire import PROMPT_ROWS, REWARD, SCORE, TaskReply
+from colocated_rl_rollout.tasks.task_wire import FIGURES, PROMPT_ROWS, SCORE, TaskReply
 from fakes.rollout import write_model
 
 REQUEST = GenerateRequest([1, 2, 3], 64, 1.0, {2}, experts_from=0)
@@ -147,7 +147,7 @@ def task_line(data: bytes) -> None:
         reply = TaskReply.model_validate_json(data)
     except ValidationError:
         return
-    for kind in (PROMPT_ROWS, SCORE, REWARD):
+    for kind in (PROMPT_ROWS, SCORE, FIGURES):
         try:
             kind.validate_python(reply.value)
         except ValidationError:

@@ -42,7 +42,7 @@ from colocated_rl_rollout.engines import engines
 from colocated_rl_rollout.rewards.rewards import REWARD_UNAVAILABLE, RewardFailed, TaskProcesses
 from colocated_rl_rollout.settings import read_settings
 from colocated_rl_rollout.store.store import Store
-from colocated_rl_rollout.tasks.task_wire import PromptContent
+from colocated_rl_rollout.tasks.task_wire import PromptContent, RewardAnswer
 from fakes.gate import FakeGate, Fault, experts_of, logp_of
 from fakes.interface import Interface, rollout_interface, routes_of
 from fakes.rollout import DEADLINE_S, JOB_UID, Answers, JobOnDisk, OperatorEnd, SilentProcesses, make_spec, until
@@ -668,6 +668,42 @@ for line in sys.stdin:
 """
 
 
+HAS_FIGURES = """
+import json, sys
+json.loads(sys.stdin.readline())
+print(json.dumps({"value": {"size": 1000, "digest": "x"}}), flush=True)
+for line in sys.stdin:
+    match json.loads(line):
+        case {"prompts": [start, count]}:
+            made = [(number, f"problem: {number} + 1 =", False) for number in range(start, start + count)]
+            print(json.dumps({"value": made}), flush=True)
+        case {"score": [index, text]}:
+            value = {"reward": index % 3, "figures": {"row": index, "letters": len(text)}}
+            print(json.dumps({"value": value}), flush=True)
+"""
+
+
+async def test_figures_of_a_reward_reach_the_batch_and_whoever_looks_at_samples(job: JobOnDisk, tmp_path: Path) -> None:
+    command = [sys.executable, "-c", HAS_FIGURES]
+    async with (
+        task_processes(job.spec.rollout.prompts, tmp_path, command=command) as judges,
+        running(job, judges) as scene,
+    ):
+        await scene.target()
+        await scene.open(V0)
+        await scene.sealed(1)
+        batch = await scene.batch(1)
+        samples = {row["id"]: row for row in (await scene.page("/v1/samples?state=sealed"))["samples"]}
+    assert [("letters", "row")] * len(batch.headers) == [header.figures for header in batch.headers]
+    for columns in batch.columns:
+        for place, number in enumerate(columns["sample"].tolist()):
+            shown = samples.pop(number)
+            letters, row = columns["figures"][place].tolist()
+            assert ({"letters": letters, "row": row}, row % 3) == (shown["figures"], shown["reward"])
+            assert (shown["prompt_index"], True) == (row, letters > 0)
+    assert not samples
+
+
 ALL_ARE_RIGHT = """
 import json, sys
 json.loads(sys.stdin.readline())
@@ -758,11 +794,11 @@ class SilentAtFirst:
         self.problem: Problem | None = None
         self._times = times
 
-    async def score(self, prompt: PromptContent, fields: Mapping[str, Any], response: str) -> float:
+    async def score(self, prompt: PromptContent, fields: Mapping[str, Any], response: str) -> RewardAnswer:
         self._times -= 1
         if self._times >= 0:
             raise RewardFailed(REWARD_UNAVAILABLE, "no answer")
-        return 1.0
+        return RewardAnswer(reward=1.0)
 
 
 async def test_an_evaluation_that_a_switch_breaks_is_asked_again(job: JobOnDisk, processes: TaskProcesses) -> None:

@@ -43,8 +43,8 @@ class Agent:
         self.messages.append(completion.choices[0].message.model_dump())
         return completion
 
-    async def reward(self, reward: float, group: str = "g") -> httpx.Response:
-        return await call(self.scene, "POST", f"/{self.name}/reward", {"reward": reward, "group": group})
+    async def reward(self, reward: float, group: str = "g", **more: Any) -> httpx.Response:
+        return await call(self.scene, "POST", f"/{self.name}/reward", {"reward": reward, "group": group, **more})
 
     async def shown(self) -> dict[str, Any]:
         answer: dict[str, Any] = (await call(self.scene, "GET", f"/{self.name}")).json()
@@ -224,9 +224,12 @@ async def test_sessions_with_rewards_become_a_group_of_a_batch(tmp_path: Path) -
         agents[1].messages.pop()
         await agents[1].ask()
         shown = [await agent.shown() for agent in agents]
-        assert 200 == (await agents[0].reward(1.0)).status_code
-        assert 200 == (await agents[0].reward(1.0)).status_code, "again, because the answer was lost"
-        assert 409 == (await agents[0].reward(0.5)).status_code
+        figures = {"tools": 2.0}
+        assert 400 == (await agents[0].reward(1.0, figures={"of no name": 1.0})).status_code
+        assert 200 == (await agents[0].reward(1.0, figures=figures)).status_code
+        assert 200 == (await agents[0].reward(1.0, figures=figures)).status_code, "again, because the answer was lost"
+        assert 409 == (await agents[0].reward(0.5, figures=figures)).status_code
+        assert 409 == (await agents[0].reward(1.0)).status_code
         held = (await call(scene, "GET", "")).json()
         assert 2 == held["group_size"]
         assert [("s0", 2, 1.0, "g"), ("s1", 3, None, None)] == [
@@ -235,13 +238,14 @@ async def test_sessions_with_rewards_become_a_group_of_a_batch(tmp_path: Path) -
         patient = replace(scene, client=scene.client.with_options(max_retries=2))
         with pytest.raises(openai.ConflictError, match="has its reward"):
             await Agent(patient, "s0").ask(AND)
-        assert 2 == scene.figure("refused_total", status="409"), "the client does not ask again what can't change"
+        assert 3 == scene.figure("refused_total", status="409"), "the client does not ask again what can't change"
         assert 200 == (await agents[1].reward(0.0)).status_code
         facts = await scene.operator.until(lambda facts: facts.sealed is not None)
         assert facts.sealed is not None
         assert (1, 2) == (facts.sealed.groups, facts.sealed.samples)
         assert 404 == (await call(scene, "GET", "/s0")).status_code, "it is samples now"
         rows: dict[int, tuple[list[int], list[int], float]] = {}
+        tools: dict[float, float] = {}
         for shard in range(2):
             async with httpx.AsyncClient(verify=False, trust_env=False, timeout=DEADLINE_S) as http:
                 body = await http.get(
@@ -252,6 +256,7 @@ async def test_sessions_with_rewards_become_a_group_of_a_batch(tmp_path: Path) -
             start = 0
             for place, end in enumerate(columns["sample_end"].tolist()):
                 reward = float(columns["reward"][place])
+                tools[reward] = float(columns["figures"][place, 0])
                 rows[int(reward)] = (
                     columns["tokens"][start:end].tolist(),
                     columns["loss_mask"][start:end].tolist(),
@@ -263,6 +268,7 @@ async def test_sessions_with_rewards_become_a_group_of_a_batch(tmp_path: Path) -
             assert [*path["prompt_token_ids"], *path["token_ids"]] == ids
             assert [*[0] * len(path["prompt_token_ids"]), *path["loss_mask"]] == mask
             assert 0.5 == mean
+        assert {1.0: 2.0, 0.0: pytest.approx(float("nan"), nan_ok=True)} == tools
         assert facts.sealed.loss_tokens == sum(sum(mask) for _, mask, _ in rows.values())
         dropped = scene.registry.get_sample_value(
             "colocate_rollout_discarded_tokens_total", {"reason": "SessionOtherPath"}

@@ -35,6 +35,7 @@ from colocated_rl_rollout.store.batches import (
     write_batch,
     write_shards,
 )
+from colocated_rl_rollout.tasks.task_wire import FIGURES_AT_MOST
 
 
 def make_sample(
@@ -97,6 +98,25 @@ def test_tokens_without_a_version_are_trained_and_declared_and_counted_apart(tmp
     )  # fmt: skip
     assert (True, 9) == (header_of(tmp_path, 0).has_unversioned, header_of(tmp_path, 0).loss_tokens)
     assert 0.0 == record.staleness_mean
+
+
+def test_figures_that_came_beside_rewards_are_by_sample_and_name_and_the_commonest_of_too_many(tmp_path: Path) -> None:
+    groups = make_groups()
+    first, second = groups[0].samples
+    first.figures, second.figures = {"format": 0.5, "length": 2.0}, {"length": 3.0}
+    write_batch(tmp_path, groups, step=3, shards=2, temperature=0.7, seed=5)
+    found: dict[int, list[float]] = {}
+    for shard in range(2):
+        assert ("format", "length") == header_of(tmp_path, shard).figures
+        columns = load(shard_path(tmp_path, 3, shard).read_bytes())
+        found |= dict(zip(columns["sample"].tolist(), columns["figures"].tolist(), strict=True))
+    nan = pytest.approx(float("nan"), nan_ok=True)
+    assert {1: [0.5, 2.0], 2: [nan, 3.0], 3: [nan, nan], 4: [nan, nan]} == found
+
+    second.figures = {f"of-one-{number:02}": 1.0 for number in range(FIGURES_AT_MOST)} | {"said-by-both": 1.0}
+    first.figures = {"said-by-both": 0.0}
+    write_batch(tmp_path, groups, step=3, shards=1, temperature=0.7, seed=5)
+    assert (*sorted(second.figures)[: FIGURES_AT_MOST - 1], "said-by-both") == header_of(tmp_path, 0).figures
 
 
 def test_a_batch_whose_tokens_have_no_version_has_no_mean_staleness(tmp_path: Path) -> None:

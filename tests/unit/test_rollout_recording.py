@@ -82,7 +82,8 @@ def rows_of(directory: Path, step: int, shards: int) -> tuple[list[Row], set[Bat
         start = 0
         for place, end in enumerate(columns["sample_end"].tolist()):
             by_token = [columns[name][start:end].tobytes() for name in sorted(columns) if name in BY_TOKEN]
-            rest = [columns[name][place].item() for name in sorted(columns) if name not in (*BY_TOKEN, "sample_end")]
+            others = [name for name in sorted(columns) if name not in (*BY_TOKEN, "sample_end")]
+            rest = [str(columns[name][place].tolist()) for name in others]  # NaN is no equal of itself
             rows.append((*by_token, *rest))
             start = end
     return sorted(rows, key=repr), headers
@@ -112,14 +113,17 @@ def test_a_batch_for_as_many_ranks_is_the_same_byte_by_byte_and_counted_alike(tm
     ranks=st.tuples(st.integers(1, 4), st.integers(1, 4)),
     scored=st.booleans(),
     routed=st.booleans(),
+    judged=st.booleans(),
 )
 @settings(max_examples=25)
 def test_for_another_number_of_ranks_the_samples_are_the_same_whoever_gets_them(
-    lengths: list[list[int]], ranks: tuple[int, int], scored: bool, routed: bool
+    lengths: list[list[int]], ranks: tuple[int, int], scored: bool, routed: bool, judged: bool
 ) -> None:
     groups = [group_of(number, each) for number, each in enumerate(lengths)]
     for sample in (sample for group in groups[1:] for sample in group.samples if routed):
         sample.experts = np.full((len(sample.tokens) + 1, 4), sample.id, np.int16)
+    for sample in (sample for group in groups[1:] for sample in group.samples if judged):
+        sample.figures = {"number": float(sample.id)}
     with TemporaryDirectory() as name:
         directory = Path(name)
         sealed = record_batch(directory / "recording", shards=ranks[0], groups=groups, scored=scored)

@@ -389,6 +389,20 @@ async def test_attempts_without_a_token_are_counted_until_one_brings_some(store:
     again.close()
 
 
+async def test_figures_beside_a_reward_are_shown_and_outlast_a_restart(store: Store, tmp_path: Path) -> None:
+    one, other = store.admit(prompt(0), size=2).samples
+    for sample, figures in ((one, {"format": 0.5}), (other, {})):
+        store.start(sample)
+        store.finish(sample, segment(2), Finish.STOP)
+        store.score(sample, 1.0, figures)
+    await store.flushed()
+    assert [{}, {"format": 0.5}] == [row["figures"] for row in store.recent(None, limit=2)]
+    store.close()
+    again = Store(tmp_path, job_uid=JOB)
+    assert [{"format": 0.5}, {}] == [sample.figures for sample in again.groups[one.group.id].samples]
+    again.close()
+
+
 async def test_starting_over_drops_what_was_kept(store: Store, tmp_path: Path) -> None:
     sample = store.admit(prompt(0), size=1).samples[0]
     for keep in (True, False, True):

@@ -40,6 +40,7 @@ from colocated_rl_rollout.rules.samples import (
 )
 from colocated_rl_rollout.store.batches import LEFT_BYTES, shard_path
 from colocated_rl_rollout.store.store import SPARE_BYTES, Store
+from colocated_rl_rollout.tasks.task_wire import RewardAnswer
 from colocated_rl_rollout.worker import Worker
 from fakes.episodes import Told
 from fakes.rollout import JOB_UID, JobOnDisk, make_spec, until
@@ -523,8 +524,8 @@ async def test_reward_of_a_response_near_the_limit_is_less_by_the_penalty(scene:
 class Verifier(TaskProcesses):
     """One that takes every response."""
 
-    async def score(self, index: int, response: str) -> float:
-        return 1.0
+    async def score_with_figures(self, index: int, response: str) -> RewardAnswer:
+        return RewardAnswer(reward=1.0)
 
 
 @pytest.mark.parametrize(

@@ -354,14 +354,14 @@ class Worker(Sealer):
             return
         text = self._chat.text(sample.tokens.ids.tolist())
         try:
-            reward = await self._processes.score(sample.group.prompt.index, text)
+            given = await self._processes.score_with_figures(sample.group.prompt.index, text)
         except RewardFailed as error:
             message = f"prompt {sample.group.prompt.index + 1} of the data: {error}"
             self._replace(sample, SampleState.FAILED, error.reason, message)
         except TaskUnusable as error:  # nothing can be scored until the user fixes the job: the sample stays as it is
             self.problem = Problem(reason="PromptsUnusable", message=str(error)[:1024])
         else:
-            self._store.score(sample, reward - penalty)
+            self._store.score(sample, given.reward - penalty, given.figures)
             self.problem = None
             self._completed(sample.group)
 

@@ -218,7 +218,7 @@ class Gateway:
     async def _serve_reward(self, request: web.Request) -> web.Response:
         name = _session_name(request)
         given = await self._read(request, read_reward)
-        await self._sessions.reward(name, given.reward, given.group)
+        await self._sessions.reward(name, given.reward, given.group, given.figures)
         return web.json_response({"id": name, "object": "session", "reward": given.reward, "group": given.group})
 
     # ------------------------------------------------------------------------------------------------- a request

@@ -91,6 +91,9 @@ class SampleShown(TypedDict):
         int | None,
         Field(description="tokens for which an engine named no weight version of the job; null of a recording"),
     ]
+    figures: Annotated[
+        dict[str, float], Field(description="what came beside the reward; empty without any, and of a recording")
+    ]
     prompt: NotRequired[str | None]
     response: NotRequired[str | None]
 

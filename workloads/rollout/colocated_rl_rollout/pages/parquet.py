@@ -40,6 +40,7 @@ COLUMNS: dict[str, tuple[pa.DataType, str]] = {
     "resent": (pa.int32(), "tokens sent again, to prefill, after interruptions; null of a batch in a checkpoint"),
     "finish": (pa.string(), "stop or length; null until the response is whole"),
     "reward": (pa.float64(), "null until it is in"),
+    "figures": (pa.map_(pa.string(), pa.float64()), "what came beside the reward, by name; in a checkpoint float32"),
     "step": (pa.int32(), "of the batch that holds it; null before"),
     "ended": (pa.int64(), "its place among all that ended; null before, and of a batch in a checkpoint"),
     "first_step": (pa.int32(), "of the oldest weights that drew a token of it; null without such tokens"),
@@ -95,7 +96,7 @@ def _samples(directory: Path, state: SampleState | None, limit: int | None) -> I
         while True:
             database.execute("BEGIN")  # rows and tokens as they were at one moment
             rows = database.execute(tables.NUMBERED, {"after": after, "state": state, "limit": ROWS_A_PAGE}).fetchall()
-            found = [(dict(row), transcript) for row, transcript in transcripts.of(database, batches, rows)]
+            found = [(tables.shown(row), transcript) for row, transcript in transcripts.of(database, batches, rows)]
             database.execute("COMMIT")
             yield from sorted(found, key=lambda sample: int(sample[0]["id"]))
             if len(rows) < ROWS_A_PAGE:
@@ -107,7 +108,7 @@ def _retired(sample: transcripts.SealedSample, step: int) -> dict[str, Any]:
     finish = Finish.LENGTH if sample.truncated else Finish.STOP
     return {
         "id": sample.id, "group_id": sample.group, "state": SampleState.TRAINED, "reason": "", "finish": finish,
-        "reward": sample.reward, "step": step,
+        "reward": sample.reward, "figures": sample.figures, "step": step,
     }  # fmt: skip
 
 
@@ -128,6 +129,7 @@ def _table(samples: Sequence[Sample], schema: pa.Schema, text: Callable[[list[in
     found = [transcript for _, transcript in samples]
     drawn = [each.token_step[each.written & (each.token_step >= 0)] for each in found]
     made: dict[str, Any] = {
+        "figures": [[*row["figures"].items()] for row, _ in samples],
         "prompt_length": [len(each.prompt) for each in found],
         "response_length": [len(each.response) for each in found],
         "first_step": [int(steps.min()) if len(steps) else None for steps in drawn],

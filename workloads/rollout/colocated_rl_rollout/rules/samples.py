@@ -6,8 +6,10 @@ Tokens are immutable: each engine attempt of a sample makes a segment, and `resu
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from types import MappingProxyType
 from typing import NewType
 
 import numpy as np
@@ -104,6 +106,7 @@ NO_TOKENS = Tokens(np.empty(0, np.int32), np.empty(0, np.float32), ())
 SampleId = NewType("SampleId", int)  # of a job, for its whole life: the store numbers them
 GroupId = NewType("GroupId", int)
 
+NO_FIGURES: Mapping[str, float] = MappingProxyType({})  # beside a reward
 OF_SESSIONS = -1
 OF_RECORDING = -2  # in the store alone: such a group is never read again
 
@@ -133,6 +136,7 @@ class Trajectory:
     tokens: Tokens
     finish: Finish
     reward: float
+    figures: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -157,6 +161,7 @@ class Sample:
     resent: int = 0  # how many of `tokens` those attempts were sent, to prefill again
     finish: Finish | None = None
     reward: float | None = None
+    figures: Mapping[str, float] = field(default_factory=dict)  # that came beside the reward
     ended: int | None = None  # its place among all that ended, from 1 on
     engine: str | None = None  # the engine that holds its prefix; not kept over a restart
     playing_since: int | None = None  # step of the oldest weights in the episode under way

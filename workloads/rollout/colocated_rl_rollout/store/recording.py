@@ -31,7 +31,7 @@ from colocated_rl_rollout.store.batches import (
 )
 
 Columns = dict[str, NDArray[Any]]
-EXPERTS, REFERENCE = "experts", "reference_logp"  # only in some batches, which the header tells
+EXPERTS, REFERENCE, FIGURES = "experts", "reference_logp", "figures"  # only in some batches, which the header tells
 BY_TOKEN = frozenset({"tokens", "loss_mask", "behaviour_logp", "token_step", EXPERTS, REFERENCE})
 END = "sample_end"
 
@@ -140,8 +140,9 @@ def _read_shard(path: Path) -> tuple[BatchHeader, Columns]:
             columns: Columns = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no mapping
     except (SafetensorError, ValidationError) as error:
         raise RecordingUnusable(f"{path} is no shard of a batch: {error}: copy it again") from error
-    optional = {name for name, has in ((EXPERTS, header.has_experts), (REFERENCE, header.has_reference)) if not has}
-    if missing := {*BY_TOKEN, END, "reward", "group", "truncated"} - optional - columns.keys():
+    declared = {EXPERTS: header.has_experts, REFERENCE: header.has_reference, FIGURES: bool(header.figures)}
+    absent = {name for name, is_there in declared.items() if not is_there}
+    if missing := {*BY_TOKEN, END, FIGURES, "reward", "group", "truncated"} - absent - columns.keys():
         raise RecordingUnusable(f"{path} has no column {min(missing)}: it is of another version")
     return header, columns
 

@@ -8,6 +8,7 @@ so are tokens without a weight version, because nothing shows that they are with
 
 from __future__ import annotations
 
+import math
 import random
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -32,6 +33,7 @@ _COLUMNS = {
     "group_std": torch.float32, "group_count": torch.float32, "truncated": torch.uint8,
 }  # fmt: skip
 _EXPERTS = "experts"  # present if engines reported them, which the header declares
+_FIGURES = "figures"  # present if the header has names of figures
 _REFERENCE = "reference_logp"  # present if a reference has scored the batch, which the header declares
 _BY_TOKEN = ("tokens", "loss_mask", "behaviour_logp", "token_step", _EXPERTS, _REFERENCE)
 
@@ -67,6 +69,7 @@ class ShardSample:
     reward: float
     advantage: float  # GRPO's: in spreads of its group's rewards
     reference_logp: Tensor | None  # float32, nats, from a reference with devices of its own, 0 as above; or None
+    figures: Mapping[str, float]  # what came beside the reward, by name
 
 
 @dataclass(frozen=True)
@@ -82,6 +85,7 @@ class Shard:
     token_step: Tensor
     reward: Tensor
     group: Tensor
+    figures: Tensor | None  # float32 [n, names in the header], NaN where a sample has none; None: the batch has none
     advantage: Tensor  # [n]
     start: Tensor  # int64 [n], in [T]
     end: Tensor
@@ -126,6 +130,7 @@ class Shard:
             token_step=column["token_step"],
             reward=column["reward"],
             group=column["group"],
+            figures=column.get(_FIGURES),
             advantage=group_advantage(
                 *(column[name] for name in ("reward", "group_mean", "group_std", "group_count")),
                 kind=use.advantage,
@@ -151,7 +156,12 @@ class Shard:
                 reward=float(self.reward[number]),
                 advantage=float(self.advantage[number]),
                 reference_logp=None if self.reference_logp is None else self.reference_logp[start:end].to(device),
+                figures=self._figures_of(number),
             )
+
+    def _figures_of(self, number: int) -> dict[str, float]:
+        values = [] if self.figures is None else self.figures[number].tolist()
+        return {name: value for name, value in zip(self.header.figures, values, strict=True) if not math.isnan(value)}
 
     def groups(self) -> dict[int, GroupShare]:
         """Return this rank's part of each group."""
@@ -196,13 +206,14 @@ def read_together(
 
 def _columns(header: BatchHeader, use: Use) -> Mapping[str, torch.dtype]:
     experts = {_EXPERTS: torch.int16} if header.has_experts and use.experts else {}
-    return _COLUMNS | experts | ({_REFERENCE: torch.float32} if header.has_reference else {})
+    figures = {_FIGURES: torch.float32} if header.figures else {}
+    return _COLUMNS | experts | figures | ({_REFERENCE: torch.float32} if header.has_reference else {})
 
 
 def _fault_of_shapes(column: Mapping[str, Tensor], columns: Mapping[str, torch.dtype]) -> str | None:
     for name, dtype in columns.items():
         tensor = column[name]
-        dimensions = 2 if name == _EXPERTS else 1
+        dimensions = 2 if name in (_EXPERTS, _FIGURES) else 1
         if tensor.dtype != dtype or tensor.dim() != dimensions:
             return (
                 f"column {name} is {tensor.dtype} {list(tensor.shape)}, should be {dtype} of {dimensions} dimension(s)"
