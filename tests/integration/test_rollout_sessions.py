@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
 import shutil
 from collections.abc import AsyncIterator
@@ -11,13 +12,15 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
 import openai
 import pytest
 from openai.types.chat import ChatCompletion, ChatCompletionMessageParam
 from safetensors.numpy import load
 
 from colocated_rl_api.rungs import WeightVersion
-from fakes.gate import FakeGate, logp_of
+from colocated_rl_rollout.tasks.task_wire import RewardAnswer
+from fakes.gate import FakeGate, experts_of, logp_of
 from fakes.gateway import QUESTION, TOOLS, TOOLS_TEMPLATE, GatewayScene, extra, gateway_running, text_of
 from fakes.interface import Checked
 from fakes.rollout import CHAT_TEMPLATE, DEADLINE_S, Scripted, until
@@ -210,6 +213,30 @@ async def reply(client: openai.AsyncOpenAI, messages: list[Any], *, streams: boo
         message["content"] += delta.content or ""
         message.setdefault("tool_calls", []).extend(each.model_dump() for each in delta.tool_calls or [])
     return message
+
+
+async def test_an_episode_of_the_job_has_the_experts_that_read_each_token_last(tmp_path: Path) -> None:
+    """A switch interrupts its newest turn, whose prompt the engine reads again. A client's session has none."""
+    async with gateway_running(tmp_path, counting, maxResponseTokens=200, routerReplay=True) as scene:
+        sessions = scene.controller._gateway._sessions
+        session = sessions.open(lambda _: None)
+        episode = Agent(scene, session.id)
+        await scene.gate.open(V0)
+        await episode.ask(QUESTION)
+        await Agent(scene, "client").ask(QUESTION)
+        assert [True, False] == ["return_routed_experts" in request for request in scene.gate.requests]
+        scene.gate.pace = 4
+        asked = asyncio.create_task(episode.ask(AND, extra_body={"return_routed_experts": True}))
+        await scene.generating()
+        await scene.switch(V1)
+        answer = extra(await asked)["routed_experts"]
+        trajectory, _ = sessions.take(session, RewardAnswer(reward=1.0), ending="trained")
+
+    assert trajectory.experts is not None
+    read = trajectory.tokens.ids.tolist()[:-1]
+    assert [experts_of(V1, token) for token in read] == trajectory.experts.tolist()
+    given = np.frombuffer(base64.b64decode(answer["data"]), "<i4").reshape(answer["rows"], answer["width"]).tolist()
+    assert (len(read), experts_of(V0, read[0])) == (len(given), given[0]), "who asks gets the first reading"
 
 
 # ---------------------------------------------------------------------------------------------------- rewards

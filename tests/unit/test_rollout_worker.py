@@ -381,9 +381,11 @@ async def test_the_most_urgent_goes_first_then_what_was_interrupted_then_the_old
 
 async def test_an_episode_becomes_its_sample_together_with_the_end_of_its_session(scene: Scene) -> None:
     group, episode = scene.play()
-    scene.episodes.ends.put_nowait(Trajectory(one_token(step=3), Finish.LENGTH, 0.5))
+    experts = np.array([[1, 2]], np.int16)
+    scene.episodes.ends.put_nowait(Trajectory(one_token(step=3), Finish.LENGTH, 0.5, {"tools": 2.0}, experts))
     await episode
     sample = group.samples[0]
+    assert ({"tools": 2.0}, experts) == (sample.figures, sample.experts)
     assert [5] == scene.episodes.begun
     assert (SampleState.COMPLETED, 0.5, Finish.LENGTH, [7]) == (
         sample.state,

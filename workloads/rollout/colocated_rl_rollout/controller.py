@@ -160,6 +160,7 @@ class Controller:
             temperature=spec.rollout.sampling.temperature,
             created=int(job.created.timestamp()),
             says_experts=ROUTED_EXPERTS in spec.rollout.engine_flags,
+            replays_experts=spec.rollout.router_replay,
         )
         self._reference: ReferencePods | None = None
         if spec.seals_with_scores and settings.recording is None:

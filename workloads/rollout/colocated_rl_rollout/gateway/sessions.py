@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 from colocated_rl_rollout.gateway.openai_requests import Conversation, RequestRefused
 from colocated_rl_rollout.metrics import RolloutMetrics
 from colocated_rl_rollout.rules.chat import Chat, Unrenderable
-from colocated_rl_rollout.rules.resume import join_all
+from colocated_rl_rollout.rules.resume import NO_EXPERTS, join_all
 from colocated_rl_rollout.rules.samples import (
     NO_FIGURES,
     Finish,
@@ -97,7 +97,8 @@ class RecordedTurn:
 @dataclass(eq=False)
 class Session:
     """The turns of one client; only `Sessions` changes it. turned: for an episode of the job's own, called with the
-    step of the oldest weights in each turn. refused: why its newest turn was refused.
+    step of the oldest weights in each turn. refused: why its newest turn was refused. experts: of the newest turn's
+    prompt and reply as an engine last read them, where training repeats them; not kept over a restart.
     """
 
     id: str
@@ -109,6 +110,7 @@ class Session:
     under_way: int = 0  # turns
     turned: Callable[[int | None], None] | None = None
     refused: RequestRefused | None = None
+    experts: NDArray[np.int16] | None = None
 
     @property
     def is_full(self) -> bool:
@@ -227,6 +229,7 @@ class Sessions:
         tokens: Tokens,
         finish: Finish | None,
         engine: str | None,
+        experts: NDArray[np.int32] = NO_EXPERTS,
     ) -> None:
         """Record a turn; return when it is durable and may be sent. Raises RequestRefused when the session is gone."""
         if self._sessions.get(session.id) is not session or session.reward is not None:
@@ -244,6 +247,7 @@ class Sessions:
         )
         session.turns.append(turn)
         session.refused = None
+        session.experts = experts.astype(np.int16) if len(experts) else None
         self._held += turn.size
         if session.turned is not None:
             session.turned(tokens.oldest_step)
@@ -354,7 +358,7 @@ class Sessions:
         self._count_dropped([turn for turn in session.turns if turn.number not in kept], "OtherPath")
         ended = path[-1].finish is Finish.STOP and not session.is_full
         finish = Finish.STOP if ended else Finish.LENGTH
-        return Trajectory(tokens_of(path, after=len(prompt)), finish, reward, session.figures)
+        return Trajectory(tokens_of(path, after=len(prompt)), finish, reward, session.figures, session.experts)
 
     def _is_too_old(self, session: Session) -> bool:
         steps = [turn.tokens.oldest_step for turn in session.turns[-1].path]

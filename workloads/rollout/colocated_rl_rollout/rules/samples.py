@@ -137,6 +137,7 @@ class Trajectory:
     finish: Finish
     reward: float
     figures: Mapping[str, float] = field(default_factory=dict)
+    experts: NDArray[np.int16] | None = None  # as in `Sample`
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -329,6 +329,7 @@ class Store:
     def complete(self, sample: Sample, played: Trajectory, *also: Statement) -> None:
         """Record that the sample's episode has ended. also: statements to commit together with it."""
         sample.finish, sample.reward, sample.figures = played.finish, played.reward, played.figures
+        sample.experts = played.experts
         ended = self._end_attempt(sample, SampleState.SCORING, played.tokens, brought=True)
         self._writer.write(*ended, self._scored(sample), *also)
 
