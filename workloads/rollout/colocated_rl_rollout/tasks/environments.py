@@ -20,7 +20,7 @@ from pydantic import ValidationError
 
 from colocated_rl_api.prompts import Environment
 from colocated_rl_rollout.tasks.passes import Passes
-from colocated_rl_rollout.tasks.task_wire import FIGURES, FIGURES_AT_MOST, RewardAnswer
+from colocated_rl_rollout.tasks.task_wire import FIGURES, FIGURES_AT_MOST, REWARD_AT_MOST, RewardAnswer
 
 NO_KEY = "COLOCATED_RL_KEY"  # nobody sets this variable: the gateway needs no key
 PLACES_TOLD = 3
@@ -85,7 +85,15 @@ class EnvironmentTasks:
                 f"of its agents ({names}) one can ask the job's model, and is trained: give the others a client and a "
                 "model of their own in config"
             )
-        return RewardAnswer(reward=float(ours[0].reward), figures=figures_of(ours[0].metrics))
+        return answer_of(ours[0])
+
+
+def answer_of(trace: Any) -> RewardAnswer:
+    """Return the reward of a trace, and its metrics. Raises EpisodeGivenUp."""
+    reward = float(trace.reward)
+    if not abs(reward) <= REWARD_AT_MOST:
+        raise EpisodeGivenUp(f"its reward is {reward}: give a finite number, at most {REWARD_AT_MOST:.0f} either way")
+    return RewardAnswer(reward=reward, figures=figures_of(trace.metrics))
 
 
 def figures_of(metrics: Mapping[str, float | None]) -> dict[str, float]:
