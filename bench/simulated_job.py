@@ -37,6 +37,7 @@ from colocated_rl_rollout.rules.chat import Chat
 from colocated_rl_rollout.rules.samples import Prompt, SampleState
 from colocated_rl_rollout.store.batches import BatchRecord
 from colocated_rl_rollout.store.store import Store
+from colocated_rl_rollout.tasks.task_wire import RewardAnswer
 from colocated_rl_rollout.worker import Worker
 
 
@@ -305,8 +306,8 @@ class Rewards(TaskProcesses):
     def __init__(self, spec: ColocatedRLJobSpec) -> None:
         super().__init__(spec.rollout.prompts, count=1, socket=Path("/nowhere"))
 
-    async def score(self, index: int, response: str) -> float:
-        return float(index % 2)
+    async def score_with_figures(self, index: int, response: str) -> RewardAnswer:
+        return RewardAnswer(reward=index % 2)
 
 
 class NoText(Chat):

@@ -43,6 +43,10 @@ class StockroomTask(vf.Task[StockroomData, vf.State, vf.TaskConfig]):
         found = re.findall(r"\d+", trace.last_reply)
         return float(found[-1:] == [str(self.data.answer)])
 
+    @vf.metric
+    async def lookups(self, trace: vf.Trace) -> float:
+        return float(trace.transcript.count("[tool_call "))
+
 
 class StockroomTaskset(vf.Taskset[StockroomTask, vf.TasksetConfig]):
     def load(self) -> Iterable[StockroomTask]:

@@ -12,13 +12,16 @@ Columns (n samples, T tokens of all of them, prompt and response, one after anot
     loss_mask        uint8   [T]    1: token written by the policy, to be trained
     behaviour_logp   float32 [T]    nats, under the weights that sampled it; 0 where loss_mask is 0
     reference_logp   float32 [T]    nats, under the reference; 0 where loss_mask is 0. Only where the header declares it
-    token_step       int32   [T]    step of the weights that made the token; -1 where loss_mask is 0
+    token_step       int32   [T]    step of the weights that made the token; -1 where loss_mask is 0; and of a token
+                                    without a weight version, only where the header declares those
     reward           float32 [n]
     group            int64   [n]    group number, as admitted
     group_mean, group_std, group_count   float32 [n]   of the rewards of the sample's group (std: population)
     truncated        uint8   [n]    1: ended by the token limit
     experts          int16   [T, W] experts of each token in each layer of a mixture, as the engine chose them; -1 where
                                     it did not report any. Only where the header says so
+    figures          float32 [n, F] what came beside the reward, under the names that the header has; NaN where a sample
+                                    has none of that name. Only where the header has names
     sample           int64   [n]    sample number, as admitted; for people, as the next one
     prompt_tokens    int32   [n]    tokens of its prompt, which stand first
 """
@@ -45,3 +48,5 @@ class BatchHeader(Wire):
     prompt_position: int | None = None  # where a job that has only a checkpoint goes on in the prompts; None: unknown
     has_experts: bool = False  # engines reported the experts that tokens were routed to: column experts
     has_reference: bool = False  # a reference on devices of its own has scored the batch: column reference_logp
+    figures: tuple[str, ...] = ()  # names of the figures that came beside rewards: column figures
+    has_unversioned: bool = False  # some tokens to be trained have no weight version: their token_step is -1

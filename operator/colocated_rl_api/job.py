@@ -188,6 +188,11 @@ class AtMaxStaleness(StrEnum):
     DROP = "Drop"  # the sample is discarded and replaced
 
 
+class UnversionedTokens(StrEnum):
+    REFUSE = "Refuse"  # the attempt brought nothing
+    ACCEPT = "Accept"  # they are trained, apart from others in counts and batch
+
+
 class Filter(StrEnum):
     EQUAL_REWARDS = "EqualRewards"  # a group whose samples were all rewarded the same
     TRUNCATED = "Truncated"  # a sample that ended by the token limit
@@ -236,7 +241,7 @@ class Rollout(Part):
             *("maxPromptTokens", "maxResponseTokens"),
             *("batchSize", "groupSize", "maxStaleness", "atMaxStaleness", "interruption", "filters"),
             *("maxFilteredPerBatch", "minRolloutSeconds", "overlongPenalty", "sampling.stop"),
-            *("spareGroups", "routerReplay"),
+            *("spareGroups", "routerReplay", "unversionedTokens"),
         ),
     )
 
@@ -300,6 +305,13 @@ class Rollout(Part):
         description="What happens to a group that would grow too stale: its batch waits for it (Wait), its stale "
         "tokens are not trained (Mask), or its stale samples are replaced (Drop).",
     )
+    unversioned_tokens: UnversionedTokens = Field(
+        default=UnversionedTokens.REFUSE,
+        strict=False,
+        description="What happens to tokens for which an engine names no weight version of the job, because somebody "
+        "else updated it: the attempt is repeated (Refuse), or they are kept and trained, apart from others in every "
+        "count and in the batch (Accept).",
+    )
     interruption: Interruption = Field(
         default=Interruption.RESUME,
         strict=False,
@@ -346,6 +358,11 @@ class Rollout(Part):
     def is_apart(self) -> bool:
         """Return whether engines have pods and devices of their own."""
         return self.placement is RolePlacement.OWN_DEVICES
+
+    @property
+    def accepts_unversioned(self) -> bool:
+        """Return whether tokens without a weight version may be trained."""
+        return self.unversioned_tokens is UnversionedTokens.ACCEPT
 
     @property
     def concurrency(self) -> int:

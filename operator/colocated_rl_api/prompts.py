@@ -42,7 +42,7 @@ class MathReward(Part):
 
 
 class HttpReward(Part):
-    """An endpoint that is asked with a POST of JSON and answers {"reward": NUMBER}."""
+    """An endpoint that is asked with a POST of JSON and answers {"reward": NUMBER}, perhaps with figures beside it."""
 
     url: Annotated[str, is_url] = Field(
         max_length=2048,
@@ -76,7 +76,7 @@ class Reward(Part):
         max_length=253,
         json_schema_extra=_function_rule,
         description="MODULE:FUNCTION, in the image or beside the rows. Called with the response and its row; returns a "
-        "finite number, at most a million either way.",
+        "finite number, at most a million either way; or a dict of reward and figures.",
     )
     math: MathReward | None = Field(default=None, description="Mathematical equality with the row's answer.")
     http: HttpReward | None = Field(default=None, description="An endpoint of one's own.")

@@ -200,6 +200,7 @@ MAY_NOT_CHANGE = {
     "rollout.maxFilteredPerBatch": 7,
     "rollout.minRolloutSeconds": 7,
     "rollout.routerReplay": True,
+    "rollout.unversionedTokens": "Accept",
     "rollout.overlongPenalty.factor": 7,
     "reference": None,
     "trainer.config": {"otherRate": 1},

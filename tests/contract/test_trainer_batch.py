@@ -8,10 +8,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors.torch import save_file
 
-from colocated_rl_api.batch import BatchHeader
+from colocated_rl_api.batch import HEADER_KEY, BatchHeader
 from colocated_rl_trainer.conformance.shards import Example, Values, columns, write_shard, write_shards
 from colocated_rl_trainer.grpo.batch import (
     BadShard,
@@ -136,6 +138,34 @@ def test_tokens_of_weights_that_are_too_old_are_context(
     assert teaching == shard.teaching().tolist()
     assert sum(trained) == sum(share.loss_tokens for share in shard.groups().values())
     assert 7 == shard.written_tokens
+
+
+@pytest.mark.parametrize(("age", "trained"), [(None, [2, 1, 3, 1]), (2, [2, 1, 0, 1])])
+def test_tokens_without_a_version_are_trained_where_the_batch_declares_them_and_no_age_is_set(
+    tmp_path: Path, age: int | None, trained: list[int]
+) -> None:
+    """Nothing shows that they are within a limit of age. Otherwise no shard may lack a step (above)."""
+    content = columns([*SAMPLES[:2], replace(SAMPLES[2], token_step=-1), SAMPLES[3]], {7: [1.0, 0.0], 9: [0.5, 0.5]})
+    write_shard(tmp_path / "shard", HEADER.model_copy(update={"has_unversioned": True}), content)
+
+    shard = Shard.read(tmp_path / "shard", step=3, shard=0, shards=1, use=Use(max_token_age=age))
+
+    assert trained == shard.loss_tokens.tolist()
+    assert 7 == shard.written_tokens
+
+
+def test_figures_beside_a_reward_come_with_their_sample(tmp_path: Path) -> None:
+    """A row of a batch's names each; a sample without a figure has NaN."""
+    nan = float("nan")
+    header = HEADER.model_copy(update={"figures": ("format", "length")})
+    found = columns(SAMPLES, {7: [1.0, 0.0], 9: [0.5, 0.5]})
+    tensors = {name: torch.tensor(values, dtype=getattr(torch, kind)) for name, (kind, values) in found.items()}
+    figures = torch.tensor([[1.0, 5.0], [nan, 4.0], [nan, nan], [0.0, nan]])
+    save_file({**tensors, "figures": figures}, tmp_path / "shard", {HEADER_KEY: header.model_dump_json(by_alias=True)})
+
+    samples = list(read(tmp_path / "shard").each("cpu"))
+
+    assert [{"format": 1.0, "length": 5.0}, {"length": 4.0}, {}, {"format": 0.0}] == [each.figures for each in samples]
 
 
 def test_tokens_that_the_policy_did_not_write_are_context(tmp_path: Path) -> None:

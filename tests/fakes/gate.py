@@ -85,6 +85,7 @@ class FakeGate:
         self.name = name
         self.pace: int | None = None
         self.preemptions = 0  # of each attempt
+        self.names_versions = True  # False: somebody else has updated the engine
         self.faults: deque[Fault] = deque()
         self.requests: list[dict[str, Any]] = []
         self.refused = 0
@@ -259,17 +260,17 @@ class FakeGate:
             attempt.news.set()
 
     def _answer(self, attempt: _Attempt, version: WeightVersion) -> dict[str, Any]:
-        ids = attempt.ids
+        ids, named = attempt.ids, str(version) if self.names_versions else "default"
         meta: dict[str, Any] = {
             "id": "engine's own",
             "finish_reason": attempt.reason,
-            "weight_version": str(version),
+            "weight_version": named,
             "completion_tokens": len(ids),
             "num_retractions": self.preemptions,
             "output_token_logprobs": [[logp_of(version, token), token, None] for token in ids],
         }
         if attempt.reason is not None:  # a finished answer has spans, what was read before a crash has not
-            meta["weight_versions"] = [{"version": str(version), "start": 0, "end": len(ids)}]
+            meta["weight_versions"] = [{"version": named, "start": 0, "end": len(ids)}]
             if attempt.sent is not None:
                 read = (attempt.sent + ids)[:-1]
                 numbers = [number for token in read for number in experts_of(version, token)]

@@ -40,7 +40,7 @@ from colocated_rl_rollout.rules.chat import Chat, ModelUnusable, Unrenderable
 from colocated_rl_rollout.rules.samples import Tokens
 from colocated_rl_rollout.rules.tool_calls import read_calls
 from colocated_rl_rollout.tasks.rows import Row, Rows, RowsUnusable
-from colocated_rl_rollout.tasks.task_wire import PROMPT_ROWS, REWARD, SCORE, TaskReply
+from colocated_rl_rollout.tasks.task_wire import FIGURES, PROMPT_ROWS, SCORE, TaskReply
 from fakes.rollout import write_model
 
 REQUEST = GenerateRequest([1, 2, 3], 64, 1.0, {2}, experts_from=0)
@@ -60,9 +60,9 @@ def generated(data: bytes) -> None:
         if choice % 3 == 2:
             raise _refusal("gate", STATUSES[choice // 3 % len(STATUSES)], body.decode(errors="replace"))
         read = (
-            _GateAnswer("gate", MOST_ANSWER_BYTES, REQUEST)
+            _GateAnswer("gate", MOST_ANSWER_BYTES, REQUEST, accepts_unversioned=True)
             if choice % 3
-            else _Stream("gate", MOST_ANSWER_BYTES, REQUEST, grown.append)
+            else _Stream("gate", MOST_ANSWER_BYTES, REQUEST, True, grown.append)
         )
         for at in range(0, len(body), 512):
             read.feed(body[at : at + 512])
@@ -147,7 +147,7 @@ def task_line(data: bytes) -> None:
         reply = TaskReply.model_validate_json(data)
     except ValidationError:
         return
-    for kind in (PROMPT_ROWS, SCORE, REWARD):
+    for kind in (PROMPT_ROWS, SCORE, FIGURES):
         try:
             kind.validate_python(reply.value)
         except ValidationError:

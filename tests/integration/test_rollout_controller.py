@@ -10,6 +10,7 @@ import contextlib
 import hashlib
 import json
 import random
+import re
 import sqlite3
 import sys
 from collections.abc import AsyncIterator, Mapping
@@ -41,7 +42,7 @@ from colocated_rl_rollout.engines import engines
 from colocated_rl_rollout.rewards.rewards import REWARD_UNAVAILABLE, RewardFailed, TaskProcesses
 from colocated_rl_rollout.settings import read_settings
 from colocated_rl_rollout.store.store import Store
-from colocated_rl_rollout.tasks.task_wire import PromptContent
+from colocated_rl_rollout.tasks.task_wire import PromptContent, RewardAnswer
 from fakes.gate import FakeGate, Fault, experts_of, logp_of
 from fakes.interface import Interface, rollout_interface, routes_of
 from fakes.rollout import DEADLINE_S, JOB_UID, Answers, JobOnDisk, OperatorEnd, SilentProcesses, make_spec, until
@@ -253,6 +254,47 @@ async def test_f6_what_was_interrupted_goes_on_before_anything_new_begins(
         limits = [request["sampling_params"]["max_new_tokens"] for requests in sent for request in requests]
         assert [48 - 5] * 2 * BATCH == limits, "each goes on with the rest of its budget"
         await scene.samples(running=2 * BATCH, admitted=2 * BATCH)
+
+
+async def test_tokens_without_a_version_go_on_beside_others_and_are_told_apart_to_the_batch(
+    tmp_path: Path, processes: TaskProcesses
+) -> None:
+    """Between the two attempts at each sample somebody updates one of the engines."""
+    async with running(with_rollout(tmp_path, unversionedTokens="Accept"), processes) as scene:
+        await scene.interrupt_all()
+        for gate in scene.gates:
+            gate.names_versions = False
+        await scene.open(V1)
+        await scene.sealed(1)
+        batch = await scene.batch(1)
+        samples = (await scene.page("/v1/samples?state=sealed"))["samples"]
+        record = (await scene.page("/v1/progress"))["sealed"]
+        figures = await scene.figures()
+
+    steps = [step for _, _, step in token_rows(batch)]
+    assert {0, -1} == set(steps)
+    assert all(header.has_unversioned for header in batch.headers)
+    assert steps.count(-1) == record["unversionedTokens"] == sum(sample["unversioned"] for sample in samples)
+    assert {"0": steps.count(0)} == record["staleness"]
+    assert all(0 < sample["unversioned"] for sample in samples)
+    (line,) = re.findall(r"^colocate_rollout_unversioned_tokens_total (\S+)$", figures, re.MULTILINE)
+    assert float(line) >= steps.count(-1)
+
+
+async def test_tokens_without_a_version_are_refused_and_counted_and_others_go_on(
+    job: JobOnDisk, processes: TaskProcesses
+) -> None:
+    async with running(job, processes) as scene:
+        scene.gates[0].names_versions = False
+        await scene.target()
+        await scene.open(V0)
+        await scene.sealed(1)
+        batch, figures = await scene.batch(1), await scene.figures()
+
+    assert {0} == {step for _, _, step in token_rows(batch)}
+    assert not any(header.has_unversioned for header in batch.headers)
+    assert 'colocate_rollout_attempts_total{ending="unversioned"}' in figures
+    assert "\ncolocate_rollout_unversioned_tokens_total 0.0\n" in figures
 
 
 async def test_a_batch_says_which_experts_read_each_token_last(tmp_path: Path, processes: TaskProcesses) -> None:
@@ -626,6 +668,42 @@ for line in sys.stdin:
 """
 
 
+HAS_FIGURES = """
+import json, sys
+json.loads(sys.stdin.readline())
+print(json.dumps({"value": {"size": 1000, "digest": "x"}}), flush=True)
+for line in sys.stdin:
+    match json.loads(line):
+        case {"prompts": [start, count]}:
+            made = [(number, f"problem: {number} + 1 =", False) for number in range(start, start + count)]
+            print(json.dumps({"value": made}), flush=True)
+        case {"score": [index, text]}:
+            value = {"reward": index % 3, "figures": {"row": index, "letters": len(text)}}
+            print(json.dumps({"value": value}), flush=True)
+"""
+
+
+async def test_figures_of_a_reward_reach_the_batch_and_whoever_looks_at_samples(job: JobOnDisk, tmp_path: Path) -> None:
+    command = [sys.executable, "-c", HAS_FIGURES]
+    async with (
+        task_processes(job.spec.rollout.prompts, tmp_path, command=command) as judges,
+        running(job, judges) as scene,
+    ):
+        await scene.target()
+        await scene.open(V0)
+        await scene.sealed(1)
+        batch = await scene.batch(1)
+        samples = {row["id"]: row for row in (await scene.page("/v1/samples?state=sealed"))["samples"]}
+    assert [("letters", "row")] * len(batch.headers) == [header.figures for header in batch.headers]
+    for columns in batch.columns:
+        for place, number in enumerate(columns["sample"].tolist()):
+            shown = samples.pop(number)
+            letters, row = columns["figures"][place].tolist()
+            assert ({"letters": letters, "row": row}, row % 3) == (shown["figures"], shown["reward"])
+            assert (shown["prompt_index"], True) == (row, letters > 0)
+    assert not samples
+
+
 ALL_ARE_RIGHT = """
 import json, sys
 json.loads(sys.stdin.readline())
@@ -716,11 +794,11 @@ class SilentAtFirst:
         self.problem: Problem | None = None
         self._times = times
 
-    async def score(self, prompt: PromptContent, fields: Mapping[str, Any], response: str) -> float:
+    async def score(self, prompt: PromptContent, fields: Mapping[str, Any], response: str) -> RewardAnswer:
         self._times -= 1
         if self._times >= 0:
             raise RewardFailed(REWARD_UNAVAILABLE, "no answer")
-        return 1.0
+        return RewardAnswer(reward=1.0)
 
 
 async def test_an_evaluation_that_a_switch_breaks_is_asked_again(job: JobOnDisk, processes: TaskProcesses) -> None:

@@ -162,6 +162,7 @@ async def test_a_job_plays_its_environment_by_itself_and_evaluates_it(tmp_path: 
         assert_sealed(await scene.operator.until(lambda facts: facts.sealed is not None, PLAYED_S))
         for columns in await batch(scene, 1):
             assert_trained(scene, columns)
+            assert 2.0 in columns["figures"][0], "a metric of the environment: it looks up both things"
         await scene.operator.send(1, (scene.gate.endpoint,), trained_step=1, evaluate=1, last_step=1)
         facts = await scene.operator.until(lambda facts: facts.evaluated is not None, PLAYED_S)
         assert facts.evaluated is not None

@@ -62,7 +62,8 @@ for line in sys.stdin:
     if row in (0, 1, 5):
         open(sys.argv[1] + "/go").read()
     if row == 0:
-        print(json.dumps({"episode": number, "value": 0.25}), flush=True)
+        value = {"reward": 0.25, "figures": {"tools": 2}}
+        print(json.dumps({"episode": number, "value": value}), flush=True)
     if row == 1:
         print(json.dumps({"episode": number, "error": "TaskError", "reason": "EpisodeFailed"}), flush=True)
     if row == 4:
@@ -184,8 +185,8 @@ async def test_an_episode_is_its_recorded_turns_and_the_reward_of_its_environmen
         await scene.go()
         played = await episode
         assert (0.25, Finish.STOP, [7, 5, 2, 7, 5, 2]) == (played.reward, played.finish, played.tokens.ids.tolist())
-        assert [(0, 1, 3), (1, 4, 6)] == [(span.version.step, span.start, span.end) for span in played.tokens.spans]
-        assert 1 == scene.ended("trained")
+        assert (Span(WeightVersion(0, 1), 1, 3), Span(WeightVersion(1, 1), 4, 6)) == played.tokens.spans
+        assert ({"tools": 2.0}, 1) == (played.figures, scene.ended("trained"))
         with pytest.raises(RequestRefused, match="has ended: it takes no more turns"):
             scene.sessions.begin(session.id)
         await scene.store.flushed()

@@ -24,6 +24,7 @@ from colocated_rl_rollout.engines import engine_client
 from colocated_rl_rollout.engines.engine_client import (
     BEGIN_AT_ONCE,
     AnswerGarbled,
+    AnswerUnversioned,
     AttemptLost,
     EngineClient,
     GateBusy,
@@ -33,7 +34,7 @@ from colocated_rl_rollout.engines.engine_client import (
     RequestRejected,
     gate_socket,
 )
-from colocated_rl_rollout.rules.samples import Finish
+from colocated_rl_rollout.rules.samples import Finish, Span, Tokens
 from fakes.engine import CONTEXT, END_TOKEN, FakeEngine
 from fakes.exhausted import no_descriptors
 from fakes.rollout import JOB_UID, JobOnDisk, make_spec, until
@@ -141,8 +142,22 @@ async def test_f26_tokens_of_weights_that_have_no_version_get_none_and_are_not_u
     scene.engine.version = named
     if fault:
         scene.engine.faults["/generate"] = fault
-    with pytest.raises(AnswerGarbled, match="version"):
+    with pytest.raises(AnswerUnversioned, match=r"rollout\.unversionedTokens: Accept"):
         await scene.client.generate(request([5, 6, 7]))
+
+
+@pytest.mark.parametrize("streams", [False, True])
+async def test_f26_a_job_may_accept_tokens_that_have_no_version_and_counts_them(scene: Scene, streams: bool) -> None:
+    await scene.open()
+    scene.engine.version = "default"
+    counted: list[int] = []
+    scene.client._accepts_unversioned = True
+    scene.client._count = lambda tokens: counted.append(tokens.unversioned)
+    grown: list[Tokens] = []
+    generated = await scene.client.generate(request([5, 6, 7]), grown.append if streams else None)
+    length = len(generated.tokens)
+    assert ((Span(None, 0, length),), [length]) == (generated.tokens.spans, counted)
+    assert {None} >= {span.version for tokens in grown for span in tokens.spans}
 
 
 async def test_a_request_that_the_engine_will_never_take_is_distinguished_from_trouble_that_passes(

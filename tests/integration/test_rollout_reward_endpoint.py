@@ -19,6 +19,7 @@ from colocated_rl_api.member_wire import JobFile
 from colocated_rl_api.prompts import HttpReward
 from colocated_rl_rollout.rewards.reward_endpoint import MAX_REPLY_BYTES, MAX_REQUEST_BYTES, RewardEndpoint
 from colocated_rl_rollout.rewards.rewards import RewardFailed
+from colocated_rl_rollout.tasks.task_wire import RewardAnswer
 from fakes.rollout import JOB_UID, make_spec
 
 Answer = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -63,6 +64,7 @@ async def hangs_up(request: web.Request) -> web.StreamResponse:
     return web.Response()
 
 
+HALF = RewardAnswer(reward=0.5)
 GOOD = answers_with('{"reward": 0.5, "why": "half of it"}')
 
 
@@ -80,7 +82,7 @@ async def endpoint(judge: Judge, tokens: Path = Path("/nowhere"), **fields: Any)
 async def test_it_is_asked_with_prompt_response_row_and_job() -> None:
     judge = Judge([GOOD])
     async with endpoint(judge) as made:
-        assert 0.5 == await made.score("2 + 2?", {"prompt": "2 + 2?", "answer": 4}, "four")
+        assert HALF == await made.score("2 + 2?", {"prompt": "2 + 2?", "answer": 4}, "four")
     assert [
         {
             "prompt": "2 + 2?",
@@ -120,7 +122,7 @@ async def test_what_may_pass_is_tried_again(trouble: Answer) -> None:
     judge = Judge([trouble, trouble, GOOD])
     async with endpoint(judge) as made:
         asked = asyncio.create_task(made.score("", {}, ""))
-        assert 0.5 == await asked
+        assert HALF == await asked
         assert made.problem is None
     assert 3 == len(judge.asked)
 
@@ -140,7 +142,7 @@ async def test_pauses_grow_and_are_as_long_as_it_asks_for(monkeypatch: pytest.Mo
         made._first_pause_s = 0.1
         with monkeypatch.context() as patched:
             patched.setattr(asyncio, "sleep", noted)
-            assert 0.5 == await made.score("", {}, "")
+            assert HALF == await made.score("", {}, "")
     for number, pause_s in enumerate([*pauses[:4], *[0.0] * 2, *pauses[6:]]):
         assert 0.05 * 2**number <= pause_s <= 0.15 * 2**number or number in (4, 5)
     assert [7, 60] == pauses[4:6]
@@ -165,7 +167,7 @@ async def test_it_is_given_up_after_so_many_attempts_and_is_a_problem_until_it_a
         assert made.problem is not None
         assert made.problem.message.endswith("; it is asked again")
         made._reward = made._reward.model_copy(update={"timeout_seconds": 60})  # on a slow machine 1 s may be too short
-        assert 0.5 == await made.score("", {}, "")
+        assert HALF == await made.score("", {}, "")
         assert made.problem is None
 
 
@@ -181,10 +183,12 @@ async def test_it_is_given_up_after_so_many_attempts_and_is_a_problem_until_it_a
         (
             answers_with("0.5"),
             "RewardGarbled",
-            r"should answer \{\"reward\": NUMBER\}, not 200 and 3 bytes: it: model_type",
+            r"should answer \{\"reward\": NUMBER\}, perhaps with .*, not 200 and 3 bytes: it: model_type",
         ),
         (answers_with('{"reward": NaN}'), "RewardGarbled", "should answer"),
         (answers_with('{"reward": "much"}'), "RewardGarbled", "not 200 and 18 bytes: reward: float_parsing"),
+        (answers_with('{"reward": 1, "figures": {"my secret": 1}}'), "RewardGarbled", "42 bytes: figures: string_pat"),
+        (answers_with('{"reward": 1, "figures": {"format": null}}'), "RewardGarbled", "42 bytes: figures: float_type"),
         (answers_with("[" * 50_000), "RewardGarbled", "should answer"),
         (answers_with("x" * (MAX_REPLY_BYTES + 1)), "RewardGarbled", "answers with more than"),
     ],
@@ -196,6 +200,11 @@ async def test_what_will_not_pass_fails_the_sample_at_once(answer: Answer, reaso
             await made.score("", {}, "")
     assert reason == failed.value.reason
     assert 1 == len(judge.asked)
+
+
+async def test_figures_come_beside_the_reward() -> None:
+    async with endpoint(Judge([answers_with('{"reward": 0.5, "figures": {"format": 1}, "why": "half"}')])) as made:
+        assert RewardAnswer(reward=0.5, figures={"format": 1.0}) == await made.score("", {}, "")
 
 
 async def test_a_row_that_cannot_be_sent_fails_its_sample_and_nobody_is_asked() -> None:
@@ -222,5 +231,5 @@ async def test_no_more_are_asked_at_once_than_the_job_says() -> None:
         for _ in range(2):
             await waiting.acquire()
         go_on.set()
-        assert [1.0] * 10 == await asyncio.gather(*asked)
+        assert [RewardAnswer(reward=1.0)] * 10 == await asyncio.gather(*asked)
     assert 2 == judge.most_at_once

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
 import shutil
 from collections.abc import AsyncIterator
@@ -11,13 +12,15 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
 import openai
 import pytest
 from openai.types.chat import ChatCompletion, ChatCompletionMessageParam
 from safetensors.numpy import load
 
 from colocated_rl_api.rungs import WeightVersion
-from fakes.gate import FakeGate, logp_of
+from colocated_rl_rollout.tasks.task_wire import RewardAnswer
+from fakes.gate import FakeGate, experts_of, logp_of
 from fakes.gateway import QUESTION, TOOLS, TOOLS_TEMPLATE, GatewayScene, extra, gateway_running, text_of
 from fakes.interface import Checked
 from fakes.rollout import CHAT_TEMPLATE, DEADLINE_S, Scripted, until
@@ -43,8 +46,8 @@ class Agent:
         self.messages.append(completion.choices[0].message.model_dump())
         return completion
 
-    async def reward(self, reward: float, group: str = "g") -> httpx.Response:
-        return await call(self.scene, "POST", f"/{self.name}/reward", {"reward": reward, "group": group})
+    async def reward(self, reward: float, group: str = "g", **more: Any) -> httpx.Response:
+        return await call(self.scene, "POST", f"/{self.name}/reward", {"reward": reward, "group": group, **more})
 
     async def shown(self) -> dict[str, Any]:
         answer: dict[str, Any] = (await call(self.scene, "GET", f"/{self.name}")).json()
@@ -212,6 +215,30 @@ async def reply(client: openai.AsyncOpenAI, messages: list[Any], *, streams: boo
     return message
 
 
+async def test_an_episode_of_the_job_has_the_experts_that_read_each_token_last(tmp_path: Path) -> None:
+    """A switch interrupts its newest turn, whose prompt the engine reads again. A client's session has none."""
+    async with gateway_running(tmp_path, counting, maxResponseTokens=200, routerReplay=True) as scene:
+        sessions = scene.controller._gateway._sessions
+        session = sessions.open(lambda _: None)
+        episode = Agent(scene, session.id)
+        await scene.gate.open(V0)
+        await episode.ask(QUESTION)
+        await Agent(scene, "client").ask(QUESTION)
+        assert [True, False] == ["return_routed_experts" in request for request in scene.gate.requests]
+        scene.gate.pace = 4
+        asked = asyncio.create_task(episode.ask(AND, extra_body={"return_routed_experts": True}))
+        await scene.generating()
+        await scene.switch(V1)
+        answer = extra(await asked)["routed_experts"]
+        trajectory, _ = sessions.take(session, RewardAnswer(reward=1.0), ending="trained")
+
+    assert trajectory.experts is not None
+    read = trajectory.tokens.ids.tolist()[:-1]
+    assert [experts_of(V1, token) for token in read] == trajectory.experts.tolist()
+    given = np.frombuffer(base64.b64decode(answer["data"]), "<i4").reshape(answer["rows"], answer["width"]).tolist()
+    assert (len(read), experts_of(V0, read[0])) == (len(given), given[0]), "who asks gets the first reading"
+
+
 # ---------------------------------------------------------------------------------------------------- rewards
 async def test_sessions_with_rewards_become_a_group_of_a_batch(tmp_path: Path) -> None:
     """Prompts that are not the same have their difference as context; a dropped path is counted."""
@@ -224,9 +251,12 @@ async def test_sessions_with_rewards_become_a_group_of_a_batch(tmp_path: Path) -
         agents[1].messages.pop()
         await agents[1].ask()
         shown = [await agent.shown() for agent in agents]
-        assert 200 == (await agents[0].reward(1.0)).status_code
-        assert 200 == (await agents[0].reward(1.0)).status_code, "again, because the answer was lost"
-        assert 409 == (await agents[0].reward(0.5)).status_code
+        figures = {"tools": 2.0}
+        assert 400 == (await agents[0].reward(1.0, figures={"of no name": 1.0})).status_code
+        assert 200 == (await agents[0].reward(1.0, figures=figures)).status_code
+        assert 200 == (await agents[0].reward(1.0, figures=figures)).status_code, "again, because the answer was lost"
+        assert 409 == (await agents[0].reward(0.5, figures=figures)).status_code
+        assert 409 == (await agents[0].reward(1.0)).status_code
         held = (await call(scene, "GET", "")).json()
         assert 2 == held["group_size"]
         assert [("s0", 2, 1.0, "g"), ("s1", 3, None, None)] == [
@@ -235,13 +265,14 @@ async def test_sessions_with_rewards_become_a_group_of_a_batch(tmp_path: Path) -
         patient = replace(scene, client=scene.client.with_options(max_retries=2))
         with pytest.raises(openai.ConflictError, match="has its reward"):
             await Agent(patient, "s0").ask(AND)
-        assert 2 == scene.figure("refused_total", status="409"), "the client does not ask again what can't change"
+        assert 3 == scene.figure("refused_total", status="409"), "the client does not ask again what can't change"
         assert 200 == (await agents[1].reward(0.0)).status_code
         facts = await scene.operator.until(lambda facts: facts.sealed is not None)
         assert facts.sealed is not None
         assert (1, 2) == (facts.sealed.groups, facts.sealed.samples)
         assert 404 == (await call(scene, "GET", "/s0")).status_code, "it is samples now"
         rows: dict[int, tuple[list[int], list[int], float]] = {}
+        tools: dict[float, float] = {}
         for shard in range(2):
             async with httpx.AsyncClient(verify=False, trust_env=False, timeout=DEADLINE_S) as http:
                 body = await http.get(
@@ -252,6 +283,7 @@ async def test_sessions_with_rewards_become_a_group_of_a_batch(tmp_path: Path) -
             start = 0
             for place, end in enumerate(columns["sample_end"].tolist()):
                 reward = float(columns["reward"][place])
+                tools[reward] = float(columns["figures"][place, 0])
                 rows[int(reward)] = (
                     columns["tokens"][start:end].tolist(),
                     columns["loss_mask"][start:end].tolist(),
@@ -263,6 +295,7 @@ async def test_sessions_with_rewards_become_a_group_of_a_batch(tmp_path: Path) -
             assert [*path["prompt_token_ids"], *path["token_ids"]] == ids
             assert [*[0] * len(path["prompt_token_ids"]), *path["loss_mask"]] == mask
             assert 0.5 == mean
+        assert {1.0: 2.0, 0.0: pytest.approx(float("nan"), nan_ok=True)} == tools
         assert facts.sealed.loss_tokens == sum(sum(mask) for _, mask, _ in rows.values())
         dropped = scene.registry.get_sample_value(
             "colocate_rollout_discarded_tokens_total", {"reason": "SessionOtherPath"}

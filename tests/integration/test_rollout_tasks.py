@@ -49,7 +49,7 @@ from colocated_rl_rollout.rewards.task_connection import ProcessLost, TaskConnec
 from colocated_rl_rollout.tasks.hub import fetch
 from colocated_rl_rollout.tasks.rows import Row, RowsUnusable
 from colocated_rl_rollout.tasks.task_server import COMMAND
-from colocated_rl_rollout.tasks.task_wire import Greeting, PromptContent
+from colocated_rl_rollout.tasks.task_wire import Greeting, PromptContent, RewardAnswer
 from examples.own_prompts.judge import Judge
 from fakes.hub import FakeHub
 from fakes.rollout import make_spec, until
@@ -79,6 +79,8 @@ def score(response, row):
         return type("Score", (str, ), {"__float__": lambda score: float(str(score))})("secret")
     if response.startswith("numpy"):
         import numpy
+        return eval(response)
+    if response.startswith("{"):
         return eval(response)
     if response == "leak":
         KEPT.append(bytearray(2**27))
@@ -353,6 +355,26 @@ async def test_numbers_of_any_library_are_rewards(tmp_path: Path) -> None:
             assert "VerifierFailed" == failed.value.reason
 
 
+async def test_a_function_may_give_figures_beside_its_reward(tmp_path: Path) -> None:
+    """Numbers of any library, under names that may stand in a batch. What is refused is not quoted."""
+    async with processes(write_file(tmp_path, {"prompt": "a", "answer": "x"}), tmp_path) as made:
+        given = "{'reward': 0.5, 'figures': {'format': True, 'judge/length': 7}}"
+        found = await made.score_with_figures(0, given)
+        assert RewardAnswer(reward=0.5, figures={"format": 1.0, "judge/length": 7.0}) == found
+        assert RewardAnswer(reward=2.0) == await made.score_with_figures(0, "{'reward': 2}")
+        assert RewardAnswer(reward=0.25) == await made.score_with_figures(0, "x"), "a number has none"
+        for refused, words in (
+            ("{'score': 0.5}", "another dict than"),
+            ("{'reward': 0.5, 'my secret': 1}", "another dict than"),
+            ("{'reward': 0.5, 'figures': {'format': 'my secret'}}", "a str is no figure"),
+            ("{'reward': 0.5, 'figures': {'my secret': 1}}", "its figures have other names, or are too many"),
+            ("{'reward': 0.5, 'figures': {f'n{i}': i for i in range(33)}}", "its figures have other names"),
+        ):
+            with pytest.raises(RewardFailed, match=words) as failed:
+                await made.score(0, refused)
+            assert "secret" not in str(failed.value)
+
+
 async def test_a_function_that_forks_or_exits_answers_for_itself_alone(tmp_path: Path) -> None:
     """A fork that came back answered too, and each later reward went to the response before its own."""
     async with processes(write_file(tmp_path, {"prompt": "a", "answer": "x"}), tmp_path) as made:
@@ -418,7 +440,8 @@ async def test_the_example_of_an_endpoint_answers(tmp_path: Path) -> None:
         async with aiohttp.ClientSession(trust_env=False) as session:
             reward = HttpReward(url=f"http://127.0.0.1:{server.server_port}/score")
             endpoint = RewardEndpoint(reward, job, session, tokens=tmp_path)
-            assert [1.0, 0.0] == [await endpoint.score("2 + 2?", {"answer": 4}, text) for text in ("it is 4", "5")]
+            found = [await endpoint.score("2 + 2?", {"answer": 4}, text) for text in ("it is 4", "5")]
+            assert [1.0, 0.0] == [each.reward for each in found]
         server.shutdown()
         serving.join()
 
@@ -666,10 +689,10 @@ class RowKeeper:
         self.problem: Problem | None = None
         self.asked: list[tuple[str, str]] = []
 
-    async def score(self, prompt: PromptContent, fields: Mapping[str, Any], response: str) -> float:
+    async def score(self, prompt: PromptContent, fields: Mapping[str, Any], response: str) -> RewardAnswer:
         assert {"prompt": prompt, "answer": response} == fields
         self.asked.append((str(prompt), response))
-        return 7.0
+        return RewardAnswer(reward=7.0)
 
 
 @pytest.mark.parametrize(

@@ -126,6 +126,7 @@ async def test_trainer_and_engine_agree_at_every_version(engine: SGLang, model: 
             )
             for version in versions
         }
+        assert span.version is not None
         assert apart.pop(span.version) < 1e-3
         assert min(apart.values()) > 1e-2, "other weights say something else of these tokens"
 

@@ -35,15 +35,16 @@ from colocated_rl_rollout.store.batches import (
     write_batch,
     write_shards,
 )
+from colocated_rl_rollout.tasks.task_wire import FIGURES_AT_MOST
 
 
 def make_sample(
-    group: Group, number: int, *, lengths: list[tuple[int, int]], reward: float, finish: Finish = Finish.STOP
+    group: Group, number: int, *, lengths: list[tuple[int | None, int]], reward: float, finish: Finish = Finish.STOP
 ) -> Sample:
-    """A completed sample; lengths: (step, tokens) of each span."""
+    """A completed sample; lengths: (step, tokens) of each span, with None for no version."""
     spans, start = [], 0
     for step, length in lengths:
-        spans.append(Span(WeightVersion(step, 1), start, start + length))
+        spans.append(Span(None if step is None else WeightVersion(step, 1), start, start + length))
         start += length
     tokens = Tokens(np.arange(100, 100 + start, dtype=np.int32), np.full(start, -0.25, np.float32), tuple(spans))
     return Sample(
@@ -82,6 +83,46 @@ def test_tokens_that_are_too_old_are_context_and_counted(tmp_path: Path) -> None
     assert [0, 0, 0, 0, -0.25] == columns["behaviour_logp"][:5].tolist()
     assert [-1, -1, -1, -1, 2] == columns["token_step"][:5].tolist()
     assert (8, 2, {0: 8}) == (record.loss_tokens, record.masked_tokens, record.staleness)
+
+
+def test_tokens_without_a_version_are_trained_and_declared_and_counted_apart(tmp_path: Path) -> None:
+    groups = make_groups()
+    groups[0].samples[0] = make_sample(groups[0], 1, lengths=[(1, 1), (None, 1), (2, 1)], reward=1.0)
+    record = write_batch(tmp_path, groups, step=3, shards=1, temperature=0.7, seed=5, oldest_step=2)
+    columns = load(shard_path(tmp_path, 3, 0).read_bytes())
+    assert [0, 0, 0, 1, 1] == columns["loss_mask"][:5].tolist()
+    assert [0, 0, 0, -0.25, -0.25] == columns["behaviour_logp"][:5].tolist()
+    assert [-1, -1, -1, -1, 2] == columns["token_step"][:5].tolist()
+    assert (9, 1, 1, {0: 8}) == (
+        record.loss_tokens, record.unversioned_tokens, record.masked_tokens, record.staleness,
+    )  # fmt: skip
+    assert (True, 9) == (header_of(tmp_path, 0).has_unversioned, header_of(tmp_path, 0).loss_tokens)
+    assert 0.0 == record.staleness_mean
+
+
+def test_figures_that_came_beside_rewards_are_by_sample_and_name_and_the_commonest_of_too_many(tmp_path: Path) -> None:
+    groups = make_groups()
+    first, second = groups[0].samples
+    first.figures, second.figures = {"format": 0.5, "length": 2.0}, {"length": 3.0}
+    write_batch(tmp_path, groups, step=3, shards=2, temperature=0.7, seed=5)
+    found: dict[int, list[float]] = {}
+    for shard in range(2):
+        assert ("format", "length") == header_of(tmp_path, shard).figures
+        columns = load(shard_path(tmp_path, 3, shard).read_bytes())
+        found |= dict(zip(columns["sample"].tolist(), columns["figures"].tolist(), strict=True))
+    nan = pytest.approx(float("nan"), nan_ok=True)
+    assert {1: [0.5, 2.0], 2: [nan, 3.0], 3: [nan, nan], 4: [nan, nan]} == found
+
+    second.figures = {f"of-one-{number:02}": 1.0 for number in range(FIGURES_AT_MOST)} | {"said-by-both": 1.0}
+    first.figures = {"said-by-both": 0.0}
+    write_batch(tmp_path, groups, step=3, shards=1, temperature=0.7, seed=5)
+    assert (*sorted(second.figures)[: FIGURES_AT_MOST - 1], "said-by-both") == header_of(tmp_path, 0).figures
+
+
+def test_a_batch_whose_tokens_have_no_version_has_no_mean_staleness(tmp_path: Path) -> None:
+    group = Group(GroupId(1), Prompt(0, 0, (7,)))
+    group.samples = [make_sample(group, 1, lengths=[(None, 2)], reward=1.0)]
+    assert write_batch(tmp_path, [group], step=1, shards=1, temperature=1.0, seed=0).staleness_mean is None
 
 
 def test_columns_say_of_each_token_who_made_it_and_of_each_sample_how_its_group_did(tmp_path: Path) -> None:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import re
 import traceback
 from types import SimpleNamespace
 
-from colocated_rl_rollout.tasks.environments import fault
+import pytest
+
+from colocated_rl_rollout.tasks.environments import EpisodeGivenUp, answer_of, fault, figures_of
+from colocated_rl_rollout.tasks.task_wire import FIGURES_AT_MOST, RewardAnswer
 
 SECRET = "what was generated\nTraceback of nothing"
 
@@ -29,6 +33,19 @@ def scored() -> str:
     except TaskError:
         return traceback.format_exc()
     raise AssertionError
+
+
+def test_metrics_of_an_environment_are_figures_as_far_as_they_can_be() -> None:
+    metrics = {"turns": 3.0, "not scored": 1.0, "unknown": None, "endless": math.inf}
+    assert {"turns": 3.0} == figures_of(metrics)
+    assert FIGURES_AT_MOST == len(figures_of({f"m{number}": 0.0 for number in range(2 * FIGURES_AT_MOST)}))
+
+
+@pytest.mark.parametrize("reward", [math.nan, math.inf, -1e7])
+def test_a_reward_that_nobody_can_train_with_ends_its_episode(reward: float) -> None:
+    with pytest.raises(EpisodeGivenUp, match="give a finite number"):
+        answer_of(SimpleNamespace(reward=reward, metrics={}))
+    assert RewardAnswer(reward=0.5) == answer_of(SimpleNamespace(reward=0.5, metrics={}))
 
 
 def test_a_failure_is_reported_by_its_first_cause_and_its_place_without_its_words() -> None:

@@ -38,13 +38,13 @@ def rows(store: Store, **options: Any) -> list[dict[str, Any]]:
     return found
 
 
-def answer(*lengths: tuple[int, int]) -> Tokens:
-    """lengths: step and tokens of each span; -1 is what a tool said."""
+def answer(*lengths: tuple[int | None, int]) -> Tokens:
+    """lengths: step and tokens of each span; -1 is what a tool said, None has no version."""
     total = sum(length for _, length in lengths)
     spans, start = [], 0
     for step, length in lengths:
-        if step >= 0:
-            spans.append(Span(WeightVersion(step, 1), start, start + length))
+        if step is None or step >= 0:
+            spans.append(Span(None if step is None else WeightVersion(step, 1), start, start + length))
         start += length
     logp = (-np.arange(1, total + 1) / 8).astype(np.float32)
     return Tokens(np.arange(50, 50 + total, dtype=np.int32), logp, tuple(spans))
@@ -55,10 +55,12 @@ def test_a_sample_is_the_same_before_and_after_it_is_sealed(tmp_path: Path) -> N
     for sealed in (False, True):
         store = Store(tmp_path / str(sealed), job_uid=JOB)
         group = store.admit(prompt(4), size=2)
-        for sample, tokens in zip(group.samples, (answer((1, 2), (-1, 1), (2, 1)), answer((2, 3))), strict=True):
+        for sample, tokens in zip(
+            group.samples, (answer((1, 2), (-1, 1), (2, 1), (None, 1)), answer((2, 3))), strict=True
+        ):
             store.start(sample)
             store.finish(sample, tokens, Finish.LENGTH)
-            store.score(sample, 0.25)
+            store.score(sample, 0.25, {"format": 0.5} if sample is group.samples[0] else {})
         if sealed:
             seal(store, [group])
         written.append(rows(store))
@@ -66,10 +68,10 @@ def test_a_sample_is_the_same_before_and_after_it_is_sealed(tmp_path: Path) -> N
     assert {
         "id": 1, "group_id": 1, "prompt_index": 4, "state": "completed", "reason": "", "attempts": 1, "resent": 0,
         "first_step": 1, "last_step": 2, "finish": "length", "reward": 0.25, "step": None, "ended": 1,
-        "prompt_length": 3, "response_length": 4,
+        "figures": [("format", 0.5)], "unversioned": 1, "prompt_length": 3, "response_length": 5,
         "prompt_ids": [1, 2, 3],
-        "response_ids": [50, 51, 52, 53], "loss_mask": [True, True, False, True],
-        "behaviour_logp": [-0.125, -0.25, 0.0, -0.5], "token_step": [1, 1, -1, 2],
+        "response_ids": [50, 51, 52, 53, 54], "loss_mask": [True, True, False, True, True],
+        "behaviour_logp": [-0.125, -0.25, 0.0, -0.5, -0.625], "token_step": [1, 1, -1, 2, -1],
     } == before[0]  # fmt: skip
     assert [{**row, "state": "sealed", "step": 1} for row in before] == after
 
@@ -142,6 +144,6 @@ def test_each_column_is_in_the_documentation() -> None:
     page = (CHECKOUT.root / "docs/samples.md").read_text()
     descriptions = dict(re.findall(r"^\| `(\w+)` \| (.*?) \|", page, re.MULTILINE))
     assert {
-        name: str(kind).replace("list<item: ", "list of ").rstrip(">")
+        name: re.sub(r"list<item: (\w+)>", r"list of \1", str(kind))
         for name, (kind, _) in {**parquet.COLUMNS, **parquet.WORDS}.items()
     } == descriptions

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -81,7 +82,8 @@ def rows_of(directory: Path, step: int, shards: int) -> tuple[list[Row], set[Bat
         start = 0
         for place, end in enumerate(columns["sample_end"].tolist()):
             by_token = [columns[name][start:end].tobytes() for name in sorted(columns) if name in BY_TOKEN]
-            rest = [columns[name][place].item() for name in sorted(columns) if name not in (*BY_TOKEN, "sample_end")]
+            others = [name for name in sorted(columns) if name not in (*BY_TOKEN, "sample_end")]
+            rest = [str(columns[name][place].tolist()) for name in others]  # NaN is no equal of itself
             rows.append((*by_token, *rest))
             start = end
     return sorted(rows, key=repr), headers
@@ -111,14 +113,17 @@ def test_a_batch_for_as_many_ranks_is_the_same_byte_by_byte_and_counted_alike(tm
     ranks=st.tuples(st.integers(1, 4), st.integers(1, 4)),
     scored=st.booleans(),
     routed=st.booleans(),
+    judged=st.booleans(),
 )
 @settings(max_examples=25)
 def test_for_another_number_of_ranks_the_samples_are_the_same_whoever_gets_them(
-    lengths: list[list[int]], ranks: tuple[int, int], scored: bool, routed: bool
+    lengths: list[list[int]], ranks: tuple[int, int], scored: bool, routed: bool, judged: bool
 ) -> None:
     groups = [group_of(number, each) for number, each in enumerate(lengths)]
     for sample in (sample for group in groups[1:] for sample in group.samples if routed):
         sample.experts = np.full((len(sample.tokens) + 1, 4), sample.id, np.int16)
+    for sample in (sample for group in groups[1:] for sample in group.samples if judged):
+        sample.figures = {"number": float(sample.id)}
     with TemporaryDirectory() as name:
         directory = Path(name)
         sealed = record_batch(directory / "recording", shards=ranks[0], groups=groups, scored=scored)
@@ -156,6 +161,18 @@ def test_files_that_are_no_whole_batch_are_refused_and_nothing_is_written(tmp_pa
     shard_path(recording, 1, 1).unlink()
     shard_path(recording, 1, 1).mkdir()
     refused("1-1.safetensors can't be read: .*[Ii]s a directory")
+
+
+def test_a_job_takes_tokens_without_a_version_only_where_it_accepts_them(tmp_path: Path) -> None:
+    group = group_of(4, [3, 7])
+    last = group.samples[1].tokens
+    group.samples[1].tokens = replace(last, spans=(last.spans[0], replace(last.spans[1], version=None)))
+    sealed = record_batch(tmp_path / "recording", groups=[group])
+    with pytest.raises(RecordingUnusable, match=r"make a job with rollout.unversionedTokens: Accept"):
+        take_batch(tmp_path / "recording", tmp_path / "own", step=1, shards=2)
+    taken = take_batch(tmp_path / "recording", tmp_path / "own", step=1, shards=1, accepts_unversioned=True).record
+    assert (5, sealed.staleness) == (taken.unversioned_tokens, taken.staleness)
+    assert sealed.loss_tokens == taken.loss_tokens == 5 + sum(taken.staleness.values())
 
 
 def test_a_job_whose_batches_have_scores_takes_none_without_them(tmp_path: Path) -> None:

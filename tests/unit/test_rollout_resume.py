@@ -15,6 +15,7 @@ from colocated_rl_api.rungs import WeightVersion
 from colocated_rl_rollout.rules.resume import (
     NO_EXPERTS,
     GarbledAnswer,
+    UnversionedAnswer,
     cut,
     exhausted,
     finish_of,
@@ -51,11 +52,11 @@ def answer(ids: list[int], *, reason: dict[str, Any] | None, **meta: Any) -> dic
     }
 
 
-def tokens(*parts: tuple[int, int]) -> Tokens:
-    """(step, count) of each span; ids count up from 10."""
+def tokens(*parts: tuple[int | None, int]) -> Tokens:
+    """(step, count) of each span, a step of None without a version; ids count up from 10."""
     spans, start = [], 0
     for step, count in parts:
-        spans.append(Span(WeightVersion(step, 1), start, start + count))
+        spans.append(Span(None if step is None else WeightVersion(step, 1), start, start + count))
         start += count
     return Tokens(np.arange(10, 10 + start, dtype=np.int32), -np.ones(start, np.float32), tuple(spans))
 
@@ -110,9 +111,8 @@ def test_an_abort_before_the_first_token_is_an_empty_segment() -> None:
         pytest.param({"output_token_logprobs": [[None, 5, None], [-1.0, 6, None]]}, id="null"),
         pytest.param({"output_token_logprobs": [[0.5, 5, None], [-1.0, 6, None]]}, id="a probability above 1"),
         pytest.param({"output_token_logprobs": "no"}, id="of another shape"),
-        pytest.param({"weight_version": "default"}, id="the engine has no version"),
-        pytest.param({"weight_version": None}, id="no version"),
-        pytest.param({"weight_versions": [{"version": "3-1", "start": 0, "end": 1}]}, id="a token without version"),
+        pytest.param({"weight_version": 3}, id="a version of another shape"),
+        pytest.param({"weight_versions": [{"version": "3-1", "start": 0, "end": 1}]}, id="a token in no span"),
         pytest.param({"weight_versions": [{"version": "3-1", "start": 1, "end": 2}]}, id="a gap"),
         pytest.param({"weight_versions": [SPAN, SPAN | {"start": 1}]}, id="a token with two versions"),
         pytest.param({"weight_versions": [SPAN, SPAN | {"start": 3}]}, id="a span that ends before it starts"),
@@ -122,7 +122,34 @@ def test_an_abort_before_the_first_token_is_an_empty_segment() -> None:
 )
 def test_an_answer_that_contradicts_itself_is_refused(change: dict[str, Any]) -> None:
     with pytest.raises(GarbledAnswer):
-        read_answer(answer([5, 6], reason=change.pop("finish_reason", {"type": "abort"}), **change))
+        read_answer(
+            answer([5, 6], reason=change.pop("finish_reason", {"type": "abort"}), **change), accepts_unversioned=True
+        )
+
+
+NAMELESS = SPAN | {"version": "default", "start": 1}
+
+
+@pytest.mark.parametrize(
+    ("meta", "spans"),
+    [
+        pytest.param({"weight_version": None}, (Span(None, 0, 2),), id="none"),
+        pytest.param({"weight_version": "default"}, (Span(None, 0, 2),), id="the engine's own"),
+        pytest.param(
+            {"weight_versions": [SPAN | {"end": 1}, NAMELESS]},
+            (Span(WeightVersion(3, 1), 0, 1), Span(None, 1, 2)),
+            id="of the second token",
+        ),
+    ],
+)
+def test_tokens_without_a_version_are_read_where_the_job_accepts_them_and_stay_apart(
+    meta: dict[str, Any], spans: tuple[Span, ...]
+) -> None:
+    said = answer([5, 6], reason={"type": "stop"}, **meta)
+    with pytest.raises(UnversionedAnswer, match=r"delete the engine's pod, .* rollout.unversionedTokens: Accept"):
+        read_answer(said)
+    read, _ = read_answer(said, accepts_unversioned=True)
+    assert (spans, sum(span.end - span.start for span in spans if not span.version)) == (read.spans, read.unversioned)
 
 
 @pytest.mark.parametrize(
@@ -244,18 +271,19 @@ def test_what_is_cut_off_takes_its_spans_with_it(length: int, spans: list[tuple[
     assert len(short) == len(short.logp)
 
 
-@given(st.lists(st.tuples(st.integers(0, 4), st.integers(0, 5)), max_size=10))
-def test_whatever_is_joined_each_token_keeps_its_version(segments: list[tuple[int, int]]) -> None:
+@given(st.lists(st.tuples(st.none() | st.integers(0, 4), st.integers(0, 5)), max_size=10))
+def test_whatever_is_joined_each_token_keeps_its_version(segments: list[tuple[int | None, int]]) -> None:
     whole = NO_TOKENS
     for segment in segments:
         whole = join(whole, tokens(segment))
     at_once = join_all(tokens(segment) for segment in segments)
     assert (whole.ids.tolist(), whole.spans) == (at_once.ids.tolist(), at_once.spans)
     expected = [step for step, count in segments for _ in range(count)]
-    made_by = [span.version.step for span in whole.spans for _ in range(span.start, span.end)]
+    made_by = [span.version and span.version.step for span in whole.spans for _ in range(span.start, span.end)]
     assert expected == made_by
     assert len(expected) == len(whole) == len(whole.logp)
-    assert whole.oldest_step == min(expected, default=None)
+    assert whole.oldest_step == min((step for step in expected if step is not None), default=None)
+    assert whole.unversioned == expected.count(None)
     assert all(one.version != other.version for one, other in zip(whole.spans, whole.spans[1:], strict=False))
 
 

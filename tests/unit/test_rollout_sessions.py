@@ -103,7 +103,7 @@ class SessionsMachine(RuleBasedStateMachine):
     @rule(name=st.sampled_from(NAMES), reward=st.sampled_from([0.0, 1.0]), group=st.sampled_from(["g", "h"]))
     def reward(self, name: str, reward: float, group: str) -> None:
         with suppress(RequestRefused):
-            asyncio.run(self.sessions.reward(name, reward, group))
+            asyncio.run(self.sessions.reward(name, reward, group, {"reward-again": reward}))
 
     @rule(name=st.sampled_from(NAMES))
     def delete(self, name: str) -> None:
@@ -160,6 +160,9 @@ class SessionsMachine(RuleBasedStateMachine):
     def nothing_is_lost(self) -> None:
         held = sum(len(turn.tokens) for session in self.open() for turn in session.turns)
         samples = [sample for group in self.store.groups.values() for sample in group.samples]
+        sessions = [session for session in self.open() if session.reward is not None]
+        assert [{"reward-again": session.reward} for session in sessions] == [each.figures for each in sessions]
+        assert [{"reward-again": sample.reward} for sample in samples] == [sample.figures for sample in samples]
         sampled = sum(span.end - span.start for sample in samples for span in sample.tokens.spans)
         assert self.recorded == held + sampled + self.dropped_before + self.dropped()
         assert len(samples) == self.store.counts.total()

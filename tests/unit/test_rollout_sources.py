@@ -27,7 +27,7 @@ from colocated_rl_rollout.tasks.rows import (
     RowsUnusable,
     data_files,
 )
-from colocated_rl_rollout.tasks.task_wire import PromptContent
+from colocated_rl_rollout.tasks.task_wire import PromptContent, UnscoredRow
 from colocated_rl_rollout.tasks.tasks import MixPart, Tasks
 
 ROWS: list[Row] = [
@@ -269,7 +269,7 @@ def test_a_row_of_a_mix_is_found_again_by_its_index() -> None:
     for position in range(tasks.size):
         asked = tasks.prompt(position)
         scored = tasks.score(asked.row, "ask")
-        assert not isinstance(scored, float)
+        assert isinstance(scored, UnscoredRow)
         assert str(asked.prompt)[0] == scored.prompt == "abc"[scored.source]
     assert {"a": 7, "b": 100, "c": 2} == Counter(
         str(tasks.prompt(position).prompt)[0]

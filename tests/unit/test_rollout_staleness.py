@@ -93,6 +93,12 @@ def test_the_deadline_is_the_last_step_within_the_limit(oldest: int | None, limi
         assert limit == staleness(oldest, at_step=expected)
 
 
+@pytest.mark.parametrize(("oldest", "expected"), [(None, 5), (4, 5), (3, 5), (2, 4)])
+def test_a_token_without_a_version_is_due_in_the_batch_that_is_collected(oldest: int | None, expected: int) -> None:
+    """Its group may be due before that, by tokens whose age is known."""
+    assert expected == deadline(oldest, max_staleness=1, unversioned_at=5)
+
+
 LATER = 7  # a deadline that no step of the tables below reaches
 
 

@@ -294,8 +294,9 @@ class StoreMachine(RuleBasedStateMachine):
     @invariant()
     def a_groups_oldest_tokens_are_those_of_its_samples(self) -> None:
         for group in self.store.groups.values():
-            steps = [span.version.step for sample in group.kept for span in sample.tokens.spans]
-            assert group.oldest_step == min(steps, default=None)
+            versions = [span.version for sample in group.kept for span in sample.tokens.spans]
+            assert group.oldest_step == min((version.step for version in versions if version), default=None)
+            assert group.has_unversioned == (None in versions)
 
     @invariant()
     def no_sample_is_in_two_batches(self) -> None:
@@ -385,6 +386,20 @@ async def test_attempts_without_a_token_are_counted_until_one_brings_some(store:
     again = Store(tmp_path, job_uid=JOB)
     [sample] = again.waiting.values()
     assert (4, 1, 3) == (sample.attempts, sample.idle_attempts, sample.resent)
+    again.close()
+
+
+async def test_figures_beside_a_reward_are_shown_and_outlast_a_restart(store: Store, tmp_path: Path) -> None:
+    one, other = store.admit(prompt(0), size=2).samples
+    for sample, figures in ((one, {"format": 0.5}), (other, {})):
+        store.start(sample)
+        store.finish(sample, segment(2), Finish.STOP)
+        store.score(sample, 1.0, figures)
+    await store.flushed()
+    assert [{}, {"format": 0.5}] == [row["figures"] for row in store.recent(None, limit=2)]
+    store.close()
+    again = Store(tmp_path, job_uid=JOB)
+    assert [{"format": 0.5}, {}] == [sample.figures for sample in again.groups[one.group.id].samples]
     again.close()
 
 

@@ -40,6 +40,7 @@ from colocated_rl_rollout.rules.samples import (
 )
 from colocated_rl_rollout.store.batches import LEFT_BYTES, shard_path
 from colocated_rl_rollout.store.store import SPARE_BYTES, Store
+from colocated_rl_rollout.tasks.task_wire import RewardAnswer
 from colocated_rl_rollout.worker import Worker
 from fakes.episodes import Told
 from fakes.rollout import JOB_UID, JobOnDisk, make_spec, until
@@ -318,6 +319,34 @@ async def test_a_sample_that_is_finished_can_be_too_old_too(scene: Scene, step: 
     assert (SampleState.SCORING, 2) == (young.state, len(old.group.kept)), "another one takes its place"
 
 
+@pytest.mark.parametrize("scene", [{"maxConcurrency": 6}], indirect=True)
+async def test_a_batch_waits_for_a_group_with_tokens_that_have_no_version(scene: Scene) -> None:
+    """They may be as old as the limit allows, and are trained as soon as can be."""
+    unknown, _ = scene.admit()
+    scene.attempt(unknown, Tokens(np.array([7], np.int32), np.array([-1.0], np.float32), (Span(None, 0, 1),)))
+    for sample in [sample for _ in range(4) for sample in scene.admit()]:
+        scene.store.start(sample)
+        scene.store.finish(sample, one_token(step=0), Finish.STOP)
+        scene.store.score(sample, 1.0)
+    scene.worker._seal_if_due()
+    assert (scene.worker._sealing, True) == (None, scene.worker._held_s() > 0)
+    scene.worker.discard_stale()
+    assert unknown.group.samples == unknown.group.kept, "nothing is discarded"
+    assert unknown is scene.worker._in_order()[0]
+
+
+async def test_a_sample_that_is_given_up_says_how_its_last_attempt_ended(scene: Scene) -> None:
+    group = scene.admit()[0].group
+    for _ in range(1 + 2 * 2):
+        sample = group.kept[0]
+        for _ in range(IDLE_ATTEMPTS_AT_MOST):
+            scene.store.start(sample)
+            scene.store.interrupt(sample, NO_TOKENS)
+        scene.worker._limit_attempts(sample, why="the engine names no version")
+    assert scene.worker.problem is not None
+    assert scene.worker.problem.message.endswith("attempts brought no token; the last: the engine names no version")
+
+
 @pytest.mark.parametrize("scene", [{"maxStaleness": 0, "maxConcurrency": 3}], indirect=True)
 async def test_time_that_sealing_waits_at_the_staleness_limit_is_measured(scene: Scene) -> None:
     """Three groups of newer weights are complete, and this batch is the last that may have the fourth."""
@@ -352,9 +381,11 @@ async def test_the_most_urgent_goes_first_then_what_was_interrupted_then_the_old
 
 async def test_an_episode_becomes_its_sample_together_with_the_end_of_its_session(scene: Scene) -> None:
     group, episode = scene.play()
-    scene.episodes.ends.put_nowait(Trajectory(one_token(step=3), Finish.LENGTH, 0.5))
+    experts = np.array([[1, 2]], np.int16)
+    scene.episodes.ends.put_nowait(Trajectory(one_token(step=3), Finish.LENGTH, 0.5, {"tools": 2.0}, experts))
     await episode
     sample = group.samples[0]
+    assert ({"tools": 2.0}, experts) == (sample.figures, sample.experts)
     assert [5] == scene.episodes.begun
     assert (SampleState.COMPLETED, 0.5, Finish.LENGTH, [7]) == (
         sample.state,
@@ -495,8 +526,8 @@ async def test_reward_of_a_response_near_the_limit_is_less_by_the_penalty(scene:
 class Verifier(TaskProcesses):
     """One that takes every response."""
 
-    async def score(self, index: int, response: str) -> float:
-        return 1.0
+    async def score_with_figures(self, index: int, response: str) -> RewardAnswer:
+        return RewardAnswer(reward=1.0)
 
 
 @pytest.mark.parametrize(

@@ -48,6 +48,7 @@ from colocated_rl_rollout.replay import Replay
 from colocated_rl_rollout.rewards.prompts import PromptSource
 from colocated_rl_rollout.rewards.rewards import TaskProcesses
 from colocated_rl_rollout.rules.chat import Chat
+from colocated_rl_rollout.rules.samples import Tokens
 from colocated_rl_rollout.sealer import Sealer, trainer_ranks
 from colocated_rl_rollout.settings import RolloutSettings
 from colocated_rl_rollout.store.former import FormerJob
@@ -101,6 +102,7 @@ class Controller:
             settle_s=spec.switch.settle_seconds,
             changed=self._wake,
             count=self._count_tokens,
+            accepts_unversioned=spec.rollout.accepts_unversioned,
         )
         self._prompts = PromptSource(
             self._processes,
@@ -158,6 +160,7 @@ class Controller:
             temperature=spec.rollout.sampling.temperature,
             created=int(job.created.timestamp()),
             says_experts=ROUTED_EXPERTS in spec.rollout.engine_flags,
+            replays_experts=spec.rollout.router_replay,
         )
         self._reference: ReferencePods | None = None
         if spec.seals_with_scores and settings.recording is None:
@@ -293,9 +296,10 @@ class Controller:
         if target.evaluation is not None:
             self._evaluation.how = target.evaluation
 
-    def _count_tokens(self, tokens: int) -> None:
-        self._rate.add(tokens)
-        self._metrics.tokens.inc(tokens)
+    def _count_tokens(self, tokens: Tokens) -> None:
+        self._rate.add(len(tokens))
+        self._metrics.tokens.inc(len(tokens))
+        self._metrics.unversioned_tokens.inc(tokens.unversioned)
 
     def _wake(self) -> None:
         self._sealer.wake()

@@ -37,8 +37,8 @@ from colocated_rl_rollout.rewards.task_connection import (
 from colocated_rl_rollout.rules.samples import Trajectory
 from colocated_rl_rollout.store.database import Statement
 from colocated_rl_rollout.tasks.task_wire import (
-    REWARD,
     Play,
+    RewardAnswer,
     Stop,
     TaskReply,
 )
@@ -227,17 +227,17 @@ async def _read(player: _Player) -> None:
             ended.set_result(reply)
 
 
-def _reward_of(reply: TaskReply, session: Session) -> float:
+def _reward_of(reply: TaskReply, session: Session) -> RewardAnswer:
     """Return the environment's reward; 0 where its session's path was full. Raises EpisodeFailed."""
     if reply.error is not None:
         if session.is_full:
-            return 0.0
+            return RewardAnswer(reward=0.0)
         why = f"; its newest turn was refused: {session.refused.in_short}" if session.refused else ""
         raise EpisodeFailed(reply.reason, f"{reply.error[:FAULT_AT_MOST]}{why}")
     if not session.turns:
         raise EpisodeFailed("EpisodeWithoutTurn", "it ended without a turn of the job's model")
     try:
-        return REWARD.validate_python(reply.value)
+        return RewardAnswer.model_validate(reply.value)
     except pydantic.ValidationError as error:
         fault = error.errors(include_url=False)[0]["msg"]
         raise EpisodeFailed("ReplyGarbled", f"its reward is none: {fault}") from error

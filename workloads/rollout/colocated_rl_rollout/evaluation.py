@@ -66,8 +66,11 @@ class Scoreboard:
         self.version: WeightVersion | None = None
         self.rewards: dict[int, float] = {}
 
-    def take(self, place: int, versions: Collection[WeightVersion], reward: float) -> bool:
-        """Return whether the answer at `place`, made by `versions`, counts. A newer lineage restarts the count."""
+    def take(self, place: int, versions: Collection[WeightVersion | None], reward: float) -> bool:
+        """Return whether the answer at `place`, made by `versions`, counts. A newer lineage restarts the count.
+
+        An answer with tokens of no version (None) never counts: nobody knows what it measures.
+        """
         (version, *others) = versions or (None,)
         if others or version is None or version.step != self.step or (self.version and version < self.version):
             return False

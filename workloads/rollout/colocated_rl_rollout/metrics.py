@@ -27,6 +27,11 @@ class RolloutMetrics:
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self.tokens = Counter("colocate_rollout_tokens", "Tokens generated", registry=registry)
+        self.unversioned_tokens = Counter(
+            "colocate_rollout_unversioned_tokens",
+            "Tokens that were kept though an engine named no weight version of the job for them",
+            registry=registry,
+        )
         self.attempts = Counter(
             "colocate_rollout_attempts", "Engine attempts by how they ended", ["ending"], registry=registry
         )

@@ -56,6 +56,7 @@ class Replay(Sealer):
             step=step,
             shards=trainer_ranks(self._spec),
             needs_scores=self._spec.seals_with_scores,
+            accepts_unversioned=self._spec.rollout.accepts_unversioned,
             free_bytes=self._store.free_bytes,
         )
         try:

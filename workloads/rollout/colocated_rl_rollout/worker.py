@@ -25,7 +25,6 @@ from colocated_rl_api.job import AtMaxStaleness, ColocatedRLJobSpec, Filter, Int
 from colocated_rl_api.logs import log
 from colocated_rl_api.member_wire import RolloutTarget
 from colocated_rl_rollout.engines.engine_client import (
-    AnswerGarbled,
     EngineClient,
     GateClosed,
     GateRefused,
@@ -267,7 +266,8 @@ class Worker(Sealer):
         return sorted(waiting, key=urgency)
 
     def _deadline(self, group: Group) -> int:
-        return deadline(group.oldest_step, max_staleness=self._max_staleness)
+        collected = self._store.next_step if group.has_unversioned else None
+        return deadline(group.oldest_step, max_staleness=self._max_staleness, unversioned_at=collected)
 
     async def _attempt(self, sample: Sample, engine: EngineClient) -> None:
         """Run one engine attempt of a sample."""
@@ -281,15 +281,14 @@ class Worker(Sealer):
         )
         try:
             generated = await engine.generate(request)
-        except GateClosed:
-            self._metrics.attempts.labels("refused").inc()
+        except GateClosed as error:
+            self._metrics.attempts.labels(error.ending).inc()
             self._store.park(sample)
         except GateRefused as error:
-            garbled = isinstance(error, AnswerGarbled)
-            self._metrics.attempts.labels("garbled" if garbled else "lost").inc()
+            self._metrics.attempts.labels(error.ending).inc()
             log(LOG, "attempt lost", logging.DEBUG, gate=engine.name, sample=sample.id, reason=str(error))
             self._store.interrupt(sample, NO_TOKENS)
-            self._limit_attempts(sample)
+            self._limit_attempts(sample, why=str(error))
         except RequestRejected as error:
             self._metrics.attempts.labels("rejected").inc()
             self._replace(sample, SampleState.FAILED, "EngineRejected", str(error))
@@ -334,14 +333,16 @@ class Worker(Sealer):
         self._store.interrupt(sample, segment, keep=keep, experts=experts)
         self._limit_attempts(sample)
 
-    def _limit_attempts(self, sample: Sample) -> None:
+    def _limit_attempts(self, sample: Sample, *, why: str | None = None) -> None:
+        """Give up a sample after too many attempts. why: the newest one brought nothing."""
         if end := exhausted(
             attempts=sample.attempts,
             idle_attempts=sample.idle_attempts,
             resent=sample.resent,
             limit=self._rollout.max_response_tokens,
         ):
-            self._replace(sample, SampleState.FAILED, *end)
+            reason, message = end
+            self._replace(sample, SampleState.FAILED, reason, f"{message}; the last: {why}" if why else message)
 
     async def _score(self, sample: Sample) -> None:
         """Score 0 a response that did not end by itself; the task's verifier scores the others. Long ones lose some."""
@@ -353,14 +354,14 @@ class Worker(Sealer):
             return
         text = self._chat.text(sample.tokens.ids.tolist())
         try:
-            reward = await self._processes.score(sample.group.prompt.index, text)
+            given = await self._processes.score_with_figures(sample.group.prompt.index, text)
         except RewardFailed as error:
             message = f"prompt {sample.group.prompt.index + 1} of the data: {error}"
             self._replace(sample, SampleState.FAILED, error.reason, message)
         except TaskUnusable as error:  # nothing can be scored until the user fixes the job: the sample stays as it is
             self.problem = Problem(reason="PromptsUnusable", message=str(error)[:1024])
         else:
-            self._store.score(sample, reward - penalty)
+            self._store.score(sample, given.reward - penalty, given.figures)
             self.problem = None
             self._completed(sample.group)
 

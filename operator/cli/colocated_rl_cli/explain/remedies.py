@@ -331,7 +331,7 @@ REMEDIES: dict[str, Remedy] = {
     ),
     "NoProgress": Remedy(
         "attempt after attempt at a sample brought no token, and its group was given up",
-        "see the engines: logs of the gpu containers",
+        "read how the last attempt ended; then see the engines: logs of the gpu containers",
         heals=True,
     ),
     "TooManyAttempts": Remedy(

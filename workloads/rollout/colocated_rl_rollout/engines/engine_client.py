@@ -15,7 +15,7 @@ import random
 import socket
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 from weakref import WeakValueDictionary
 
 import aiohttp
@@ -34,6 +34,7 @@ from colocated_rl_member.data import DataClient
 from colocated_rl_rollout.rules.resume import (
     NO_EXPERTS,
     GarbledAnswer,
+    UnversionedAnswer,
     read_answer,
     read_experts,
     read_preemptions,
@@ -65,13 +66,20 @@ class GateRefused(Exception):
     ├─ GateClosed       the gate reported it, at once
     │  └─ GateBusy      it is open and took no more, or not from us
     ├─ AttemptLost      the connection, the agent or the engine broke: the tokens it generated are lost
-    └─ AnswerGarbled    the answer contradicts itself: dropped and counted
+    ├─ AnswerGarbled    the answer contradicts itself: dropped and counted
+    └─ AnswerUnversioned  it has tokens without a weight version, which the job refuses: dropped and counted
     RequestRejected       no engine will ever take this request: the sample fails, with the engine's reason
+
+    ending: under which an attempt that ended so is counted.
     """
+
+    ending: ClassVar[str] = "lost"
 
 
 class GateClosed(GateRefused):
     """No attempt was made: nothing was sent to the engine."""
+
+    ending = "refused"
 
 
 class GateBusy(GateClosed):
@@ -84,6 +92,14 @@ class AttemptLost(GateRefused):
 
 class AnswerGarbled(GateRefused):
     """The attempt brought no tokens that can be used (H27)."""
+
+    ending = "garbled"
+
+
+class AnswerUnversioned(GateRefused):
+    """The attempt brought tokens for which the engine names no weight version of ours (H22)."""
+
+    ending = "unversioned"
 
 
 class RequestRejected(Exception):
@@ -203,7 +219,8 @@ class EngineClient:
     """Talks to one gate. `state` is None while it is unknown: not yet connected, silent, or broken.
 
     changed: called when the gate opens, closes, is lost, or has other weights behind it.
-    count: called with the number of tokens that an attempt brought.
+    count: called with the tokens that an attempt brought.
+    accepts_unversioned: an answer may have tokens without a weight version of the job.
     in_flight: this process's attempts, also those about to be sent; `Engines` counts them.
     """
 
@@ -214,7 +231,8 @@ class EngineClient:
         *,
         settle_s: float,
         changed: Callable[[], None],
-        count: Callable[[int], None] = lambda tokens: None,
+        count: Callable[[Tokens], None] = lambda tokens: None,
+        accepts_unversioned: bool = False,
         max_answer_bytes: int = MAX_ANSWER_BYTES,
     ) -> None:
         self.endpoint = endpoint
@@ -223,6 +241,7 @@ class EngineClient:
         self._settle_s = settle_s
         self._changed = changed
         self._count = count
+        self._accepts_unversioned = accepts_unversioned
         self.in_flight = 0
         self.state: GateState | None = None
         self._under_way: set[asyncio.Timeout] = set()
@@ -298,11 +317,8 @@ class EngineClient:
         grew: called with the attempt's tokens so far each time there are more. Tokens passed to it are never taken
         back: an attempt that breaks afterwards is an interrupted one.
         """
-        read = (
-            _GateAnswer(self.name, self._max_answer_bytes, request)
-            if grew is None
-            else _Stream(self.name, self._max_answer_bytes, request, grew)
-        )
+        how = (self.name, self._max_answer_bytes, request, self._accepts_unversioned)
+        read = _GateAnswer(*how) if grew is None else _Stream(*how, grew)
         try:
             async with asyncio.timeout_at(self._given_up_at) as attempt:
                 self._under_way.add(attempt)
@@ -328,7 +344,7 @@ class EngineClient:
                 what = "given up: its gate is silent, or closed for too long" if late else f"broke: {failure_of(error)}"
                 raise AttemptLost(f"request to {self.name} {what}") from error
             generated = read.so_far
-        self._count(len(generated.tokens))
+        self._count(generated.tokens)
         if len(generated.tokens):
             self._failures = 0
         else:
@@ -362,10 +378,11 @@ class EngineClient:
 class _GateAnswer:
     """Reads the body of an answer, piece by piece. so_far: tokens that were passed on, and are never taken back."""
 
-    def __init__(self, name: str, max_bytes: int, request: GenerateRequest) -> None:
+    def __init__(self, name: str, max_bytes: int, request: GenerateRequest, accepts_unversioned: bool) -> None:
         self._name = name
         self._max_bytes = max_bytes
         self._request = request
+        self._accepts_unversioned = accepts_unversioned
         self._bytes = bytearray()
         self.so_far = NOTHING
 
@@ -387,13 +404,15 @@ class _GateAnswer:
 
     def _read(self, answer: Any) -> Generated:
         try:
-            tokens, finish = read_answer(answer)
+            tokens, finish = read_answer(answer, accepts_unversioned=self._accepts_unversioned)
             first = self._request.experts_from
             if first is None or not len(tokens):
                 return Generated(tokens, finish, preemptions=read_preemptions(answer))
             rows = len(self._request.input_ids) + len(tokens) - 1 - first  # the last token was sampled, and not read
             experts = read_experts(answer, rows=rows, width=self._request.experts_width)
             return Generated(tokens, finish, experts, read_preemptions(answer))
+        except UnversionedAnswer as error:
+            raise AnswerUnversioned(f"answer of {self._name}: {error}") from error
         except GarbledAnswer as error:
             raise AnswerGarbled(f"answer of {self._name}: {error}") from error
 
@@ -401,8 +420,15 @@ class _GateAnswer:
 class _Stream(_GateAnswer):
     """Reads an answer in events, each of which has all tokens so far."""
 
-    def __init__(self, name: str, max_bytes: int, request: GenerateRequest, grew: Callable[[Tokens], None]) -> None:
-        super().__init__(name, max_bytes, request)
+    def __init__(
+        self,
+        name: str,
+        max_bytes: int,
+        request: GenerateRequest,
+        accepts_unversioned: bool,
+        grew: Callable[[Tokens], None],
+    ) -> None:
+        super().__init__(name, max_bytes, request, accepts_unversioned)
         self._grew = grew
 
     def feed(self, piece: bytes) -> None:

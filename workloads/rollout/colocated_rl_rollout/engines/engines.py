@@ -21,6 +21,7 @@ from colocated_rl_member.data import DataClient
 from colocated_rl_member.room import Bound
 from colocated_rl_member.server import OWN_REQUESTS
 from colocated_rl_rollout.engines.engine_client import EngineClient
+from colocated_rl_rollout.rules.samples import Tokens
 
 SHARE_S = 3.0  # from the first gate that opens: the time others may take to follow
 BURST, PACE_S = 64, 0.1  # requests that one engine is sent at once, and the time until it gets more
@@ -30,7 +31,8 @@ class Engines:
     """Holds the gates by endpoint. `follow` may be called at any time while `run` is up.
 
     changed: called when it may be possible to send a request.
-    count: called with the number of tokens that an attempt brought.
+    count: called with the tokens that an attempt brought.
+    accepts_unversioned: an answer may have tokens without a weight version of the job.
     requests_at_most: at a time, to all of them; by default as many as descriptors allow.
     """
 
@@ -40,7 +42,8 @@ class Engines:
         *,
         settle_s: float,
         changed: Callable[[], None],
-        count: Callable[[int], None],
+        count: Callable[[Tokens], None],
+        accepts_unversioned: bool = False,
         requests_at_most: int | None = None,
     ) -> None:
         part, whole = OWN_REQUESTS
@@ -51,6 +54,7 @@ class Engines:
         self._settle_s = settle_s
         self._changed = changed
         self._count = count
+        self._accepts_unversioned = accepts_unversioned
         self._named: tuple[Endpoint, ...] = ()
         self._renamed = asyncio.Event()
         self._clients: dict[Endpoint, EngineClient] = {}
@@ -150,7 +154,12 @@ class Engines:
 
     def _client_of(self, endpoint: Endpoint) -> EngineClient:
         return EngineClient(
-            endpoint, self._client, settle_s=self._settle_s, changed=self._gate_changed, count=self._count
+            endpoint,
+            self._client,
+            settle_s=self._settle_s,
+            changed=self._gate_changed,
+            count=self._count,
+            accepts_unversioned=self._accepts_unversioned,
         )
 
     def _gate_changed(self) -> None:

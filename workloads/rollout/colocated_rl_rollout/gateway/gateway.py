@@ -75,7 +75,7 @@ DONE = b"data: [DONE]\n\n"
 class Gateway:
     """Serves the routes. limit, temperature: of a request that sets none; the first also bounds the others, the second
     may change. longest: tokens of a session's path, which is trained in one piece. says_experts: engines report where
-    they route tokens to.
+    they route tokens to. replays_experts: training repeats that.
     """
 
     def __init__(
@@ -91,6 +91,7 @@ class Gateway:
         temperature: float,
         created: int,
         says_experts: bool,
+        replays_experts: bool,
     ) -> None:
         self._model = model
         self._chat = chat
@@ -102,6 +103,7 @@ class Gateway:
         self.temperature = temperature
         self._created = created
         self._says_experts = says_experts
+        self._replays_experts = replays_experts
         self._reading = Reading(READING_BYTES)
         self._threads = asyncio.Semaphore(THREADS_AT_MOST)
 
@@ -218,7 +220,7 @@ class Gateway:
     async def _serve_reward(self, request: web.Request) -> web.Response:
         name = _session_name(request)
         given = await self._read(request, read_reward)
-        await self._sessions.reward(name, given.reward, given.group)
+        await self._sessions.reward(name, given.reward, given.group, given.figures)
         return web.json_response({"id": name, "object": "session", "reward": given.reward, "group": given.group})
 
     # ------------------------------------------------------------------------------------------------- a request
@@ -253,7 +255,8 @@ class Gateway:
         reply = CompletionReply(form, asking, self._model, int(time.time()), uuid.uuid4().hex)
         engine = place.parent.engine if place and place.parent else None
         is_own = place is not None and place.session.turned is not None
-        with self._turns.begin(asking, streams=form.streams, engine=engine, is_own=is_own) as turn:
+        replays = is_own and self._replays_experts
+        with self._turns.begin(asking, streams=form.streams, engine=engine, is_own=is_own, replays=replays) as turn:
             if form.streams:
                 return await self._stream(Stream(request), reply, turn, place)
             await turn.wait_done()
@@ -298,6 +301,7 @@ class Gateway:
             tokens=turn.tokens,
             finish=turn.finish,
             engine=turn.engine,
+            experts=turn.replayed,
         )
 
 

@@ -15,7 +15,7 @@ Nothing = Annotated[list[Any], Field(max_length=0)]
 class VersionSpan(TypedDict):
     """Tokens [start, end) were made by these weights; those in no span the policy did not write."""
 
-    version: Annotated[str, Field(description="STEP-LINEAGE")]
+    version: Annotated[str | None, Field(description="STEP-LINEAGE; null: the engine named none of the job's")]
     start: int
     end: int
 

@@ -230,7 +230,9 @@ def extension(
 
 
 def versions_of(tokens: Tokens) -> list[VersionSpan]:
-    return [{"version": str(span.version), "start": span.start, "end": span.end} for span in tokens.spans]
+    return [
+        {"version": span.version and str(span.version), "start": span.start, "end": span.end} for span in tokens.spans
+    ]
 
 
 def visible(text: str, stops: Sequence[str]) -> str:

@@ -27,7 +27,7 @@ from colocated_rl_rollout.rules.chat import (
     as_rendered,
 )
 from colocated_rl_rollout.rules.tool_calls import FORM, reads_calls_of
-from colocated_rl_rollout.tasks.task_wire import RewardValue
+from colocated_rl_rollout.tasks.task_wire import Figures, RewardValue
 
 MESSAGES_AT_MOST = 4096
 MEMBERS_AT_MOST = 4096  # of one object
@@ -266,6 +266,9 @@ class SessionReward(ContentPart):
 
     reward: RewardValue
     group: str = Field(min_length=1, max_length=256)
+    figures: Figures = Field(
+        default={}, description="what else is known of the session, in numbers by name: they reach the batch"
+    )
 
 
 BodyT = TypeVar("BodyT", bound=Body)

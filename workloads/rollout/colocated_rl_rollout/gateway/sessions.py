@@ -30,8 +30,9 @@ from numpy.typing import NDArray
 from colocated_rl_rollout.gateway.openai_requests import Conversation, RequestRefused
 from colocated_rl_rollout.metrics import RolloutMetrics
 from colocated_rl_rollout.rules.chat import Chat, Unrenderable
-from colocated_rl_rollout.rules.resume import join_all
+from colocated_rl_rollout.rules.resume import NO_EXPERTS, join_all
 from colocated_rl_rollout.rules.samples import (
+    NO_FIGURES,
     Finish,
     Group,
     Tokens,
@@ -41,6 +42,7 @@ from colocated_rl_rollout.rules.staleness import deadline
 from colocated_rl_rollout.store import tables
 from colocated_rl_rollout.store.database import Statement
 from colocated_rl_rollout.store.store import Store
+from colocated_rl_rollout.tasks.task_wire import RewardAnswer
 
 IDLE_S = 7200.0  # a session without a turn for this long is dropped
 LOOK_S = 60.0
@@ -95,17 +97,20 @@ class RecordedTurn:
 @dataclass(eq=False)
 class Session:
     """The turns of one client; only `Sessions` changes it. turned: for an episode of the job's own, called with the
-    step of the oldest weights in each turn. refused: why its newest turn was refused.
+    step of the oldest weights in each turn. refused: why its newest turn was refused. experts: of the newest turn's
+    prompt and reply as an engine last read them, where training repeats them; not kept over a restart.
     """
 
     id: str
     turns: list[RecordedTurn] = field(default_factory=list)
     reward: float | None = None
     grouping: str | None = None
+    figures: Mapping[str, float] = field(default_factory=dict)  # beside the reward
     used_at: float = 0.0
     under_way: int = 0  # turns
     turned: Callable[[int | None], None] | None = None
     refused: RequestRefused | None = None
+    experts: NDArray[np.int16] | None = None
 
     @property
     def is_full(self) -> bool:
@@ -224,6 +229,7 @@ class Sessions:
         tokens: Tokens,
         finish: Finish | None,
         engine: str | None,
+        experts: NDArray[np.int32] = NO_EXPERTS,
     ) -> None:
         """Record a turn; return when it is durable and may be sent. Raises RequestRefused when the session is gone."""
         if self._sessions.get(session.id) is not session or session.reward is not None:
@@ -241,6 +247,7 @@ class Sessions:
         )
         session.turns.append(turn)
         session.refused = None
+        session.experts = experts.astype(np.int16) if len(experts) else None
         self._held += turn.size
         if session.turned is not None:
             session.turned(tokens.oldest_step)
@@ -264,10 +271,11 @@ class Sessions:
         """Return the time since the newest turn ended; 0 while one is under way."""
         return 0.0 if session.under_way else self._clock() - session.used_at
 
-    def take(self, session: Session, reward: float, *, ending: str) -> tuple[Trajectory, list[Statement]]:
+    def take(self, session: Session, given: RewardAnswer, *, ending: str) -> tuple[Trajectory, list[Statement]]:
         """Return an episode's trajectory, and the statements that remove its session."""
         self._forget(session, ending)
-        return self._trajectory(session, (), reward), _removal(session)
+        session.figures = given.figures
+        return self._trajectory(session, (), given.reward), _removal(session)
 
     def give_up(self, session: Session, reason: str) -> None:
         self._drop(session, reason)
@@ -279,20 +287,20 @@ class Sessions:
             raise RequestRefused(404, f"there is no session {name}: it had no turn, or has ended", code="no_session")
         return session
 
-    async def reward(self, name: str, reward: float, grouping: str) -> None:
+    async def reward(self, name: str, reward: float, grouping: str, figures: Mapping[str, float] = NO_FIGURES) -> None:
         """Set the reward; return when it is durable. The same reward again changes nothing. Raises RequestRefused."""
         session = self.find(name)
         if session.turned is not None:
             raise RequestRefused(409, f"{name} is an episode of the job's own, rewarded by its environment")
         if session.reward is not None:
-            if (session.reward, session.grouping) != (reward, grouping):
+            if (session.reward, session.grouping, session.figures) != (reward, grouping, figures):
                 raise RequestRefused(409, f"session {name} has another reward already", code="session_ended")
         elif session.under_way:
             raise RequestRefused(409, f"session {name} has a turn under way: wait for it", code="session_busy")
         else:
-            session.reward, session.grouping = reward, grouping
+            session.reward, session.grouping, session.figures = reward, grouping, figures
             self._await_group(session)
-            self._store.write((tables.REWARD_SESSION, [(reward, grouping, name)]))
+            self._store.write((tables.REWARD_SESSION, [(reward, grouping, tables.packed_figures(figures), name)]))
             self._changed()
         await self._store.flushed()
 
@@ -349,7 +357,8 @@ class Sessions:
         kept = {turn.number for turn in path}
         self._count_dropped([turn for turn in session.turns if turn.number not in kept], "OtherPath")
         ended = path[-1].finish is Finish.STOP and not session.is_full
-        return Trajectory(tokens_of(path, after=len(prompt)), Finish.STOP if ended else Finish.LENGTH, reward)
+        finish = Finish.STOP if ended else Finish.LENGTH
+        return Trajectory(tokens_of(path, after=len(prompt)), finish, reward, session.figures, session.experts)
 
     def _is_too_old(self, session: Session) -> bool:
         steps = [turn.tokens.oldest_step for turn in session.turns[-1].path]
@@ -385,8 +394,9 @@ class Sessions:
     # ------------------------------------------------------------------------------------------------- reading
     def _read(self) -> None:
         now = self._clock()
-        for name, reward, grouping in self._store.rows("SELECT id, reward, grouping FROM sessions ORDER BY number"):
+        for name, reward, grouping, figures in self._store.rows(tables.SESSIONS):
             session = self._sessions[name] = Session(name, reward=reward, grouping=grouping, used_at=now)
+            session.figures = tables.unpacked_figures(figures)
             if reward is not None:
                 self._await_group(session)
         for row in self._store.rows("SELECT * FROM turns ORDER BY session_id, number"):

@@ -61,6 +61,7 @@ class Turn:
     tokens: of ended attempts; joined and cut at a stop string. so_far: with those of the attempt under way.
     resent: how many of `tokens` ended attempts were sent, to prefill again.
     experts: those that tokens of prompt and response were routed to, where the client wants them.
+    replays: training repeats the experts of the engine's last reading, which are in `replayed`.
     finish: None until the turn has ended, and for one that was interrupted and is not resumed.
     grew: set when there is more to read; the reader clears it.
     """
@@ -73,6 +74,8 @@ class Turn:
     tokens: Tokens = NO_TOKENS
     so_far: Tokens = NO_TOKENS
     experts: NDArray[np.int32] = field(default_factory=lambda: NO_EXPERTS)
+    replays: bool = False
+    replayed: NDArray[np.int32] = field(default_factory=lambda: NO_EXPERTS)
     attempts: int = 0
     idle_attempts: int = 0
     resent: int = 0
@@ -130,10 +133,16 @@ class Turns:
     # ------------------------------------------------------------------------------------------------- for the gateway
     @contextmanager
     def begin(
-        self, asked: CompletionRequest, *, streams: bool = False, engine: str | None = None, is_own: bool = False
+        self,
+        asked: CompletionRequest,
+        *,
+        streams: bool = False,
+        engine: str | None = None,
+        is_own: bool = False,
+        replays: bool = False,
     ) -> Iterator[Turn]:
         """Hold a turn for as long as its client is connected. Raises RequestRefused."""
-        turn = Turn(self._count + 1, asked, streams and self._keeps, engine, is_own)
+        turn = Turn(self._count + 1, asked, streams and self._keeps, engine, is_own, replays=replays)
         if self._ending:
             raise _ended()
         if not is_own:
@@ -211,7 +220,7 @@ class Turns:
             self._chat.end_ids,
             asked.stops,
             asked.seed,
-            len(turn.experts) if asked.experts else None,
+            0 if turn.replays else len(turn.experts) if asked.experts else None,
             turn.experts.shape[1],
         )
 
@@ -229,7 +238,7 @@ class Turns:
         except GateRefused as error:
             log(LOG, "turn attempt lost", logging.DEBUG, gate=engine.name, turn=turn.number, reason=str(error))
             turn.resent += len(turn.tokens)
-            self._interrupt(turn)
+            self._interrupt(turn, why=str(error))
         except RequestRejected as error:
             self._refuse(turn, refusal_of(error))
         else:
@@ -243,7 +252,11 @@ class Turns:
         whole = join(turn.tokens, generated.tokens)
         stop = stopped_at(whole.ids.tolist(), asked.stops, self._chat.text)
         turn.tokens = turn.so_far = whole if stop is None else cut(whole, stop)
-        turn.experts = join_experts(turn.experts, generated.experts)[: len(asked.prompt) + len(turn.tokens) - 1]
+        read = generated.experts
+        if turn.replays and len(read):
+            turn.replayed, read = read, read[len(turn.experts) :]
+        if asked.experts:
+            turn.experts = join_experts(turn.experts, read)[: len(asked.prompt) + len(turn.tokens) - 1]
         turn.segments += brought
         turn.finish = (
             finish_of(whole, generated.finish, limit=asked.limit, end_ids=self._chat.end_ids)
@@ -256,7 +269,8 @@ class Turns:
             turn.attempts += 1
             self._end(turn, turn.finish)
 
-    def _interrupt(self, turn: Turn, *, brought: bool = False) -> None:
+    def _interrupt(self, turn: Turn, *, brought: bool = False, why: str | None = None) -> None:
+        """Park a turn whose attempt did not end it, or end it. why: the attempt brought nothing."""
         turn.attempt = None
         turn.attempts += 1
         turn.idle_attempts = 0 if brought else turn.idle_attempts + 1
@@ -265,12 +279,11 @@ class Turns:
         elif end := exhausted(
             attempts=turn.attempts, idle_attempts=turn.idle_attempts, resent=turn.resent, limit=turn.asked.limit
         ):
-            self._refuse(
-                turn, RequestRefused(503, f"no engine ended it: {end[1]}", code="no_progress", retry_s=RETRY_S)
-            )
+            message = f"no engine ended it: {end[1]}{f'; the last: {why}' if why else ''}"
+            self._refuse(turn, RequestRefused(503, message, code="no_progress", retry_s=RETRY_S))
         else:
             if not self._keeps:
-                turn.tokens, turn.so_far, turn.experts = NO_TOKENS, NO_TOKENS, NO_EXPERTS
+                turn.tokens, turn.so_far, turn.experts, turn.replayed = NO_TOKENS, NO_TOKENS, NO_EXPERTS, NO_EXPERTS
             self._park(turn)
 
     # ------------------------------------------------------------------------------------------------- waiting

@@ -87,6 +87,13 @@ class SampleShown(TypedDict):
     ended: Annotated[
         int | None, Field(description="its place among all that ended (reward in, failed or given up), from 1 on")
     ]
+    unversioned: Annotated[
+        int | None,
+        Field(description="tokens for which an engine named no weight version of the job; null of a recording"),
+    ]
+    figures: Annotated[
+        dict[str, float], Field(description="what came beside the reward; empty without any, and of a recording")
+    ]
     prompt: NotRequired[str | None]
     response: NotRequired[str | None]
 

@@ -40,17 +40,19 @@ COLUMNS: dict[str, tuple[pa.DataType, str]] = {
     "resent": (pa.int32(), "tokens sent again, to prefill, after interruptions; null of a batch in a checkpoint"),
     "finish": (pa.string(), "stop or length; null until the response is whole"),
     "reward": (pa.float64(), "null until it is in"),
+    "figures": (pa.map_(pa.string(), pa.float64()), "what came beside the reward, by name; in a checkpoint float32"),
     "step": (pa.int32(), "of the batch that holds it; null before"),
     "ended": (pa.int64(), "its place among all that ended; null before, and of a batch in a checkpoint"),
     "first_step": (pa.int32(), "of the oldest weights that drew a token of it; null without such tokens"),
     "last_step": (pa.int32(), "of the newest; the two differ where the response went on over a switch"),
+    "unversioned": (pa.int32(), "tokens to be trained for which an engine named no weight version of the job"),
     "prompt_length": (pa.int32(), "tokens"),
     "response_length": (pa.int32(), "tokens, with those that the policy did not write"),
     "prompt_ids": (pa.list_(pa.int32()), "tokens of the prompt"),
     "response_ids": (pa.list_(pa.int32()), "tokens of the response; those below are as long"),
     "loss_mask": (pa.list_(pa.bool_()), "written by the policy, and not too old to be trained"),
     "behaviour_logp": (pa.list_(pa.float32()), "nats, under the weights that drew the token; 0 where loss_mask is not"),
-    "token_step": (pa.list_(pa.int32()), "step of the weights that drew the token; -1 where loss_mask is not"),
+    "token_step": (pa.list_(pa.int32()), "step of the weights that drew the token; -1 without a version, and as above"),
 }
 WORDS: dict[str, tuple[pa.DataType, str]] = {
     "prompt": (pa.string(), "the prompt in words"),
@@ -94,7 +96,7 @@ def _samples(directory: Path, state: SampleState | None, limit: int | None) -> I
         while True:
             database.execute("BEGIN")  # rows and tokens as they were at one moment
             rows = database.execute(tables.NUMBERED, {"after": after, "state": state, "limit": ROWS_A_PAGE}).fetchall()
-            found = [(dict(row), transcript) for row, transcript in transcripts.of(database, batches, rows)]
+            found = [(tables.shown(row), transcript) for row, transcript in transcripts.of(database, batches, rows)]
             database.execute("COMMIT")
             yield from sorted(found, key=lambda sample: int(sample[0]["id"]))
             if len(rows) < ROWS_A_PAGE:
@@ -106,7 +108,7 @@ def _retired(sample: transcripts.SealedSample, step: int) -> dict[str, Any]:
     finish = Finish.LENGTH if sample.truncated else Finish.STOP
     return {
         "id": sample.id, "group_id": sample.group, "state": SampleState.TRAINED, "reason": "", "finish": finish,
-        "reward": sample.reward, "step": step,
+        "reward": sample.reward, "figures": sample.figures, "step": step,
     }  # fmt: skip
 
 
@@ -125,12 +127,14 @@ def _groups(samples: Iterable[Sample]) -> Iterator[list[Sample]]:
 
 def _table(samples: Sequence[Sample], schema: pa.Schema, text: Callable[[list[int]], str] | None) -> pa.Table:
     found = [transcript for _, transcript in samples]
-    drawn = [each.token_step[each.written] for each in found]
+    drawn = [each.token_step[each.written & (each.token_step >= 0)] for each in found]
     made: dict[str, Any] = {
+        "figures": [[*row["figures"].items()] for row, _ in samples],
         "prompt_length": [len(each.prompt) for each in found],
         "response_length": [len(each.response) for each in found],
         "first_step": [int(steps.min()) if len(steps) else None for steps in drawn],
         "last_step": [int(steps.max()) if len(steps) else None for steps in drawn],
+        "unversioned": [int(each.written.sum()) - len(steps) for each, steps in zip(found, drawn, strict=True)],
     }
     for name, part in OF_TRANSCRIPT.items():
         of_each = [getattr(each, part) for each in found]

@@ -25,7 +25,7 @@ from colocated_rl_api.logs import failure_of, log
 from colocated_rl_api.member_wire import JobFile
 from colocated_rl_api.prompts import HttpReward
 from colocated_rl_rollout.rewards.rewards import REWARD_UNAVAILABLE, RewardFailed
-from colocated_rl_rollout.tasks.task_wire import PromptContent, RewardValue
+from colocated_rl_rollout.tasks.task_wire import Figures, PromptContent, RewardAnswer, RewardValue
 
 LOG = logging.getLogger(__name__)
 
@@ -39,6 +39,7 @@ class _EndpointAnswer(pydantic.BaseModel):
     """An endpoint answers with this; it may add fields."""
 
     reward: RewardValue
+    figures: Figures = {}
 
 
 class _TryAgain(Exception):
@@ -71,7 +72,7 @@ class RewardEndpoint:
         self._places = asyncio.Semaphore(reward.max_concurrency)
         self.problem: Problem | None = None
 
-    async def score(self, prompt: PromptContent, fields: Mapping[str, Any], response: str) -> float:
+    async def score(self, prompt: PromptContent, fields: Mapping[str, Any], response: str) -> RewardAnswer:
         """Return the reward of a response. Raises RewardFailed."""
         body = self._body(prompt=prompt, fields=fields, response=response)
         for attempt in range(1, self._reward.attempts + 1):
@@ -100,7 +101,7 @@ class RewardEndpoint:
             )
         return body
 
-    async def _ask(self, body: bytes) -> float:
+    async def _ask(self, body: bytes) -> RewardAnswer:
         """Make one attempt. Raises _TryAgain, RewardFailed."""
         headers = {"Content-Type": "application/json", "Accept": "application/json"}
         timeout = aiohttp.ClientTimeout(total=self._reward.timeout_seconds)
@@ -144,7 +145,7 @@ async def _read(answer: aiohttp.ClientResponse) -> bytes:
     return bytes(body)
 
 
-def _reward_in(answer: aiohttp.ClientResponse, body: bytes, *, url: str) -> float:
+def _reward_in(answer: aiohttp.ClientResponse, body: bytes, *, url: str) -> RewardAnswer:
     answered = f"{answer.status} and {len(body)} bytes"
     if answer.status == 429 or answer.status >= 500:
         asked_for = answer.headers.get("Retry-After", "")
@@ -156,11 +157,13 @@ def _reward_in(answer: aiohttp.ClientResponse, body: bytes, *, url: str) -> floa
     if answer.status != 200:
         raise RewardFailed("RewardRefused", f"{url} answers {answered}")
     try:
-        return _EndpointAnswer.model_validate_json(body).reward
+        given = _EndpointAnswer.model_validate_json(body)
     except pydantic.ValidationError as error:
         kind = _kind_of(error)
         found = f"{answered}: {kind}"
-        raise RewardFailed("RewardGarbled", f'{url} should answer {{"reward": NUMBER}}, not {found}') from error
+        form = '{"reward": NUMBER}, perhaps with "figures": {NAME: NUMBER}'
+        raise RewardFailed("RewardGarbled", f"{url} should answer {form}, not {found}") from error
+    return RewardAnswer(reward=given.reward, figures=given.figures)
 
 
 def _kind_of(error: pydantic.ValidationError) -> str:
@@ -168,4 +171,4 @@ def _kind_of(error: pydantic.ValidationError) -> str:
     first = error.errors(include_url=False, include_input=False, include_context=False)[0]
     if first["type"] == "json_invalid":
         return "it is no JSON"
-    return f"{'reward' if first['loc'] else 'it'}: {first['type']}"
+    return f"{first['loc'][0] if first['loc'] else 'it'}: {first['type']}"

@@ -38,6 +38,7 @@ from colocated_rl_rollout.tasks.task_wire import (
     Data,
     PromptContent,
     PromptRow,
+    RewardAnswer,
     TaskReply,
     UnscoredRow,
 )
@@ -62,7 +63,7 @@ class RewardService(Protocol):
 
     problem: Problem | None
 
-    async def score(self, prompt: PromptContent, fields: Mapping[str, Any], response: str) -> float:
+    async def score(self, prompt: PromptContent, fields: Mapping[str, Any], response: str) -> RewardAnswer:
         """Return the reward of a response. Raises RewardFailed."""
 
 
@@ -123,8 +124,12 @@ class TaskProcesses:
 
     async def score(self, index: int, response: str) -> float:
         """Score a response to the prompt of row `index`. Raises RewardFailed, TaskUnusable."""
+        return (await self.score_with_figures(index, response)).reward
+
+    async def score_with_figures(self, index: int, response: str) -> RewardAnswer:
+        """Score a response as `score` does, and return what came beside the reward too."""
         most_bytes = MAX_ROWS_BYTES if self._endpoints else MAX_LINE_BYTES
-        scored: float | UnscoredRow = await self._ask({"score": [index, response]}, SCORE, most_bytes)
+        scored: RewardAnswer | UnscoredRow = await self._ask({"score": [index, response]}, SCORE, most_bytes)
         if not isinstance(scored, UnscoredRow):
             return scored
         endpoint = self._endpoints.get(scored.source)

@@ -33,10 +33,15 @@ class GarbledAnswer(ValueError):
     """The engine's answer contradicts itself or lacks a part. None of it is used."""
 
 
-def read_answer(answer: Mapping[str, Any]) -> tuple[Tokens, Finish | None]:
+class UnversionedAnswer(GarbledAnswer):
+    """The engine names no weight version of ours for some tokens, and the job does not accept such tokens."""
+
+
+def read_answer(answer: Mapping[str, Any], *, accepts_unversioned: bool = False) -> tuple[Tokens, Finish | None]:
     """Read the tokens of one engine attempt, and how it finished, from the body of an answer with status 200.
 
-    None: it was interrupted, by a switch or with its engine. Raises GarbledAnswer.
+    None: it was interrupted, by a switch or with its engine. accepts_unversioned: also read tokens for which the engine
+    names no weight version of ours; their spans have None. Raises UnversionedAnswer, GarbledAnswer.
     """
     try:
         meta = answer["meta_info"]
@@ -46,6 +51,12 @@ def read_answer(answer: Mapping[str, Any]) -> tuple[Tokens, Finish | None]:
             raise GarbledAnswer(f"{len(ids)} ids, {len(logprobs)} log-probabilities, or not of the same tokens")
         logp = np.fromiter((entry[0] for entry in logprobs), np.float32, len(logprobs))
         tokens = Tokens(np.asarray(ids, np.int32), logp, _read_spans(meta, len(ids))) if ids else NO_TOKENS
+        if tokens.unversioned and not accepts_unversioned:
+            raise UnversionedAnswer(
+                f"{tokens.unversioned} of {len(ids)} tokens have no weight version of the job, as after an update by "
+                "hand: delete the engine's pod, so that it starts on the job's weights, or make a job with "
+                "rollout.unversionedTokens: Accept"
+            )
         finish = _read_finish(meta["finish_reason"])
     except GarbledAnswer:
         raise
@@ -108,11 +119,16 @@ def _read_spans(meta: Mapping[str, Any], length: int) -> tuple[Span, ...]:
     return spans
 
 
-def _read_version(text: Any) -> WeightVersion:
+def _read_version(text: Any) -> WeightVersion | None:
+    """Read a version; None where the engine has none, or one of its own such as "default" (H22)."""
+    if text is None:
+        return None
+    if not isinstance(text, str):
+        raise GarbledAnswer("a weight version is no text")
     try:
         return WeightVersion.parse(text)
-    except (ValueError, TypeError, AttributeError) as error:
-        raise GarbledAnswer("it has no weight version of ours: was the engine updated without one?") from error
+    except ValueError:
+        return None
 
 
 def _read_finish(reason: Mapping[str, Any] | None) -> Finish | None:
@@ -130,7 +146,10 @@ def _read_finish(reason: Mapping[str, Any] | None) -> Finish | None:
 
 
 def join(so_far: Tokens, segment: Tokens) -> Tokens:
-    """Join a response with the segment that an attempt added; neighbouring spans of one version become one."""
+    """Join a response with the segment that an attempt added; neighbouring spans of one version become one.
+
+    Tokens without a version stay in spans of their own.
+    """
     return join_all([so_far, segment])
 
 

@@ -6,8 +6,10 @@ Tokens are immutable: each engine attempt of a sample makes a segment, and `resu
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from types import MappingProxyType
 from typing import NewType
 
 import numpy as np
@@ -57,9 +59,9 @@ class Finish(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """The weights `version` made tokens [start, end) of a response."""
+    """The weights `version` made tokens [start, end) of a response. None: the engine named no version of ours."""
 
-    version: WeightVersion
+    version: WeightVersion | None
     start: int
     end: int
 
@@ -89,8 +91,13 @@ class Tokens:
 
     @property
     def oldest_step(self) -> int | None:
-        """Return the step of the oldest weights that made one of the tokens."""
-        return min((span.version.step for span in self.spans), default=None)
+        """Return the step of the oldest weights that made one of the tokens, as far as they are known."""
+        return min((span.version.step for span in self.spans if span.version is not None), default=None)
+
+    @property
+    def unversioned(self) -> int:
+        """Return how many tokens were made by weights without a version."""
+        return sum(span.end - span.start for span in self.spans if span.version is None)
 
 
 NO_TOKENS = Tokens(np.empty(0, np.int32), np.empty(0, np.float32), ())
@@ -99,6 +106,7 @@ NO_TOKENS = Tokens(np.empty(0, np.int32), np.empty(0, np.float32), ())
 SampleId = NewType("SampleId", int)  # of a job, for its whole life: the store numbers them
 GroupId = NewType("GroupId", int)
 
+NO_FIGURES: Mapping[str, float] = MappingProxyType({})  # beside a reward
 OF_SESSIONS = -1
 OF_RECORDING = -2  # in the store alone: such a group is never read again
 
@@ -128,6 +136,8 @@ class Trajectory:
     tokens: Tokens
     finish: Finish
     reward: float
+    figures: Mapping[str, float] = field(default_factory=dict)
+    experts: NDArray[np.int16] | None = None  # as in `Sample`
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -152,6 +162,7 @@ class Sample:
     resent: int = 0  # how many of `tokens` those attempts were sent, to prefill again
     finish: Finish | None = None
     reward: float | None = None
+    figures: Mapping[str, float] = field(default_factory=dict)  # that came beside the reward
     ended: int | None = None  # its place among all that ended, from 1 on
     engine: str | None = None  # the engine that holds its prefix; not kept over a restart
     playing_since: int | None = None  # step of the oldest weights in the episode under way
@@ -173,8 +184,9 @@ class Group:
     prompt: Prompt
     samples: list[Sample] = field(default_factory=list)
     unfinished: int = 0  # samples that are live
-    oldest_is_known: bool = False  # until one of its samples changes: every answer asks it of all groups
+    ages_are_known: bool = False  # until one of its samples changes: every answer asks them of all groups
     oldest: int | None = None
+    unversioned: bool = False
 
     @property
     def kept(self) -> list[Sample]:
@@ -197,9 +209,19 @@ class Group:
 
     @property
     def oldest_step(self) -> int | None:
-        """Return the step of the oldest weights in the group, or None while it has no token."""
-        if not self.oldest_is_known:
-            steps = [step for sample in self.kept if (step := sample.oldest_step) is not None]
-            self.oldest = min(steps, default=None)
-            self.oldest_is_known = True
+        """Return the step of the oldest weights that are known in the group, or None without any."""
+        self._find_ages()
         return self.oldest
+
+    @property
+    def has_unversioned(self) -> bool:
+        """Return whether weights without a version made a token of the group."""
+        self._find_ages()
+        return self.unversioned
+
+    def _find_ages(self) -> None:
+        if not self.ages_are_known:
+            kept = self.kept
+            self.oldest = min((step for sample in kept if (step := sample.oldest_step) is not None), default=None)
+            self.unversioned = any(sample.tokens.unversioned for sample in kept)
+            self.ages_are_known = True

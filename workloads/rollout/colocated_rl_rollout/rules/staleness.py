@@ -4,6 +4,10 @@ Staleness of a token at step k is k - 1 - version: 0 for the weights that the st
 the last step at which its oldest token is within the limit. Sealing waits for a group rather than let it pass its
 deadline: bounded staleness, no waiting and no discarded tokens can't all hold, and waiting loses nothing. A job may
 choose otherwise (`spec.rollout.atMaxStaleness`): then tokens that are too old are masked, or their samples discarded.
+
+The age of a token without a version is not known, so no rule can hold it to the limit. Where a job accepts such tokens
+(`spec.rollout.unversionedTokens`), they count as of the oldest weights that the batch being collected may train: their
+group is due in that batch, so that they grow as little older as can be, and they are neither masked nor discarded.
 """
 
 from __future__ import annotations
@@ -23,9 +27,13 @@ def staleness(version_step: int, *, at_step: int) -> int:
     return at_step - 1 - version_step
 
 
-def deadline(oldest_step: int | None, *, max_staleness: int) -> int:
-    """Return the last step that may train a group whose oldest token was made by the weights of `oldest_step`."""
-    return NO_DEADLINE if oldest_step is None else oldest_step + 1 + max_staleness
+def deadline(oldest_step: int | None, *, max_staleness: int, unversioned_at: int | None = None) -> int:
+    """Return the last step that may train a group whose oldest token was made by the weights of `oldest_step`.
+
+    unversioned_at: the step whose batch is collected, where the group has tokens without a version; else None.
+    """
+    known = NO_DEADLINE if oldest_step is None else oldest_step + 1 + max_staleness
+    return known if unversioned_at is None else min(known, unversioned_at)
 
 
 def room(

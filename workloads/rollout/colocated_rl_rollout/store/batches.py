@@ -32,6 +32,7 @@ from colocated_rl_api.durable import sync
 from colocated_rl_api.wire import Wire
 from colocated_rl_rollout.rules.samples import Finish, Group, Sample, SampleId
 from colocated_rl_rollout.rules.staleness import staleness
+from colocated_rl_rollout.tasks.task_wire import FIGURES_AT_MOST
 
 LEFT_BYTES = 16 * 1024 * 1024  # of the volume, kept free by a batch: where the store can't commit, the controller ends
 ALIKE = 24_576  # tokens: attention of such a sample costs what its products with weights do; 6 x a width of 4,096
@@ -50,7 +51,12 @@ class BatchRecord(Wire):
     samples: int
     loss_tokens: int
     reward_mean: float
-    staleness: dict[int, int] = Field(description="tokens by staleness, as the step will see them")
+    staleness: dict[int, int] = Field(
+        description="tokens by staleness, as the step will see them; without those whose weights are unknown"
+    )
+    unversioned_tokens: int = Field(
+        default=0, description="tokens to be trained for which an engine named no weight version of the job"
+    )
     resumed_samples: int | None = Field(
         default=None, description="samples that were interrupted at least once; None of a recording, which lacks it"
     )
@@ -62,9 +68,12 @@ class BatchRecord(Wire):
     sha256: tuple[str, ...] = Field(description="of each shard")
 
     @property
-    def staleness_mean(self) -> float:
-        """Return the mean staleness of a token, in steps."""
-        return sum(age * count for age, count in self.staleness.items()) / max(1, self.loss_tokens)
+    def staleness_mean(self) -> float | None:
+        """Return the mean staleness of a token with a version, in steps; None where tokens have none."""
+        known = self.loss_tokens - self.unversioned_tokens
+        if self.unversioned_tokens and not known:
+            return None
+        return sum(age * count for age, count in self.staleness.items()) / max(1, known)
 
 
 @dataclass(frozen=True)
@@ -100,12 +109,15 @@ def write_batch(
     no reference has scored them yet. prompt_position: `Store.position_after`. Raises OSError.
     """
     rows = [row for group in groups for row in _rows(group)]
+    samples = [row.sample for row in rows]
     spans = [span for row in rows for span in row.sample.tokens.spans]
     ages: Counter[int] = Counter()
     for span in spans:
-        if span.version.step >= oldest_step:
+        if span.version is not None and span.version.step >= oldest_step:
             ages[staleness(span.version.step, at_step=step)] += span.end - span.start
-    loss_tokens = ages.total()
+    unversioned = sum(row.sample.tokens.unversioned for row in rows)
+    loss_tokens = ages.total() + unversioned
+    names = _figure_names(samples)
     width = max((row.sample.experts.shape[1] for row in rows if row.sample.experts is not None), default=0)
     bodies = []
     for shard, part in enumerate(partition([row.length for row in rows], shards)):
@@ -121,9 +133,10 @@ def write_batch(
             prompt_position=prompt_position,
             has_experts=width > 0,
             has_reference=reference is not None,
+            figures=names,
+            has_unversioned=unversioned > 0,
         )
         bodies.append(_shard([rows[place] for place in part], header, oldest_step, reference, width))
-    samples = [row.sample for row in rows]
     return BatchRecord(
         step=step,
         groups=len(groups),
@@ -131,6 +144,7 @@ def write_batch(
         loss_tokens=loss_tokens,
         reward_mean=float(np.mean([_reward(sample) for sample in samples])),
         staleness=dict(sorted(ages.items())),
+        unversioned_tokens=unversioned,
         resumed_samples=sum(sample.segments > 1 for sample in samples),
         segments=sum(sample.segments for sample in samples),
         truncated=sum(sample.finish is Finish.LENGTH for sample in samples),
@@ -236,6 +250,12 @@ def _rows(group: Group) -> list[_Row]:
     return [_Row(sample, float(rewards.mean()), float(rewards.std()), len(samples)) for sample in samples]
 
 
+def _figure_names(samples: Iterable[Sample]) -> tuple[str, ...]:
+    """Return the names of a batch's figures, in order: those that most samples have, where there are too many."""
+    count = Counter(name for sample in samples for name in sample.figures)
+    return tuple(sorted(sorted(count, key=lambda name: (-count[name], name))[:FIGURES_AT_MOST]))
+
+
 def _reward(sample: Sample) -> float:
     if sample.reward is None:
         raise ValueError(f"sample {sample.id} goes into a batch without a reward")
@@ -270,11 +290,11 @@ def _shard(
             chosen = chosen[: row.length]  # a stop string may have cut tokens off that were read
             experts[end - row.length : end - row.length + len(chosen)] = chosen
         for span in response.spans:
-            if span.version.step >= oldest_step:
+            if span.version is None or span.version.step >= oldest_step:
                 place = slice(start + span.start, start + span.end)
                 loss_mask[place] = 1
                 behaviour_logp[place] = response.logp[span.start : span.end]
-                token_step[place] = span.version.step
+                token_step[place] = -1 if span.version is None else span.version.step
                 if reference is not None:
                     reference_logp[place] = reference[row.sample.id][span.start : span.end]
     columns: dict[str, NDArray[Any]] = {
@@ -291,10 +311,17 @@ def _shard(
         "group_std": np.array([row.group_std for row in rows], np.float32),
         "group_count": np.array([row.group_count for row in rows], np.float32),
         "truncated": np.array([row.sample.finish is Finish.LENGTH for row in rows], np.uint8),
+        **({"figures": _figures([row.sample for row in rows], header.figures)} if header.figures else {}),
         "sample": np.array([row.sample.id for row in rows], np.int64),
         "prompt_tokens": np.array([len(row.sample.group.prompt.ids) for row in rows], np.int32),
     }
     return bytes(save(columns, metadata={HEADER_KEY: header.model_dump_json(by_alias=True)}))
+
+
+def _figures(samples: Sequence[Sample], names: Sequence[str]) -> NDArray[np.float32]:
+    """Return the figures of each sample, [samples, names]; NaN where it has none of that name."""
+    found = [[sample.figures.get(name, np.nan) for name in names] for sample in samples]
+    return np.array(found, np.float32).reshape(len(samples), len(names))
 
 
 def _write_durably(path: Path, body: bytes) -> None:

@@ -68,9 +68,9 @@ def open_database(path: Path) -> sqlite3.Connection:
             raise StoreFailed(
                 f"{path} has schema {version}, this program writes {SCHEMA_VERSION}: use the matching image"
             )
-        columns = {column[1] for column in database.execute("PRAGMA table_info(samples)")}
-        for added in ADDED_COLUMNS.keys() - columns:
-            database.executescript(f"BEGIN; {ADDED_COLUMNS[added]} COMMIT;")
+        for (table, column), added in ADDED_COLUMNS.items():
+            if (column,) not in database.execute("SELECT name FROM pragma_table_info(?)", [table]):
+                database.executescript(f"BEGIN; {added} COMMIT;")
     except (OSError, sqlite3.Error) as error:
         if isinstance(error, sqlite3.Error) and is_damage(error):
             database.close()

@@ -31,7 +31,7 @@ from colocated_rl_rollout.store.batches import (
 )
 
 Columns = dict[str, NDArray[Any]]
-EXPERTS, REFERENCE = "experts", "reference_logp"  # only in some batches, which the header tells
+EXPERTS, REFERENCE, FIGURES = "experts", "reference_logp", "figures"  # only in some batches, which the header tells
 BY_TOKEN = frozenset({"tokens", "loss_mask", "behaviour_logp", "token_step", EXPERTS, REFERENCE})
 END = "sample_end"
 
@@ -55,10 +55,12 @@ def take_batch(
     step: int,
     shards: int,
     needs_scores: bool = False,
+    accepts_unversioned: bool = False,
     free_bytes: Callable[[Path], int] = free_on_volume,
 ) -> Taken:
     """Copy batch `step` into `directory`, for `shards` trainer ranks. needs_scores: the batch must have a reference's.
 
+    accepts_unversioned: weights of tokens to be trained may be unknown.
     Raises RecordingUnusable, OSError.
     """
     headers, columns = _read(recording, step)
@@ -68,11 +70,17 @@ def take_batch(
             f"batch {step} in {recording} was sealed without the scores of a reference: let trainers score it "
             "(spec.reference.placement: WithTrainer)"
         )
+    if header.has_unversioned and not accepts_unversioned:
+        raise RecordingUnusable(
+            f"batch {step} in {recording} has tokens without a weight version: make a job with "
+            "rollout.unversionedTokens: Accept to train on them"
+        )
     if header.shards == shards:
         bodies = [shard_path(recording, step, shard).read_bytes() for shard in range(shards)]
     else:
         bodies = _dealt(whole, header, shards)
-    ages = step - 1 - whole["token_step"][whole["loss_mask"] == 1]
+    made_by = whole["token_step"][whole["loss_mask"] == 1]
+    ages = step - 1 - made_by[made_by >= 0]
     rewards: dict[int, list[float]] = {}
     for group, reward in zip(whole["group"].tolist(), whole["reward"].tolist(), strict=True):
         rewards.setdefault(group, []).append(reward)
@@ -83,6 +91,7 @@ def take_batch(
         loss_tokens=header.loss_tokens,
         reward_mean=float(np.mean(whole["reward"], dtype=np.float64)),
         staleness=dict(sorted(Counter(ages.tolist()).items())),
+        unversioned_tokens=len(made_by) - len(ages),
         truncated=int(whole["truncated"].sum()),
         sha256=write_shards(directory, step, bodies, free_bytes=free_bytes),
     )
@@ -131,8 +140,9 @@ def _read_shard(path: Path) -> tuple[BatchHeader, Columns]:
             columns: Columns = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no mapping
     except (SafetensorError, ValidationError) as error:
         raise RecordingUnusable(f"{path} is no shard of a batch: {error}: copy it again") from error
-    optional = {name for name, has in ((EXPERTS, header.has_experts), (REFERENCE, header.has_reference)) if not has}
-    if missing := {*BY_TOKEN, END, "reward", "group", "truncated"} - optional - columns.keys():
+    declared = {EXPERTS: header.has_experts, REFERENCE: header.has_reference, FIGURES: bool(header.figures)}
+    absent = {name for name, is_there in declared.items() if not is_there}
+    if missing := {*BY_TOKEN, END, FIGURES, "reward", "group", "truncated"} - absent - columns.keys():
         raise RecordingUnusable(f"{path} has no column {min(missing)}: it is of another version")
     return header, columns
 

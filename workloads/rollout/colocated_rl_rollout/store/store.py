@@ -20,7 +20,7 @@ import logging
 import os
 import sqlite3
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,7 @@ from colocated_rl_rollout.rules.resume import join
 from colocated_rl_rollout.rules.samples import (
     LIVE,
     NEXT,
+    NO_FIGURES,
     NO_TOKENS,
     OF_RECORDING,
     OF_SESSIONS,
@@ -262,7 +263,8 @@ class Store:
         first = self.counts.total() + 1
         for number, each in enumerate(trajectories, first):
             sample = Sample(SampleId(number), group, SampleState.COMPLETED, each.tokens, segments=1, attempts=1)
-            sample.finish, sample.reward, sample.ended = each.finish, each.reward, self._end()
+            sample.finish, sample.reward, sample.figures = each.finish, each.reward, each.figures
+            sample.ended = self._end()
             group.samples.append(sample)
         self.groups[group.id] = group
         self.counts[SampleState.COMPLETED] += len(trajectories)
@@ -272,7 +274,10 @@ class Store:
             (
                 tables.WHOLE_SAMPLE,
                 [
-                    (each.id, group.id, each.state, each.attempts, each.finish, each.reward, each.ended)
+                    (
+                        *(each.id, group.id, each.state, each.attempts, each.finish, each.reward, each.ended),
+                        *(each.tokens.unversioned, tables.packed_figures(each.figures)),
+                    )
                     for each in group.samples
                 ],
             ),
@@ -319,17 +324,18 @@ class Store:
         """Record that a turn of the sample's episode has ended; the turn is durable with its session."""
         steps = (sample.playing_since, oldest_step)
         sample.playing_since = min((step for step in steps if step is not None), default=None)
-        sample.group.oldest_is_known = False
+        sample.group.ages_are_known = False
 
     def complete(self, sample: Sample, played: Trajectory, *also: Statement) -> None:
         """Record that the sample's episode has ended. also: statements to commit together with it."""
-        sample.finish, sample.reward = played.finish, played.reward
+        sample.finish, sample.reward, sample.figures = played.finish, played.reward, played.figures
+        sample.experts = played.experts
         ended = self._end_attempt(sample, SampleState.SCORING, played.tokens, brought=True)
         self._writer.write(*ended, self._scored(sample), *also)
 
-    def score(self, sample: Sample, reward: float) -> None:
-        """Record the reward."""
-        sample.reward = reward
+    def score(self, sample: Sample, reward: float, figures: Mapping[str, float] = NO_FIGURES) -> None:
+        """Record the reward, and the figures beside it."""
+        sample.reward, sample.figures = reward, figures
         self._writer.write(self._scored(sample))
 
     def replace(self, sample: Sample, state: SampleState, reason: str) -> Sample:
@@ -410,7 +416,7 @@ class Store:
             (
                 tables.WHOLE_SAMPLE,
                 [
-                    (number, group, state, 0, None, reward, self._end())
+                    (number, group, state, 0, None, reward, self._end(), None, None)
                     for number, (group, reward) in enumerate(owned, sample)
                 ],
             ),
@@ -519,7 +525,7 @@ class Store:
     def _shown(self, statement: str, text: Callable[[list[int]], str] | None, **asked: Any) -> list[dict[str, Any]]:
         with contextlib.closing(self._reader()) as database:
             database.execute("BEGIN")  # rows and tokens as they were at one moment
-            found = [dict(row) for row in database.execute(statement, asked)]
+            found = [tables.shown(row) for row in database.execute(statement, asked)]
             if text is not None:
                 for sample, transcript in transcripts.of(database, self.batch_directory, found):
                     parts = {"prompt": transcript.prompt, "response": transcript.response}
@@ -563,7 +569,8 @@ class Store:
             sample.tokens = join(sample.tokens, segment)
             sample.segments += 1
             statements.append((tables.SEGMENT, [(sample.id, sample.attempts, *tables.packed(segment))]))
-        row = (state, sample.attempts, sample.idle_attempts, sample.resent, sample.finish, sample.id)
+        counts = (sample.attempts, sample.idle_attempts, sample.resent)
+        row = (state, *counts, sample.finish, sample.tokens.unversioned, sample.id)
         self._count(sample, state)
         return [*statements, (tables.ATTEMPT, [row])]
 
@@ -577,7 +584,8 @@ class Store:
     def _scored(self, sample: Sample) -> Statement:
         self._check(sample, SampleState.COMPLETED)
         self._count(sample, SampleState.COMPLETED)
-        return tables.SCORE, [(sample.state, sample.reward, sample.ended, sample.id)]
+        figures = tables.packed_figures(sample.figures)
+        return tables.SCORE, [(sample.state, sample.reward, sample.ended, figures, sample.id)]
 
     def _check(self, sample: Sample, state: SampleState) -> None:
         if state not in NEXT[sample.state]:
@@ -587,7 +595,7 @@ class Store:
         self.counts[sample.state] -= 1
         self.counts[state] += 1
         sample.group.unfinished += (state in LIVE) - (sample.state in LIVE)
-        sample.group.oldest_is_known = False
+        sample.group.ages_are_known = False
         if state not in LIVE and sample.state in LIVE:
             sample.ended = self._end()
         sample.state = state

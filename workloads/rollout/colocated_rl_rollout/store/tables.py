@@ -9,7 +9,7 @@ with their sessions, until they become samples of a group or are given up.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -35,7 +35,8 @@ CREATE INDEX groups_by_step ON groups (step);
 CREATE TABLE samples (
     id INTEGER PRIMARY KEY, group_id INTEGER NOT NULL REFERENCES groups,
     state TEXT NOT NULL, reason TEXT NOT NULL DEFAULT '', attempts INTEGER NOT NULL DEFAULT 0,
-    idle_attempts INTEGER NOT NULL DEFAULT 0, resent INTEGER NOT NULL DEFAULT 0, finish TEXT, reward REAL, ended INTEGER
+    idle_attempts INTEGER NOT NULL DEFAULT 0, resent INTEGER NOT NULL DEFAULT 0, finish TEXT, reward REAL,
+    ended INTEGER, unversioned INTEGER DEFAULT 0, figures TEXT
 );
 CREATE INDEX samples_by_group ON samples (group_id);
 CREATE INDEX samples_by_end ON samples (ended) WHERE ended IS NOT NULL;
@@ -45,7 +46,7 @@ CREATE TABLE segments (
 );
 CREATE TABLE batches (step INTEGER PRIMARY KEY, record TEXT NOT NULL, kept INTEGER NOT NULL DEFAULT 1);
 CREATE TABLE evaluations (number INTEGER PRIMARY KEY, step INTEGER NOT NULL, result TEXT NOT NULL);
-CREATE TABLE sessions (number INTEGER PRIMARY KEY, id TEXT NOT NULL UNIQUE, reward REAL, grouping TEXT);
+CREATE TABLE sessions (number INTEGER PRIMARY KEY, id TEXT NOT NULL UNIQUE, reward REAL, grouping TEXT, figures TEXT);
 CREATE TABLE turns (
     session_id TEXT NOT NULL, number INTEGER NOT NULL, parent INTEGER, messages TEXT NOT NULL,
     setting TEXT NOT NULL, context BLOB NOT NULL, ids BLOB NOT NULL, logp BLOB NOT NULL, spans TEXT NOT NULL,
@@ -54,23 +55,29 @@ CREATE TABLE turns (
 CREATE TABLE retired (state TEXT, reason TEXT, count INTEGER NOT NULL, PRIMARY KEY (state, reason)) WITHOUT ROWID;
 """
 ADDED_COLUMNS = {
-    "ended": "ALTER TABLE samples ADD COLUMN ended INTEGER;"
+    ("samples", "ended"): "ALTER TABLE samples ADD COLUMN ended INTEGER;"
     " CREATE INDEX samples_by_end ON samples (ended) WHERE ended IS NOT NULL;",
-    "resent": "ALTER TABLE samples ADD COLUMN resent INTEGER NOT NULL DEFAULT 0;",
+    ("samples", "resent"): "ALTER TABLE samples ADD COLUMN resent INTEGER NOT NULL DEFAULT 0;",
+    ("samples", "unversioned"): "ALTER TABLE samples ADD COLUMN unversioned INTEGER DEFAULT 0;",
+    ("samples", "figures"): "ALTER TABLE samples ADD COLUMN figures TEXT;",
+    ("sessions", "figures"): "ALTER TABLE sessions ADD COLUMN figures TEXT;",
 }
-"""A store of an older program with the same schema lacks these in `samples`; that program can go on with it."""
+"""A store of an older program with the same schema lacks these, by table and name; that program can go on with it."""
 
 FACT = "INSERT OR REPLACE INTO facts VALUES (?, ?)"
 GROUP = "INSERT INTO groups (id, position, prompt_index, prompt) VALUES (?, ?, ?, ?)"
 SAMPLE = "INSERT INTO samples (id, group_id, state) VALUES (?, ?, ?)"
 MOVE = "UPDATE samples SET state = ?, reason = ?, ended = ? WHERE id = ?"
-ATTEMPT = "UPDATE samples SET state = ?, attempts = ?, idle_attempts = ?, resent = ?, finish = ? WHERE id = ?"
+ATTEMPT = """
+UPDATE samples SET state = ?, attempts = ?, idle_attempts = ?, resent = ?, finish = ?, unversioned = ? WHERE id = ?
+"""
 SEGMENT = "INSERT INTO segments VALUES (?, ?, ?, ?, ?)"
 DROP_SEGMENTS = "DELETE FROM segments WHERE sample_id = ?"
 WHOLE_SAMPLE = """
-INSERT INTO samples (id, group_id, state, attempts, finish, reward, ended) VALUES (?, ?, ?, ?, ?, ?, ?)
+INSERT INTO samples (id, group_id, state, attempts, finish, reward, ended, unversioned, figures)
+VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)
 """
-SCORE = "UPDATE samples SET state = ?, reward = ?, ended = ? WHERE id = ?"
+SCORE = "UPDATE samples SET state = ?, reward = ?, ended = ?, figures = ? WHERE id = ?"
 SEAL_GROUP = "UPDATE groups SET step = ?, prompt = NULL WHERE id = ?"
 BATCH = "INSERT INTO batches (step, record) VALUES (?, ?)"
 GIVE_UP_GROUP = "UPDATE groups SET given_up = ?, prompt = NULL WHERE id = ?"
@@ -78,7 +85,7 @@ COMMIT = """
 UPDATE samples SET state = 'trained' WHERE state = 'sealed' AND group_id IN (SELECT id FROM groups WHERE step <= ?)
 """
 ALIVE = """
-SELECT id, group_id, state, attempts, idle_attempts, resent, finish, reward, ended FROM samples
+SELECT id, group_id, state, attempts, idle_attempts, resent, finish, reward, ended, figures FROM samples
 WHERE group_id IN (SELECT id FROM groups WHERE step IS NULL AND given_up IS NULL) ORDER BY id
 """
 DONE = "SELECT id FROM groups WHERE step <= ? OR given_up IS NOT NULL"
@@ -87,13 +94,14 @@ INSERT INTO retired SELECT state, reason, COUNT(*) FROM samples WHERE group_id I
 ON CONFLICT (state, reason) DO UPDATE SET count = count + excluded.count
 """
 SESSION = "INSERT INTO sessions (id) VALUES (?)"
-REWARD_SESSION = "UPDATE sessions SET reward = ?, grouping = ? WHERE id = ?"
+SESSIONS = "SELECT id, reward, grouping, figures FROM sessions ORDER BY number"
+REWARD_SESSION = "UPDATE sessions SET reward = ?, grouping = ?, figures = ? WHERE id = ?"
 TURN = "INSERT INTO turns VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"
 DROP_SESSION = "DELETE FROM sessions WHERE id = ?"
 DROP_TURNS = "DELETE FROM turns WHERE session_id = ?"
 SHOWN = """
-SELECT samples.id, group_id, prompt_index, state, reason, attempts, resent, finish, reward, step, ended
-FROM samples JOIN groups ON groups.id = group_id
+SELECT samples.id, group_id, prompt_index, state, reason, attempts, resent, finish, reward, step, ended,
+unversioned, figures FROM samples JOIN groups ON groups.id = group_id
 """
 ENDED = f"""{SHOWN}
 WHERE ended > :after AND ended <= :up_to AND (:state IS NULL OR state = :state) ORDER BY ended LIMIT :limit
@@ -116,7 +124,7 @@ SELECT step FROM batches WHERE step <= (SELECT value FROM facts WHERE name = 'sa
 
 def sample_of(row: Sequence[Any], group: Group) -> Sample:
     """Build a sample without its tokens, from the columns of `ALIVE`."""
-    number, _, state, attempts, idle_attempts, resent, finish, reward, ended = row
+    number, _, state, attempts, idle_attempts, resent, finish, reward, ended, figures = row
     return Sample(
         number,
         group,
@@ -126,21 +134,38 @@ def sample_of(row: Sequence[Any], group: Group) -> Sample:
         resent=resent,
         finish=Finish(finish) if finish else None,
         reward=reward,
+        figures=unpacked_figures(figures),
         ended=ended,
     )
 
 
+def shown(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a row of `SHOWN` as people read it."""
+    return {**row, "figures": unpacked_figures(row["figures"])}
+
+
+def packed_figures(figures: Mapping[str, float]) -> str | None:
+    """Pack figures into their column; None without any."""
+    return json.dumps({**figures}, separators=(",", ":")) if figures else None
+
+
+def unpacked_figures(figures: str | None) -> dict[str, float]:
+    """Unpack figures from their column."""
+    found: dict[str, float] = json.loads(figures) if figures else {}
+    return found
+
+
 def packed(tokens: Tokens) -> tuple[bytes, bytes, str]:
     """Pack a segment into the columns ids, logp and spans."""
-    spans = [[str(span.version), span.start, span.end] for span in tokens.spans]
+    spans = [[span.version and str(span.version), span.start, span.end] for span in tokens.spans]
     return tokens.ids.tobytes(), tokens.logp.tobytes(), json.dumps(spans, separators=(",", ":"))
 
 
 def unpacked(ids: bytes, logp: bytes, spans: str) -> Tokens:
     """Unpack a segment from its columns."""
-    listed: Iterable[tuple[str, int, int]] = json.loads(spans)
+    listed: Iterable[tuple[str | None, int, int]] = json.loads(spans)
     return Tokens(
         np.frombuffer(ids, np.int32),
         np.frombuffer(logp, np.float32),
-        tuple(Span(WeightVersion.parse(version), start, end) for version, start, end in listed),
+        tuple(Span(WeightVersion.parse(text) if text else None, start, end) for text, start, end in listed),
     )

@@ -5,7 +5,7 @@ People read them, from another thread or process than the one that writes.
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -23,7 +23,8 @@ from colocated_rl_rollout.store.tables import unpacked
 class Transcript(NamedTuple):
     """Holds the tokens of one sample; all fields but the prompt describe its response, token by token.
 
-    written: the policy generated the token, and it may be trained. Elsewhere behaviour_logp is 0 and token_step -1.
+    written: the policy generated the token, and it may be trained. Elsewhere behaviour_logp is 0 and token_step -1,
+    which it also is where the engine named no weight version of the job.
     """
 
     prompt: NDArray[np.int32]
@@ -38,6 +39,7 @@ class SealedSample(NamedTuple):
     group: GroupId
     reward: float
     truncated: bool
+    figures: dict[str, float]
     transcript: Transcript
 
 
@@ -74,7 +76,7 @@ def in_store(database: sqlite3.Connection, sample: SampleId, group: GroupId) -> 
     written, steps = np.zeros(len(tokens), np.bool_), np.full(len(tokens), -1, np.int32)
     for span in tokens.spans:
         written[span.start : span.end] = True
-        steps[span.start : span.end] = span.version.step
+        steps[span.start : span.end] = -1 if span.version is None else span.version.step
     return Transcript(
         np.frombuffer(prompt or b"", np.int32),
         tokens.ids,
@@ -95,15 +97,17 @@ def in_batch(directory: Path, step: int, wanted: Collection[int] | None = None) 
             with safe_open(shard_path(directory, step, shard), framework="np") as file:
                 if not {"sample", "prompt_tokens"} <= set(file.keys()):
                     return
-                shards = BatchHeader.model_validate_json((file.metadata() or {})[HEADER_KEY]).shards
-                yield from _in_shard(file, wanted)
+                header = BatchHeader.model_validate_json((file.metadata() or {})[HEADER_KEY])
+                shards = header.shards
+                yield from _in_shard(file, header.figures, wanted)
         except FileNotFoundError:  # a checkpoint holds it by now
             return
         shard += 1
 
 
-def _in_shard(file: Any, wanted: Collection[int] | None) -> Iterator[SealedSample]:
+def _in_shard(file: Any, names: Sequence[str], wanted: Collection[int] | None) -> Iterator[SealedSample]:
     of_each = {name: file.get_tensor(name) for name in ("sample", "group", "reward", "truncated", "prompt_tokens")}
+    figures = file.get_tensor("figures") if names else np.empty((len(of_each["sample"]), 0), np.float32)
     ends = file.get_tensor("sample_end")
     starts = ends - np.diff(ends, prepend=0)
     tokens, mask, logp, steps = map(file.get_slice, ("tokens", "loss_mask", "behaviour_logp", "token_step"))
@@ -117,6 +121,7 @@ def _in_shard(file: Any, wanted: Collection[int] | None) -> Iterator[SealedSampl
             GroupId(int(of_each["group"][place])),
             float(of_each["reward"][place]),
             bool(of_each["truncated"][place]),
+            {name: value for name, value in zip(names, figures[place].tolist(), strict=True) if value == value},
             Transcript(
                 tokens[begin:answer], tokens[answer:end], mask[answer:end] == 1, logp[answer:end], steps[answer:end]
             ),

@@ -7,15 +7,20 @@ others need a model of their own.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import re
+from collections.abc import Mapping
 from contextlib import AbstractAsyncContextManager
 from itertools import islice
 from typing import Any
 
+from pydantic import ValidationError
+
 from colocated_rl_api.prompts import Environment
 from colocated_rl_rollout.tasks.passes import Passes
+from colocated_rl_rollout.tasks.task_wire import FIGURES, FIGURES_AT_MOST, REWARD_AT_MOST, RewardAnswer
 
 NO_KEY = "COLOCATED_RL_KEY"  # nobody sets this variable: the gateway needs no key
 PLACES_TOLD = 3
@@ -63,8 +68,8 @@ class EnvironmentTasks:
         serving: AbstractAsyncContextManager[None] = self._environment.serving()
         return serving
 
-    async def play(self, index: int, *, model: str, address: str) -> float:
-        """Play one episode and return its reward. Raises EpisodeGivenUp."""
+    async def play(self, index: int, *, model: str, address: str) -> RewardAnswer:
+        """Play one episode and return its reward, with the environment's metrics. Raises EpisodeGivenUp."""
         verifiers = self._verifiers
         # request nothing, so that the gateway's own limits and temperature apply
         client = verifiers.EvalClientConfig(base_url=address, api_key_var=NO_KEY)
@@ -80,7 +85,24 @@ class EnvironmentTasks:
                 f"of its agents ({names}) one can ask the job's model, and is trained: give the others a client and a "
                 "model of their own in config"
             )
-        return float(ours[0].reward)
+        return answer_of(ours[0])
+
+
+def answer_of(trace: Any) -> RewardAnswer:
+    """Return the reward of a trace, and its metrics. Raises EpisodeGivenUp."""
+    reward = float(trace.reward)
+    if not abs(reward) <= REWARD_AT_MOST:
+        raise EpisodeGivenUp(f"its reward is {reward}: give a finite number, at most {REWARD_AT_MOST:.0f} either way")
+    return RewardAnswer(reward=reward, figures=figures_of(trace.metrics))
+
+
+def figures_of(metrics: Mapping[str, float | None]) -> dict[str, float]:
+    """Return the metrics that can be figures of a sample; an environment's author has not chosen them for that."""
+    found: dict[str, float] = {}
+    for name, value in metrics.items():
+        with contextlib.suppress(ValidationError):
+            found |= FIGURES.validate_python({} if value is None else {name: value})
+    return dict(islice(found.items(), FIGURES_AT_MOST))
 
 
 def _import_verifiers() -> Any:

@@ -12,6 +12,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, SupportsFloat
 
+from pydantic import ValidationError
+
 from colocated_rl_api.prompts import HuggingFace, PromptFile, PromptFunction, Reward, RowSource
 from colocated_rl_rollout.tasks.hub import fetch
 from colocated_rl_rollout.tasks.mathematics import answer_fault, load_math_reward
@@ -24,7 +26,7 @@ from colocated_rl_rollout.tasks.rows import (
     data_files,
     member,
 )
-from colocated_rl_rollout.tasks.task_wire import REWARD_AT_MOST, PromptContent
+from colocated_rl_rollout.tasks.task_wire import FIGURES_AT_MOST, REWARD_AT_MOST, PromptContent, RewardAnswer
 
 Score = Callable[[str, Row], Any]
 
@@ -53,18 +55,38 @@ class RewardedRows:
         prompt: PromptContent = member(self._rows[index], self._field)
         return index, prompt
 
-    def score(self, index: int, response: str) -> float | dict[str, Any]:
-        """Return a number; or the row, for an endpoint."""
+    def score(self, index: int, response: str) -> RewardAnswer | dict[str, Any]:
+        """Return the reward; or the row, for an endpoint."""
         row = self._rows[index]
         if self._score is None:
             return {"prompt": member(row, self._field), "fields": row}
-        reward = self._score(response, row)
-        is_number = isinstance(reward, SupportsFloat) and not isinstance(reward, str)  # numpy's are no int or float
-        number = float(reward) if is_number else None
-        if number is None or not abs(number) <= REWARD_AT_MOST:
-            what = f"a {type(reward).__name__}" if number is None else number  # a str may be a response
-            raise NoReward(f"{what} is no reward: return a finite number, at most {REWARD_AT_MOST:.0f} either way")
-        return number
+        return _answer(self._score(response, row))
+
+
+def _answer(given: Any) -> RewardAnswer:
+    """Return what a reward function has returned: a number, or a dict of a reward and figures. Raises NoReward."""
+    if not isinstance(given, Mapping):
+        return RewardAnswer(reward=_number(given, "reward"))
+    figures = given.get("figures", {})
+    if not {"reward"} <= given.keys() <= {"reward", "figures"} or not isinstance(figures, Mapping):
+        raise NoReward('it is another dict than {"reward": NUMBER, "figures": {NAME: NUMBER}}: return that or a number')
+    numbers = {name: _number(figure, "figure") for name, figure in figures.items()}
+    try:
+        return RewardAnswer(reward=_number(given["reward"], "reward"), figures=numbers)
+    except ValidationError as error:  # its message may quote a name, and a name a response
+        raise NoReward(
+            f"its figures have other names, or are too many: name at most {FIGURES_AT_MOST}, each with at most 64 of "
+            "A-Z, a-z, 0-9, '_', '.', '/' and '-'"
+        ) from error
+
+
+def _number(given: Any, what: str) -> float:
+    is_number = isinstance(given, SupportsFloat) and not isinstance(given, str)  # numpy's are no int or float
+    number = float(given) if is_number else None
+    if number is None or not abs(number) <= REWARD_AT_MOST:
+        found = f"a {type(given).__name__}" if number is None else number  # a str may be a response
+        raise NoReward(f"{found} is no {what}: return a finite number, at most {REWARD_AT_MOST:.0f} either way")
+    return number
 
 
 def _rows(

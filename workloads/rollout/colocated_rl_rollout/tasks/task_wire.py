@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, NamedTuple
 
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, model_validator
 
 from colocated_rl_api.prompts import Prompts
 
@@ -17,6 +17,11 @@ PromptContent = str | list[dict[str, Any]]
 
 REWARD_AT_MOST = 1e6  # either way: batches and trainers count in float32, where squares of 1e20 are infinite
 RewardValue = Annotated[float, Field(allow_inf_nan=False, ge=-REWARD_AT_MOST, le=REWARD_AT_MOST)]
+
+FIGURES_AT_MOST = 32  # beside one reward, and names in one batch
+FigureName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_./-]{1,64}$")]
+Figures = Annotated[dict[FigureName, RewardValue], Field(max_length=FIGURES_AT_MOST)]
+"""What is known of a response beside its reward, in numbers: they reach the batch, and train nothing by themselves."""
 
 
 class _Line(BaseModel):
@@ -68,6 +73,18 @@ class Data(_Line):
     ends: tuple[int, ...] = ()
 
 
+class RewardAnswer(_Line):
+    """The reward of a response, and figures beside it. A number alone is a reward without any."""
+
+    reward: RewardValue
+    figures: Figures = {}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _of_a_number(cls, value: Any) -> Any:
+        return {"reward": value} if isinstance(value, int | float) else value
+
+
 class UnscoredRow(_Line):
     """A row that an endpoint rewards and no process here: the answer to `score` instead of a number."""
 
@@ -84,6 +101,6 @@ class PromptRow(NamedTuple):
     held_out: bool
 
 
+FIGURES: TypeAdapter[dict[str, float]] = TypeAdapter(Figures)
 PROMPT_ROWS: TypeAdapter[list[PromptRow]] = TypeAdapter(list[PromptRow])
-SCORE: TypeAdapter[float | UnscoredRow] = TypeAdapter(RewardValue | UnscoredRow)
-REWARD: TypeAdapter[float] = TypeAdapter(RewardValue)
+SCORE: TypeAdapter[RewardAnswer | UnscoredRow] = TypeAdapter(RewardAnswer | UnscoredRow)

@@ -34,6 +34,7 @@ from colocated_rl_rollout.tasks.task_wire import (
     Data,
     PromptContent,
     PromptRow,
+    RewardAnswer,
     UnscoredRow,
 )
 
@@ -52,7 +53,7 @@ class Task(Protocol):
     def prompt(self, position: int) -> tuple[int, PromptContent]:
         """Return the index of the row at a position, and its prompt."""
 
-    def score(self, index: int, response: str) -> float | dict[str, Any]:
+    def score(self, index: int, response: str) -> float | RewardAnswer | dict[str, Any]:
         """Return the reward of a response to the prompt of a row; or the row, for an endpoint to reward."""
 
 
@@ -88,7 +89,7 @@ class Tasks:
         played = isinstance(part.task, EnvironmentTasks)
         return PromptRow(self._start(number) + index, None if played else prompt, held_out)
 
-    def score(self, index: int, response: str) -> float | UnscoredRow:
+    def score(self, index: int, response: str) -> float | RewardAnswer | UnscoredRow:
         number = bisect_right(self.ends, index)
         scored = self._parts[number].task.score(index - self._start(number), response)
         return UnscoredRow(source=number, **scored) if isinstance(scored, dict) else scored
@@ -101,7 +102,7 @@ class Tasks:
     def environments(self) -> list[EnvironmentTasks]:
         return [part.task for part in self._parts if isinstance(part.task, EnvironmentTasks)]
 
-    async def play(self, index: int, *, model: str, address: str) -> float:
+    async def play(self, index: int, *, model: str, address: str) -> RewardAnswer:
         """Play an episode of a row and return its reward. Raises the environment's errors."""
         number = bisect_right(self.ends, index)
         task = self._parts[number].task

@@ -2,11 +2,13 @@
 
 Which group is in which minibatch follows from the batch alone, never from how samples were dealt out to ranks; so do
 the normalizers. Samples that teach nothing (advantage 0) count in the normalizer and are not computed.
-Tokens above a trainer's limit of age, where it has one, are context: they count nowhere.
+Tokens above a trainer's limit of age, where it has one, are context: they count nowhere. Where there is such a limit,
+so are tokens without a weight version, because nothing shows that they are within it.
 """
 
 from __future__ import annotations
 
+import math
 import random
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -31,6 +33,7 @@ _COLUMNS = {
     "group_std": torch.float32, "group_count": torch.float32, "truncated": torch.uint8,
 }  # fmt: skip
 _EXPERTS = "experts"  # present if engines reported them, which the header declares
+_FIGURES = "figures"  # present if the header has names of figures
 _REFERENCE = "reference_logp"  # present if a reference has scored the batch, which the header declares
 _BY_TOKEN = ("tokens", "loss_mask", "behaviour_logp", "token_step", _EXPERTS, _REFERENCE)
 
@@ -66,6 +69,7 @@ class ShardSample:
     reward: float
     advantage: float  # GRPO's: in spreads of its group's rewards
     reference_logp: Tensor | None  # float32, nats, from a reference with devices of its own, 0 as above; or None
+    figures: Mapping[str, float]  # what came beside the reward, by name
 
 
 @dataclass(frozen=True)
@@ -81,6 +85,7 @@ class Shard:
     token_step: Tensor
     reward: Tensor
     group: Tensor
+    figures: Tensor | None  # float32 [n, names in the header], NaN where a sample has none; None: the batch has none
     advantage: Tensor  # [n]
     start: Tensor  # int64 [n], in [T]
     end: Tensor
@@ -106,13 +111,14 @@ class Shard:
             )
         if is_scored and not header.has_reference:
             raise BadShard(f"shard {path} of step {step} was sealed without scores of the job's reference")
-        if fault := _fault_of_shapes(column, _columns(header, use)) or _fault_of_values(column, use):
+        if fault := _fault_of_shapes(column, _columns(header, use)) or _fault_of_values(column, use, header):
             raise BadShard(f"shard {path} of step {step}: {fault}")
         end = column["sample_end"]
         start = torch.cat([end.new_zeros(1), end])[:-1]
         mask = written = column["loss_mask"].bool()
         if use.max_token_age is not None:
-            mask = written & (step - 1 - column["token_step"] <= use.max_token_age)
+            is_known = column["token_step"] >= 0
+            mask = written & is_known & (step - 1 - column["token_step"] <= use.max_token_age)
         before = torch.cat([end.new_zeros(1), mask.long().cumsum(0)])
         return cls(
             header=header,
@@ -124,6 +130,7 @@ class Shard:
             token_step=column["token_step"],
             reward=column["reward"],
             group=column["group"],
+            figures=column.get(_FIGURES),
             advantage=group_advantage(
                 *(column[name] for name in ("reward", "group_mean", "group_std", "group_count")),
                 kind=use.advantage,
@@ -149,7 +156,12 @@ class Shard:
                 reward=float(self.reward[number]),
                 advantage=float(self.advantage[number]),
                 reference_logp=None if self.reference_logp is None else self.reference_logp[start:end].to(device),
+                figures=self._figures_of(number),
             )
+
+    def _figures_of(self, number: int) -> dict[str, float]:
+        values = [] if self.figures is None else self.figures[number].tolist()
+        return {name: value for name, value in zip(self.header.figures, values, strict=True) if not math.isnan(value)}
 
     def groups(self) -> dict[int, GroupShare]:
         """Return this rank's part of each group."""
@@ -194,13 +206,14 @@ def read_together(
 
 def _columns(header: BatchHeader, use: Use) -> Mapping[str, torch.dtype]:
     experts = {_EXPERTS: torch.int16} if header.has_experts and use.experts else {}
-    return _COLUMNS | experts | ({_REFERENCE: torch.float32} if header.has_reference else {})
+    figures = {_FIGURES: torch.float32} if header.figures else {}
+    return _COLUMNS | experts | figures | ({_REFERENCE: torch.float32} if header.has_reference else {})
 
 
 def _fault_of_shapes(column: Mapping[str, Tensor], columns: Mapping[str, torch.dtype]) -> str | None:
     for name, dtype in columns.items():
         tensor = column[name]
-        dimensions = 2 if name == _EXPERTS else 1
+        dimensions = 2 if name in (_EXPERTS, _FIGURES) else 1
         if tensor.dtype != dtype or tensor.dim() != dimensions:
             return (
                 f"column {name} is {tensor.dtype} {list(tensor.shape)}, should be {dtype} of {dimensions} dimension(s)"
@@ -212,7 +225,7 @@ def _fault_of_shapes(column: Mapping[str, Tensor], columns: Mapping[str, torch.d
     return None
 
 
-def _fault_of_values(column: Mapping[str, Tensor], use: Use) -> str | None:
+def _fault_of_values(column: Mapping[str, Tensor], use: Use, header: BatchHeader) -> str | None:
     end = column["sample_end"]
     start = torch.cat([end.new_zeros(1), end])[:-1]
     if bool((end <= start).any()) or len(column["tokens"]) != (int(end[-1]) if len(end) else 0):
@@ -224,8 +237,8 @@ def _fault_of_values(column: Mapping[str, Tensor], use: Use) -> str | None:
         logp = column.get(name, column["behaviour_logp"])
         if not bool(torch.isfinite(logp).all()) or bool((logp > 1e-3).any()):
             return f"{name} must be finite and at most 0"
-    if bool((column["token_step"][mask] < 0).any()):
-        return "a token to be trained has no step"
+    if not header.has_unversioned and bool((column["token_step"][mask] < 0).any()):
+        return "a token to be trained has no step, and the header does not declare any (hasUnversioned)"
     for name in ("reward", "group_mean", "group_std", "group_count"):
         if not bool(torch.isfinite(column[name]).all()):
             return f"{name} must be finite"
