@@ -643,7 +643,7 @@ def test_a_lost_pod_is_answered_by_its_rule(cause: FailureCause, signs: dict[str
     usual = lose(None)
     assert not usual.raises
     elsewhere = lose("ReplacePodElsewhere")
-    said = {FailureCause.MEMBER_SILENT: "no answer from pod sums-gpu-1-0 for "}
+    said = {FailureCause.MEMBER_SILENT: f"no answer from pod sums-gpu-1-0 for {SILENCE_S:.0f} s"}
     assert elsewhere.message.startswith(said.get(cause, f"pod sums-gpu-1-0 is lost ({cause}): "))
     climb = climb_of(elsewhere)
     restarts = int(cause.counts)
@@ -689,6 +689,18 @@ def test_a_second_loss_while_the_first_is_made_good_costs_no_second_restart() ->
     seen = changed(seen, 1, **evicted)
     climb = climb_of(plan(seen))
     assert (1, 1, ("node-0", "node-1")) == (climb.restarts, climb.tally.pod_restarts, climb.tally.avoids)
+
+
+def test_a_rule_is_not_asked_while_a_group_forms_unless_it_ends_the_job() -> None:
+    """Its pods are being made anew for another loss already."""
+    rules = policy(rule("PodEvicted", action="RestartPod"), rule("PodFailed", action="FailJob"))
+    seen = climbing(Rung.SERVING, Rung.SERVING, failure_policy=rules)
+    evicted = {"fate": FailureCause.POD_EVICTED, "ends_at": 160.0, "facts": None}
+    seen = changed(seen, 0, **evicted)
+    forming = following(seen, plan(seen))
+    assert not plan(changed(forming, 1, **evicted)).raises
+    failed = {"fate": FailureCause.POD_FAILED, "phase": PodPhase.FAILED, "facts": None}
+    assert Cause.FAILURE_POLICY is climb_of(plan(changed(forming, 1, **failed))).cause
 
 
 def test_a_loss_is_asked_of_the_rules_once_however_long_its_seat_is_empty() -> None:
@@ -795,6 +807,8 @@ def test_the_end_says_which_restarts_did_not_count() -> None:
     used = replace(seen.climb, tally=FailureTally(pod_restarts=7, step_retries=1, counted=(2, 2)))
     decided = plan(replace(seen, climb=used))
     assert "backoffLimit 2 is used up by 2 failures within 10 steps (6 more do not count)" in decided.message
+    all_count = replace(seen.climb, tally=FailureTally(step_retries=1, counted=(2, 2)))
+    assert "by 2 failures within 10 steps: " in plan(replace(seen, climb=all_count)).message, "also of a retried job"
 
 
 # ------------------------------------------------------------------------------------------------------ what counts
@@ -1012,7 +1026,7 @@ def test_a_rule_may_end_a_job_whose_pods_do_not_come_again_and_again() -> None:
     seen = absent(failure_policy=rules, backoffLimit=1)
     assert seen.climb is not None
     first = climb_of(plan(seen))
-    assert (Cause.PODS_NOT_READY, 1) == (first.cause, first.restarts)
+    assert (Cause.PODS_NOT_READY, 1, 1) == (first.cause, first.restarts, first.tally.pod_restarts)
     given_up = plan(replace(seen, climb=replace(first, cause=Cause.RESUMED)))
     assert Cause.BACKOFF_LIMIT is climb_of(given_up).cause
     assert "backoffLimit 1 is used up by 1 failure within 10 steps" in given_up.message
