@@ -200,7 +200,7 @@ class RolloutState:
             sealed=sealed,
             trained=trained,
             epoch=epoch_and_journal.epoch if epoch_and_journal else 0,
-            evaluated=EvaluationResult(step=trained, samples=1, mean=0, stderr=0),
+            evaluated=(EvaluationResult(step=trained, samples=1, mean=0, stderr=0),),
             stopped=epoch_and_journal is not None and epoch_and_journal.goal is Goal.STOP,
         )
         return facts.model_dump_json(by_alias=True).encode()

@@ -194,8 +194,9 @@ class BestOf(Wire):
 
 
 class EvaluationResult(Wire):
-    """Mean reward of one weights version on the held-out prompts. `stderr` is the standard error of `mean`."""
+    """Mean reward of one weights version on one set of prompts. `stderr` is the standard error of `mean`."""
 
+    name: str = "held-out"  # of the set; a store of an older program has no other
     step: int
     samples: int  # answers
     mean: float
@@ -211,7 +212,7 @@ class RolloutFacts(Wire):
     epoch: int = 0
     sealed: SealedBatch | None = None  # newest batch; training step `sealed.step` may begin
     trained_step: int = 0  # batches up to here are accounted as trained
-    evaluated: EvaluationResult | None = None  # newest finished evaluation
+    evaluated: tuple[EvaluationResult, ...] = ()  # newest result of each set that is evaluated now
     began_at: int | None = None  # step of the former checkpoint that the store began from; None: from the model
     samples: dict[str, int] = Field(default_factory=dict)  # by state (I3), all of them: they add up to admitted
     reward_mean: float | None = None  # of the newest sealed batch

@@ -7,13 +7,14 @@ from the API server and from here (tests/contract/test_manifest_corpus.py).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from enum import StrEnum
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator
 from pydantic.alias_generators import to_camel
 
+from colocated_rl_api.facts import EvaluationResult
 from colocated_rl_api.failure import FailurePolicy
 from colocated_rl_api.job_status import ColocatedRLJobStatus
 from colocated_rl_api.ladder import Ladder, ladder_for
@@ -28,6 +29,7 @@ from colocated_rl_api.parts import (
     Resources,
     Rule,
     Volume,
+    at_most_one_of,
     fixed,
     fixed_while_running,
     inside_rule,
@@ -35,7 +37,7 @@ from colocated_rl_api.parts import (
     should_match,
 )
 from colocated_rl_api.pod_template import PodTemplates
-from colocated_rl_api.prompts import Prompts
+from colocated_rl_api.prompts import SOURCES, OneSource, Prompts, Source, sources_of
 from colocated_rl_api.rungs import Placement, RolePlacement
 
 MANY_STEPS = 1_000_000
@@ -401,11 +403,34 @@ class EvaluationSampling(Part):
     )
 
 
-class Evaluation(Part):
-    """Mean reward on held-out prompts, beside rollout: before the first step, every few steps and after the last."""
+_is_set_name, _set_name_rule = should_match(
+    r"[a-z0-9]([-a-z0-9]*[a-z0-9])?", "should be of a-z, 0-9 and -, without - at its ends: aime-2024"
+)
+_OWN_PROMPTS = " || ".join(f"has(each.{source})" for source in SOURCES)
 
-    every_steps: int = Field(default=10, ge=1, le=1_000_000, description="Steps between evaluations.")
-    samples: int = Field(default=400, ge=1, le=1_000_000, description="Held-out prompts.")
+
+class EvaluationSet(OneSource):
+    """Prompts that are evaluated together: held-out ones of rollout, or those of a source of its own."""
+
+    RULES = (
+        at_most_one_of("the prompts of a set come from", *SOURCES),
+        *(
+            rule._replace(
+                message=f"{rule.field} can't change: give the set another name, so that its results stay apart"
+            )
+            for rule in fixed(*SOURCES)
+        ),
+    )
+
+    name: Annotated[str, _is_set_name] = Field(
+        min_length=1,
+        max_length=63,
+        json_schema_extra=_set_name_rule,
+        description="Its results are reported under this name, once in the list.",
+    )
+    samples: int = Field(
+        default=400, ge=1, le=1_000_000, description="Prompts at most, the first; fewer where there are no more."
+    )
     responses: int = Field(
         default=1,
         ge=1,
@@ -423,12 +448,38 @@ class Evaluation(Part):
         le=10_000_000,
         description="Limit of an answer to a prompt; that of rollout when absent.",
     )
+
+
+def _check_names(sets: list[EvaluationSet]) -> list[EvaluationSet]:
+    names = [each.name for each in sets]
+    if len(set(names)) != len(names):
+        raise ValueError(f"names should differ: {', '.join(names)} has one of them twice")
+    return sets
+
+
+class Evaluation(Part):
+    """Mean reward on sets of prompts, beside rollout: before the first step, every few steps and after the last."""
+
+    every_steps: int = Field(default=10, ge=1, le=1_000_000, description="Steps between evaluations.")
+    sets: Annotated[list[EvaluationSet], AfterValidator(_check_names)] = Field(
+        default=[EvaluationSet(name="held-out")],
+        min_length=1,
+        max_length=16,
+        json_schema_extra={"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["name"]},
+        description="What is evaluated, in this order. A set without a source has prompts that rollout holds out; one "
+        "with a source is added while the job is suspended.",
+    )
     deadline_seconds: int = Field(
         default=1800,
         ge=1,
         le=604_800,
-        description="The switch waits for an evaluation at most this long, then goes on.",
+        description="The switch waits for an evaluation of all sets at most this long, then goes on.",
     )
+
+    def lacking(self, results: Iterable[EvaluationResult], step: int) -> list[EvaluationSet]:
+        """Return the sets without a result of the weights of `step`, or of newer ones."""
+        done = {result.name for result in results if result.step >= step}
+        return [each for each in self.sets if each.name not in done]
 
 
 class Reference(Part):
@@ -657,6 +708,14 @@ class RestoreFrom(Part):
     )
 
 
+_ADDED_SETS = Rule(
+    field="evaluation",
+    rule="(has(oldSelf.suspend) && oldSelf.suspend) || !has(self.evaluation) || "
+    f"self.evaluation.sets.all(each, !({_OWN_PROMPTS}) || "
+    "has(oldSelf.evaluation) && oldSelf.evaluation.sets.exists(old, old.name == each.name))",
+    message="evaluation.sets gains a set with a source only between runs: set suspend to true, add it, and set suspend "
+    "to false again",
+)
 _RESTORED = Rule(
     field="restoreFrom",
     rule=f"!has(self.restoreFrom) || !has(self.mode) || self.mode != '{Mode.ROLLOUT_ONLY}'",
@@ -688,6 +747,7 @@ class ColocatedRLJobSpec(Part):
     RULES = (
         _RECORDED,
         _EVALUATED,
+        _ADDED_SETS,
         _RESTORED,
         *fixed(
             *("mode", "recorded", "model", "restoreFrom", "reference", "trainer", "storage", "managedBy"),
@@ -805,6 +865,21 @@ class ColocatedRLJobSpec(Part):
         description=f"Controller that acts on the job: {OPERATOR}, which is meant when absent. A job of another one is "
         "left alone, its status and finalizers too.",
     )
+
+    @property
+    def own_sets(self) -> list[EvaluationSet]:
+        """Return the sets of the evaluation that have a source of their own."""
+        return [each for each in (self.evaluation.sets if self.evaluation else ()) if each.source]
+
+    @property
+    def sources(self) -> list[Source]:
+        """Return the sources of all prompts by their number: those of rollout, then those of `own_sets`."""
+        return sources_of(self.rollout.prompts, self.own_sets)
+
+    @property
+    def set_sources(self) -> dict[int, Source]:
+        """Return the sources of `own_sets` by their number, which is behind those of rollout."""
+        return dict([*enumerate(self.sources)][len(self.rollout.prompts.sources) :])
 
     @property
     def placement(self) -> Placement:

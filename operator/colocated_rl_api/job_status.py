@@ -100,8 +100,9 @@ class BestOfStatus(StatusPart):
 
 
 class EvaluationStatus(StatusPart):
-    """Newest evaluation."""
+    """Newest result of a set."""
 
+    name: str = Field(max_length=63, description="The set, by its name in spec.evaluation.sets.")
     step: int = Field(description="Step of the weights.")
     mean: float = Field(description="Mean reward: the share of right answers where rewards are 0 or 1.")
     stderr: float = Field(description="Standard error of the mean.")
@@ -236,7 +237,9 @@ class ColocatedRLJobStatus(StatusPart):
     out_of_line: list[PodOutOfLine] = Field(default_factory=list, max_length=10, description="At most ten.")
     rollout: RolloutStatus | None = Field(default=None, description="Progress of rollout.")
     reference: ReferenceStatus | None = Field(default=None, description="Absent without spec.reference.")
-    evaluation: EvaluationStatus | None = Field(default=None, description="Newest evaluation.")
+    evaluations: list[EvaluationStatus] = Field(
+        default_factory=list, max_length=16, description="Newest evaluation of each set."
+    )
     checkpoint: CheckpointStatus | None = Field(default=None, description="Newest durable checkpoint.")
     start: StartStatus | None = Field(default=None, description="What pods are made of since the newest start.")
     restored_from: str | None = Field(

@@ -143,9 +143,17 @@ def _is_there(path: str) -> str:
 
 def one_of(chooses: str, *choices: str) -> Rule:
     """Return the rule that exactly one of several members is given. chooses: as in "prompts come from"."""
+    return _counted(choices, "== 1", f"{chooses} exactly one of {', '.join(choices[:-1])} and {choices[-1]}")
+
+
+def at_most_one_of(chooses: str, *choices: str) -> Rule:
+    """Return the rule that several members are not given together."""
+    return _counted(choices, "<= 1", f"{chooses} at most one of {', '.join(choices[:-1])} and {choices[-1]}")
+
+
+def _counted(choices: tuple[str, ...], condition: str, words: str) -> Rule:
     given = "[" + ", ".join(f"has(self.{choice})" for choice in choices) + "].filter(given, given).size()"
-    words = f"{chooses} exactly one of {', '.join(choices[:-1])} and {choices[-1]}"
-    return Rule(choices[0], f"{given} == 1", words, f"'{words}: %d are given'.format([{given}])")
+    return Rule(choices[0], f"{given} {condition}", words, f"'{words}: %d are given'.format([{given}])")
 
 
 def should_match(pattern: str, words: str) -> tuple[AfterValidator, dict[str, Any]]:

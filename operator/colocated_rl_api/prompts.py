@@ -1,11 +1,12 @@
 """Define the sources of prompts and the rewards of their responses: `spec.rollout.prompts` of the resource.
 
-Sources stand alone or in a mix. A source of rows (a file, a dataset of the hub) declares how its responses are
-rewarded; tasks and environments bring their own rewards with them.
+Sources stand alone or in a mix; a set of an evaluation may have one of its own. A source of rows (a file, a dataset of
+the hub) declares how its responses are rewarded; tasks and environments bring their own rewards with them.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from typing import Annotated
 
 from pydantic import Field
@@ -83,13 +84,16 @@ class Reward(Part):
 
 
 # ------------------------------------------------------------------------------------------------------------- sources
+HELD_OUT_PERCENT = 10  # of a source of rollout that does not say
+
+
 class _Source(Part):
-    held_out_percent: int = Field(
-        default=10,
+    held_out_percent: int | None = Field(
+        default=None,
         ge=0,
         le=100,
         description="Share of prompts, chosen by their hash, that is never trained on and serves evaluation; 100: for "
-        "evaluation alone.",
+        "evaluation alone. 10 in rollout.prompts, 100 in evaluation.sets when absent.",
     )
 
 
@@ -248,13 +252,15 @@ class Environment(_Source):
         return f"environment {self.name!r}"
 
 
-_SOURCES = ("reasoningGym", "file", "huggingFace", "function", "environment")
+SOURCES = ("reasoningGym", "file", "huggingFace", "function", "environment")
 
 
 Source = ReasoningGym | PromptFile | HuggingFace | PromptFunction | Environment
 
 
-class _OneSource(Part):
+class OneSource(Part):
+    """Fields of which each names a source of another kind."""
+
     reasoning_gym: ReasoningGym | None = Field(default=None, description="Tasks and verifier of reasoning-gym.")
     file: PromptFile | None = Field(default=None, description="Files of one's own.")
     hugging_face: HuggingFace | None = Field(default=None, description="A dataset of the hub.")
@@ -263,13 +269,14 @@ class _OneSource(Part):
 
     @property
     def source(self) -> Source | None:
+        """Return the source that is named."""
         return self.reasoning_gym or self.file or self.hugging_face or self.function or self.environment
 
 
-class WeightedSource(_OneSource):
+class WeightedSource(OneSource):
     """A source of a mix."""
 
-    RULES = (one_of("a source of a mix is", *_SOURCES),)
+    RULES = (one_of("a source of a mix is", *SOURCES),)
 
     weight: int = Field(
         default=1,
@@ -286,10 +293,10 @@ class Mix(Part):
     sources: list[WeightedSource] = Field(min_length=1, max_length=16, description="Each with its own rewards.")
 
 
-class Prompts(_OneSource):
+class Prompts(OneSource):
     """Source of prompts and their rewards, or a mix of sources."""
 
-    RULES = (one_of("prompts come from", *_SOURCES, "mix"),)
+    RULES = (one_of("prompts come from", *SOURCES, "mix"),)
 
     mix: Mix | None = Field(default=None, description="Several sources, in fixed shares.")
     image: str | None = Field(
@@ -322,27 +329,34 @@ class Prompts(_OneSource):
         """Return the seed of the order."""
         return self.mix.seed if self.mix else self.sources[0][0].seed
 
-    @property
-    def environments(self) -> dict[int, Environment]:
-        """Return the environments that are played, by the number of their source."""
-        return {number: source for number, (source, _) in enumerate(self.sources) if isinstance(source, Environment)}
 
-    @property
-    def claim_names(self) -> list[str]:
-        """Return the claims that sources lie in, each once."""
-        named = (source.claim_name for source, _ in self.sources if isinstance(source, PromptFile | PromptFunction))
-        return sorted({claim for claim in named if claim})
+# ------------------------------------------------------------------------------------------------- all sources of a job
+def sources_of(prompts: Prompts, others: Iterable[OneSource]) -> list[Source]:
+    """Return the sources of prompts, then the others', by their number."""
+    own = [source for source, _ in prompts.sources]
+    return own + [other.source for other in others if other.source]
 
-    @property
-    def endpoints(self) -> dict[int, HttpReward]:
-        """Return the endpoints of rewards, by the number of their source."""
-        return {
-            number: source.reward.http
-            for number, (source, _) in enumerate(self.sources)
-            if isinstance(source, RowSource) and source.reward.http
-        }
 
-    @property
-    def secret_names(self) -> list[str]:
-        """Return the Secrets with tokens for endpoints, each once."""
-        return sorted({endpoint.secret_name for endpoint in self.endpoints.values() if endpoint.secret_name})
+def environments_of(sources: Sequence[Source]) -> dict[int, Environment]:
+    """Return the environments that are played, by the number of their source."""
+    return {number: source for number, source in enumerate(sources) if isinstance(source, Environment)}
+
+
+def endpoints_of(sources: Sequence[Source]) -> dict[int, HttpReward]:
+    """Return the endpoints of rewards, by the number of their source."""
+    return {
+        number: source.reward.http
+        for number, source in enumerate(sources)
+        if isinstance(source, RowSource) and source.reward.http
+    }
+
+
+def claim_names_of(sources: Sequence[Source]) -> list[str]:
+    """Return the claims that sources lie in, each once."""
+    named = (source.claim_name for source in sources if isinstance(source, PromptFile | PromptFunction))
+    return sorted({claim for claim in named if claim})
+
+
+def secret_names_of(sources: Sequence[Source]) -> list[str]:
+    """Return the Secrets with tokens for endpoints, each once."""
+    return sorted({endpoint.secret_name for endpoint in endpoints_of(sources).values() if endpoint.secret_name})

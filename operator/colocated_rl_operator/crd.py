@@ -95,8 +95,14 @@ class _WithoutNull(GenerateJsonSchema):
         default = schema.get("default") if factory is None else factory()  # type: ignore[call-arg]  # takes no data here
         if default is None:
             return inner
-        # the server fills nested defaults into an empty object by itself
-        return {**inner, "default": {} if isinstance(default, BaseModel) else self.encode_default(default)}
+        return {**inner, "default": self.encode_default(_sparse(default))}
+
+
+def _sparse(default: object) -> object:
+    """Return what of a default has to be written: the server fills nested defaults in by itself."""
+    if isinstance(default, list):
+        return [_sparse(each) for each in default]
+    return default.model_dump(by_alias=True, exclude_unset=True) if isinstance(default, BaseModel) else default
 
 
 def structural_schema(model: type[BaseModel], *, path: str = "") -> Schema:

@@ -160,8 +160,9 @@ MAY_CHANGE = {
     "ttlSecondsAfterFinished": 7,
     "rollout.maxConcurrency": 7,
     "rollout.sampling.temperature": 0.7,
-    "evaluation.samples": 7,
-    "evaluation.sampling.topP": 0.7,
+    "evaluation.sets.0.samples": 7,
+    "evaluation.sets.0.sampling.topP": 0.7,
+    "evaluation.sets": [{"name": "held-out"}, {"name": "again"}],
     "evaluation": None,
 }
 MAY_CHANGE_WHILE_SUSPENDED = {
@@ -243,7 +244,7 @@ def changed(job: Document, path: str, value: object) -> Document:
     *parents, last = path.split(".")
     part = job["spec"]
     for name in parents:
-        part = part[name]
+        part = part[int(name)] if isinstance(part, list) else part[name]
     assert part.get(last) != value
     part[last] = value
     return job
@@ -309,6 +310,26 @@ def test_change_that_can_be_honoured_is_accepted(api: ApiServer, stored_job: Doc
     name = stored_job["metadata"]["name"]
     answer = api.request("PUT", f"{JOBS}/{name}?{DRY_RUN}", changed(stored_job, path, MAY_CHANGE[path]))
     assert answer.is_accepted, answer.message
+
+
+def test_a_set_of_an_evaluation_keeps_its_source(api: ApiServer, stored_job: Document) -> None:
+    """Results under one name are comparable."""
+    later = changed(stored_job, "evaluation.sets.1.huggingFace.split", "test")
+    answer = api.request("PUT", f"{JOBS}/stored?{DRY_RUN}", later)
+    assert ["spec.evaluation.sets[1].huggingFace"] == answer.fields
+    assert "give the set another name" in answer.message
+
+
+def test_a_set_with_a_source_comes_while_there_are_no_pods(api: ApiServer, stored_job: Document) -> None:
+    sets = [*stored_job["spec"]["evaluation"]["sets"], {"name": "sums", "reasoningGym": {"name": "chain_sum"}}]
+    answer = api.request("PUT", f"{JOBS}/stored?{DRY_RUN}", changed(stored_job, "evaluation.sets", sets))
+    assert ["spec.evaluation"] == answer.fields
+    assert "set suspend to true, add it" in answer.message
+    job = full("resting")
+    job["spec"]["suspend"] = True
+    with stored(api, job) as resting:
+        later = changed(changed(resting, "evaluation.sets", sets), "suspend", False)
+        assert api.request("PUT", f"{JOBS}/resting?{DRY_RUN}", later).is_accepted
 
 
 @pytest.mark.parametrize("path", MAY_CHANGE_WHILE_SUSPENDED)

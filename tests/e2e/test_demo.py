@@ -116,7 +116,7 @@ def assert_nothing_stays(out: Path, everyone: set[Process], before: dict[str, ob
 
 def changed_job(out: Path, *, steps: int) -> Path:
     job = yaml.safe_load(JOB.read_text())
-    job["spec"] |= {"steps": steps, "evaluation": {"everySteps": 10, "samples": 64}}
+    job["spec"] |= {"steps": steps, "evaluation": {"everySteps": 10, "sets": [{"name": "held-out", "samples": 64}]}}
     path = out / "job.yaml"
     path.write_text(yaml.safe_dump(job))
     return path

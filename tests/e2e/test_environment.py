@@ -13,7 +13,7 @@ def test_job_plays_its_environment_trains_its_episodes_and_evaluates_it(kubectl:
     job.wait_for_condition("Complete", deadline_s=DONE_S)
     sealed = job.rollout_lines("batch sealed")
     assert [(1, 8), (2, 8)] == [(line.fields["step"], line.fields["samples"]) for line in sealed]
-    evaluation = job.status["evaluation"]
+    [evaluation] = job.status["evaluations"]
     assert (2, 4) == (evaluation["step"], evaluation["samples"])
     assert 0 <= evaluation["mean"] <= 1
     job.delete()

@@ -157,8 +157,8 @@ class RolloutPod(SimPod):
 
 @cache
 def _rollout_facts(sealed: int, trained: int, epoch: int, evaluated: int | None, stopped: bool) -> RolloutFacts:
-    result = None if evaluated is None else EvaluationResult(step=evaluated, samples=1, mean=0, stderr=0)
-    return rollout_facts(sealed=sealed, trained=trained, epoch=epoch, evaluated=result, stopped=stopped)
+    results = () if evaluated is None else (EvaluationResult(step=evaluated, samples=1, mean=0, stderr=0),)
+    return rollout_facts(sealed=sealed, trained=trained, epoch=epoch, evaluated=results, stopped=stopped)
 
 
 class Group:

@@ -16,7 +16,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from colocated_rl_api import names
 from colocated_rl_api.facts import RolloutFacts
-from colocated_rl_api.job import ColocatedRLJobSpec
+from colocated_rl_api.job import ColocatedRLJobSpec, Evaluation, EvaluationSet
 from colocated_rl_api.member_wire import (
     Endpoint,
     Goal,
@@ -57,6 +57,11 @@ def write_model(directory: Path) -> Path:
     return directory
 
 
+def of_one_set(**rules: Any) -> Evaluation:
+    """An evaluation of the held-out prompts."""
+    return Evaluation(sets=[EvaluationSet(name="held-out", **rules)])
+
+
 def make_spec(**rollout: Any) -> ColocatedRLJobSpec:
     """Chain sums of one-digit terms; batches of 3 groups of 2."""
     fields: dict[str, Any] = {
@@ -81,7 +86,7 @@ def make_spec(**rollout: Any) -> ColocatedRLJobSpec:
             "model": {"claim": {"name": "model"}},
             "gpus": {"count": 0},
             "rollout": fields,
-            "evaluation": {"samples": 8},
+            "evaluation": {"sets": [{"name": "held-out", "samples": 8}]},
         }
     )
 

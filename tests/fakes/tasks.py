@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 
+from colocated_rl_api.job import EvaluationSet
 from colocated_rl_api.prompts import Prompts
 from colocated_rl_rollout.rewards.rewards import RewardService, TaskProcesses
 from colocated_rl_rollout.tasks.task_server import COMMAND, listen, serve
@@ -52,6 +53,7 @@ async def task_processes(
     prompts: Prompts,
     directory: Path,
     *,
+    sets: Sequence[EvaluationSet] = (),
     count: int = 1,
     command: Sequence[str] = COMMAND,
     container_bytes: int | None = None,
@@ -60,7 +62,7 @@ async def task_processes(
 ) -> AsyncIterator[TaskProcesses]:
     """Processes that are kept up until the end of the block."""
     with task_server(directory, command=command, container_bytes=container_bytes, path=path) as socket_path:
-        made = TaskProcesses(prompts, count=count, socket=socket_path, endpoints=endpoints)
+        made = TaskProcesses(prompts, sets=sets, count=count, socket=socket_path, endpoints=endpoints)
         running = asyncio.create_task(made.run())
         try:
             yield made

@@ -54,7 +54,10 @@ def api() -> ClusterApi:
     job["status"] = {
         "observedGeneration": 1, "phase": "Rollout", "step": 2, "epoch": 4, "lineage": 1, "targetStep": 2,
         "cause": "NextStep", "rung": "Serving", "gpuHolder": "Rollout", "weightVersion": "2-1", "conditions": [],
-        "evaluation": {"step": 2, "mean": 0.5, "stderr": 0.01, "samples": 64},
+        "evaluations": [
+            {"name": "held-out", "step": 2, "mean": 0.5, "stderr": 0.01, "samples": 64},
+            {"name": "aime", "step": 2, "mean": 0.1, "stderr": 0.02, "samples": 30},
+        ],
     }  # fmt: skip
     api = ClusterApi(jobs={"sums": job}, pods=[_pod("gpu-0"), _pod("rollout")])
     recorded = [line for line in RECORDED["lines"] if line.get("pod") in ("arithmetic-gpu-0-0", "arithmetic-rollout-0")]
@@ -207,13 +210,18 @@ def test_samples_and_evaluations_are_tables_json_and_yaml(run: Run, api: Cluster
     assert b"limit=0" in api.forwarded[-1]
     assert 7 == json.loads(run("samples", "sums", "-o", "json").stdout)[0]["id"]
     evaluated = run("eval", "sums").stdout.splitlines()
-    assert [["0", "0.1855"], ["2", "0.5"], ["10", "0.7969"]] == [line.split()[:2] for line in evaluated[1:4]]
+    assert [
+        ["0", "held-out", "0.1855"],
+        ["2", "held-out", "0.5"],
+        ["2", "aime", "0.1"],
+        ["10", "held-out", "0.7969"],
+    ] == [line.split()[:3] for line in evaluated[1:5]]
     assert "step: 0" in run("eval", "sums", "-o", "yaml").stdout
     log, more = api.logs["sums-rollout-0", "rollout"], '"best": 0.9, "bestOf": [{"answers": 2, "mean": 0.4}]'
     api.logs["sums-rollout-0", "rollout"] = log.replace('"evaluation ended"', f'"evaluation ended", {more}')
     head, first, *_ = run("eval", "sums").stdout.splitlines()
-    assert ["STEP", "MEAN", "STDERR", "BEST-OF-2", "BEST", "SAMPLES"] == head.split()
-    assert ["0", "0.1855", "0.4", "0.9"] == [first.split()[at] for at in (0, 1, 3, 4)]
+    assert ["STEP", "SET", "MEAN", "STDERR", "BEST-OF-2", "BEST", "SAMPLES"] == head.split()
+    assert ["0", "0.1855", "0.4", "0.9"] == [first.split()[at] for at in (0, 2, 4, 5)]
 
 
 def test_a_timeline_can_be_kept_and_made_again_without_the_cluster(run: Run, kubectl: Played, tmp_path: Path) -> None:

@@ -72,7 +72,7 @@ async def test_f16_weights_are_evaluated_before_the_first_step_as_often_as_the_j
         targets = [target for target in world.kubelet.of_seat("rollout").seen if isinstance(target, RolloutTarget)]
     asked = [target.evaluate for target in targets if target.evaluate is not None]
     assert [0, 2, 3] == sorted(set(asked), key=asked.index)
-    assert 3 == world.status["evaluation"]["step"]
+    assert 3 == world.status["evaluations"][0]["step"]
 
 
 @resident

@@ -29,6 +29,7 @@ from colocated_rl_api import names
 from colocated_rl_api.facts import RolloutFacts
 from colocated_rl_api.logs import JsonLines
 from colocated_rl_api.member_wire import JobFile, from_member
+from colocated_rl_api.prompts import endpoints_of
 from colocated_rl_api.rungs import WeightVersion
 from colocated_rl_cli import __main__ as program
 from colocated_rl_rollout.rewards.reward_endpoint import RewardEndpoint
@@ -188,7 +189,7 @@ async def talking(directory: Path) -> AsyncIterator[tuple[FakeGate, OperatorEnd,
             number: RewardEndpoint(
                 reward.model_copy(update={"url": str(server.make_url("/score"))}), file, session, tokens=directory
             )
-            for number, reward in spec.rollout.prompts.endpoints.items()
+            for number, reward in endpoints_of(spec.sources).items()
         }
         gate = FakeGate("job-gpu-0-0", job.tls, Scripted(directory / "model", lambda _: CANARIES["Response"]))
         gate.words = f"{CANARIES['Engine']} at {CANARIES['Prompt']}"

@@ -32,12 +32,13 @@ from colocated_rl_api.batch import HEADER_KEY, BatchHeader
 from colocated_rl_api.checkpoint import CONTENTS, FORMAT, Contents, checkpoint_name
 from colocated_rl_api.facts import EvaluationResult, Problem, RolloutFacts
 from colocated_rl_api.job import Evaluation as EvaluationSpec
-from colocated_rl_api.job import FormerSamples, Mode, Recording, RestoreFrom
+from colocated_rl_api.job import EvaluationSet, FormerSamples, Mode, Recording, RestoreFrom
 from colocated_rl_api.logs import JsonLines
 from colocated_rl_api.member_wire import Endpoint, Goal
+from colocated_rl_api.prompts import ReasoningGym
 from colocated_rl_api.rungs import WeightVersion
 from colocated_rl_cli.draw.figures import evaluations_of
-from colocated_rl_rollout.controller import EVALUATIONS_SAID, Controller
+from colocated_rl_rollout.controller import Controller
 from colocated_rl_rollout.engines import engines
 from colocated_rl_rollout.rewards.rewards import REWARD_UNAVAILABLE, RewardFailed, TaskProcesses
 from colocated_rl_rollout.settings import read_settings
@@ -45,7 +46,18 @@ from colocated_rl_rollout.store.store import Store
 from colocated_rl_rollout.tasks.task_wire import PromptContent, RewardAnswer
 from fakes.gate import FakeGate, Fault, experts_of, logp_of
 from fakes.interface import Interface, rollout_interface, routes_of
-from fakes.rollout import DEADLINE_S, JOB_UID, Answers, JobOnDisk, OperatorEnd, SilentProcesses, make_spec, until
+from fakes.rollout import (
+    DEADLINE_S,
+    JOB_UID,
+    MARK,
+    Answers,
+    JobOnDisk,
+    OperatorEnd,
+    SilentProcesses,
+    make_spec,
+    of_one_set,
+    until,
+)
 from fakes.tasks import are_up, task_processes
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -498,8 +510,8 @@ async def test_a_job_trains_on_prompts_and_rewards_of_ones_own(tmp_path: Path) -
         facts = await scene.operator.until(lambda facts: facts.evaluated)
     assert {2.0, -0.5} >= {reward for shard in batch.columns for reward in shard["reward"].tolist()}
     assert [3, 3] == [header.seed for header in batch.headers]
-    assert facts.evaluated
-    assert -0.5 < facts.evaluated.mean < 2.0
+    [result] = facts.evaluated
+    assert -0.5 < result.mean < 2.0
 
 
 async def test_surplus_waits_in_order_for_the_next_batch(tmp_path: Path, processes: TaskProcesses) -> None:
@@ -606,11 +618,63 @@ async def test_evaluation_counts_answers_of_one_version_only(job: JobOnDisk, pro
         await scene.gates[0].open(V0)
         await scene.gates[1].open(V1)  # not the weights that are asked about
         facts = await scene.operator.until(lambda facts: facts.evaluated)
-        assert facts.evaluated is not None
-        assert (0, 8) == (facts.evaluated.step, facts.evaluated.samples)
-        assert 0 < facts.evaluated.mean < 1
-        share = facts.evaluated.mean
-        assert facts.evaluated.stderr == pytest.approx(np.sqrt(share * (1 - share) / 8))
+        [result] = facts.evaluated
+        assert (0, 8) == (result.step, result.samples)
+        assert 0 < result.mean < 1
+        share = result.mean
+        assert result.stderr == pytest.approx(np.sqrt(share * (1 - share) / 8))
+
+
+OWN_SET = EvaluationSet(
+    name="other-sums",
+    samples=4,
+    responses=3,
+    reasoning_gym=ReasoningGym(
+        name="chain_sum",
+        config={"min_terms": 3, "max_terms": 3, "min_digits": 1, "max_digits": 1},
+        size=4,
+        seed=1,
+        answer_after=MARK,
+    ),
+)
+
+
+async def test_sets_are_evaluated_together_and_after_a_restart_those_that_have_no_result(tmp_path: Path) -> None:
+    """The job is suspended between the two, and gains and loses a set."""
+    spec = make_spec()
+    held_out = EvaluationSet(name="held-out", samples=8)
+    first = spec.model_copy(update={"evaluation": EvaluationSpec(sets=[EvaluationSet(name="gone"), held_out])})
+    later = spec.model_copy(update={"evaluation": EvaluationSpec(sets=[held_out, OWN_SET])})
+    prompts = spec.rollout.prompts
+    async with (
+        task_processes(prompts, tmp_path / "first") as made,
+        running(JobOnDisk.write(tmp_path, first), made) as scene,
+    ):
+        await scene.target(evaluate=0)
+        await scene.open(V0)
+        facts = await scene.operator.until(lambda facts: len(facts.evaluated) == 2)
+        before = {one.name: one for one in facts.evaluated}
+    async with (
+        task_processes(prompts, tmp_path / "later", sets=[OWN_SET]) as made,
+        running(JobOnDisk.write(tmp_path, later), made) as scene,
+    ):
+        await scene.target(2, evaluate=0)
+        assert [before["held-out"]] == list((await scene.operator.until(lambda facts: facts.epoch == 2)).evaluated)
+        await scene.open(V0)
+        facts = await scene.operator.until(lambda facts: len(facts.evaluated) == 2)
+        _, own = facts.evaluated
+        assert (before["held-out"], "other-sums", 0, 12) == (facts.evaluated[0], own.name, own.step, own.samples)
+        assert [2] == [each.answers for each in own.best_of]
+        shown = await scene.page("/v1/evaluations")
+        assert ["gone", "held-out", "other-sums"] == sorted(one["name"] for one in shown["evaluations"])
+        figures = await scene.figures()
+        for name, labels, value in (
+            ("", 'set="held-out"', before["held-out"].mean),
+            ("", 'set="other-sums"', own.mean),
+            ("_best_of", 'answers="2",set="other-sums"', own.best_of[0].mean),
+        ):
+            assert f"\ncolocate_rollout_evaluation_reward{name}{{{labels}}} {value}\n" in figures
+        assert 'set="gone"' not in figures
 
 
 async def test_a_controller_begins_its_log_with_the_evaluations_before_it(
@@ -627,8 +691,8 @@ async def test_a_controller_begins_its_log_with_the_evaluations_before_it(
     [begun] = [record for record in caplog.records if record.msg == "rollout controller ready"]
     assert isinstance(begun.args, dict)
     [known] = evaluations_of([{"event": begun.msg, **begun.args}])
-    assert facts.evaluated is not None
-    assert (0, None, facts.evaluated.mean, 8) == (known.step, known.ts, known.mean, known.samples)
+    [result] = facts.evaluated
+    assert (0, None, result.mean, 8) == (known.step, known.ts, known.mean, known.samples)
 
 
 async def test_that_line_is_no_longer_however_long_a_job_has_run(
@@ -639,6 +703,9 @@ async def test_that_line_is_no_longer_however_long_a_job_has_run(
     store = Store(job.directory / "state", job_uid=JOB_UID)
     for step in range(count):
         store.record_evaluation(EvaluationResult(step=step, samples=4096, mean=1 / 3, stderr=1 / 3e9, best=2 / 3))
+    for number in range(30):  # sets that came and went
+        known = EvaluationResult(name=f"set-{number}", step=count, samples=4096, mean=1 / 3, stderr=1 / 3e9, best=2 / 3)
+        store.record_evaluation(known)
     await store.flushed()
     store.close()
     with caplog.at_level("INFO"):
@@ -647,8 +714,10 @@ async def test_that_line_is_no_longer_however_long_a_job_has_run(
     [begun] = [record for record in caplog.records if record.msg == "rollout controller ready"]
     assert len(JsonLines().format(begun)) < 16 * 1024
     assert isinstance(begun.args, dict)
-    known = [one.step for one in evaluations_of([{"event": begun.msg, **begun.args}])]
-    assert [0, *range(count + 1 - EVALUATIONS_SAID, count)] == known
+    told = evaluations_of([{"event": begun.msg, **begun.args}])
+    assert {f"set-{number}" for number in range(30)} | {"held-out"} == {one.name for one in told}
+    steps = [one.step for one in told if one.name == "held-out"]
+    assert range(count - len(steps), count) == range(steps[0], count)
 
 
 VERIFIER_IS_LOST = """
@@ -732,29 +801,27 @@ async def test_what_the_limit_cut_short_is_worth_nothing_in_an_evaluation_too(
         await scene.target(evaluate=0)
         await scene.open(V0)
         facts = await scene.operator.until(lambda facts: facts.evaluated)
-        assert facts.evaluated is not None
-        assert mean == facts.evaluated.mean
+        [result] = facts.evaluated
+        assert mean == result.mean
         facts = await scene.sealed(1)
         assert mean == facts.reward_mean
 
 
 async def test_an_evaluation_asks_for_as_many_responses_as_it_should(tmp_path: Path, processes: TaskProcesses) -> None:
-    spec = make_spec()
-    assert spec.evaluation
-    evaluation = spec.evaluation.model_copy(update={"responses": 3})
-    job = JobOnDisk.write(tmp_path, spec.model_copy(update={"evaluation": evaluation}))
+    evaluation = of_one_set(samples=8, responses=3)
+    job = JobOnDisk.write(tmp_path, make_spec().model_copy(update={"evaluation": evaluation}))
     async with running(job, processes) as scene:
         await scene.target(evaluate=0)
         await scene.open(V0)
         facts = await scene.operator.until(lambda facts: facts.evaluated)
-        assert facts.evaluated
-        assert 24 == facts.evaluated.samples
-        assert facts.evaluated.mean == pytest.approx(facts.evaluated.best), "the fake engine answers alike"
-        result = facts.evaluated.model_dump(mode="json", by_alias=True)
-        assert {"evaluations": [result]} == await scene.page("/v1/evaluations")
+        [result] = facts.evaluated
+        assert 24 == result.samples
+        assert result.mean == pytest.approx(result.best), "the fake engine answers alike"
+        shown = result.model_dump(mode="json", by_alias=True)
+        assert {"evaluations": [shown]} == await scene.page("/v1/evaluations")
         figures = await scene.figures()
         for name, figure in (("", "mean"), ("_stderr", "stderr"), ("_best", "best")):
-            assert f"\ncolocate_rollout_evaluation_reward{name} {result[figure]}\n" in figures
+            assert f'\ncolocate_rollout_evaluation_reward{name}{{set="held-out"}} {shown[figure]}\n' in figures
 
 
 async def test_an_evaluation_that_nobody_can_score_has_no_result(job: JobOnDisk, tmp_path: Path) -> None:
@@ -766,9 +833,9 @@ async def test_an_evaluation_that_nobody_can_score_has_no_result(job: JobOnDisk,
         await scene.target(evaluate=0)
         await scene.open(V0)
         await until(lambda: evaluation.problem and evaluation.problem.reason == "EvaluationImpossible")
-        await until(lambda: not evaluation._under_way)
+        await until(lambda: not evaluation._runs)
         facts = await scene.operator.until(lambda facts: facts.problem and "its data is gone" in facts.problem.message)
-        assert facts.evaluated is None
+        assert not facts.evaluated
 
 
 async def test_an_evaluation_waits_for_an_endpoint_instead_of_counting_its_silence_as_wrong(tmp_path: Path) -> None:
@@ -783,8 +850,8 @@ async def test_an_evaluation_waits_for_an_endpoint_instead_of_counting_its_silen
         await scene.target(evaluate=0)
         await scene.open(V0)
         facts = await scene.operator.until(lambda facts: facts.evaluated)
-    assert facts.evaluated
-    assert 1.0 == facts.evaluated.mean
+    [result] = facts.evaluated
+    assert 1.0 == result.mean
 
 
 class SilentAtFirst:
@@ -809,8 +876,8 @@ async def test_an_evaluation_that_a_switch_breaks_is_asked_again(job: JobOnDisk,
         await scene.close()
         await scene.open(WeightVersion(0, 2))  # the trainers began again, and exported the same step
         facts = await scene.operator.until(lambda facts: facts.evaluated)
-        assert facts.evaluated is not None
-        assert facts.evaluated.samples == 8
+        [result] = facts.evaluated
+        assert result.samples == 8
 
 
 async def test_a_restart_loses_nothing_that_was_accepted(job: JobOnDisk, processes: TaskProcesses) -> None:
@@ -895,16 +962,16 @@ async def test_an_evaluation_may_come_later_and_change_for_the_next_one(
         await scene.target()
         await scene.open(V0)
         await scene.sealed(1)
-        await scene.target(2, evaluate=0, evaluation=EvaluationSpec(samples=4))
+        await scene.target(2, evaluate=0, evaluation=of_one_set(samples=4))
         facts = await scene.operator.until(lambda facts: facts.evaluated)
-        assert facts.evaluated
-        assert (0, 4, None) == (facts.evaluated.step, facts.evaluated.samples, facts.evaluated.best)
+        [result] = facts.evaluated
+        assert (0, 4, None) == (result.step, result.samples, result.best)
         await scene.open(V1)
-        await scene.target(3, trained_step=1, evaluate=1, evaluation=EvaluationSpec(samples=6, responses=2))
-        facts = await scene.operator.until(lambda facts: facts.evaluated and facts.evaluated.step == 1)
-        assert facts.evaluated
-        assert 12 == facts.evaluated.samples
-        assert facts.evaluated.best is not None
+        await scene.target(3, trained_step=1, evaluate=1, evaluation=of_one_set(samples=6, responses=2))
+        facts = await scene.operator.until(lambda facts: facts.evaluated and facts.evaluated[0].step == 1)
+        [result] = facts.evaluated
+        assert 12 == result.samples
+        assert result.best is not None
 
 
 async def test_goal_stop_ends_the_controller(job: JobOnDisk, processes: TaskProcesses) -> None:

@@ -164,13 +164,13 @@ async def test_a_job_plays_its_environment_by_itself_and_evaluates_it(tmp_path: 
             assert_trained(scene, columns)
             assert 2.0 in columns["figures"][0], "a metric of the environment: it looks up both things"
         await scene.operator.send(1, (scene.gate.endpoint,), trained_step=1, evaluate=1, last_step=1)
-        facts = await scene.operator.until(lambda facts: facts.evaluated is not None, PLAYED_S)
-        assert facts.evaluated is not None
+        facts = await scene.operator.until(lambda facts: facts.evaluated, PLAYED_S)
+        [result] = facts.evaluated
         assert (1, 2, 1.0, 0.0) == (
-            facts.evaluated.step,
-            facts.evaluated.samples,
-            facts.evaluated.mean,
-            facts.evaluated.stderr,
+            result.step,
+            result.samples,
+            result.mean,
+            result.stderr,
         )
         assert 2 == scene.figure("sessions_ended_total", ending="evaluated")
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +17,8 @@ import numpy as np
 import pytest
 from prometheus_client import CollectorRegistry
 
-from colocated_rl_api.prompts import Environment, Mix, Prompts, WeightedSource
+from colocated_rl_api.job import EvaluationSet
+from colocated_rl_api.prompts import Environment, Mix, Prompts, ReasoningGym, WeightedSource
 from colocated_rl_api.rungs import WeightVersion
 from colocated_rl_rollout.episodes import EpisodeFailed, EpisodeLost, Episodes
 from colocated_rl_rollout.gateway.openai_requests import RequestRefused
@@ -59,9 +60,9 @@ for line in sys.stdin:
     number, row = command["play"]["episode"], command["play"]["row"]
     rows[number] = row
     assert command["play"]["address"].startswith("http://gateway/v1/sessions/episode:"), said
-    if row in (0, 1, 5):
+    if row in (0, 1, 5, 11):
         open(sys.argv[1] + "/go").read()
-    if row == 0:
+    if row in (0, 11):
         value = {"reward": 0.25, "figures": {"tools": 2}}
         print(json.dumps({"episode": number, "value": value}), flush=True)
     if row == 1:
@@ -137,7 +138,14 @@ class Scene:
 
 
 @asynccontextmanager
-async def playing(directory: Path, *, stop_s: float = 60.0, program: str = PLAYER) -> AsyncIterator[Scene]:
+async def playing(
+    directory: Path,
+    *,
+    stop_s: float = 60.0,
+    program: str = PLAYER,
+    prompts: Prompts = PROMPTS,
+    sets: Sequence[EvaluationSet] = (),
+) -> AsyncIterator[Scene]:
     registry = CollectorRegistry()
     store, metrics = Store(directory / "state", job_uid=JOB_UID), RolloutMetrics(registry)
     clock = Clock()
@@ -152,8 +160,9 @@ async def playing(directory: Path, *, stop_s: float = 60.0, program: str = PLAYE
     os.mkfifo(directory / "go")
     with task_server(directory, command=[sys.executable, "-c", program]) as path:
         episodes = Episodes(
-            PROMPTS,
+            prompts,
             sessions,
+            sets=sets,
             count=1,
             socket=path,
             model="the-model",
@@ -191,6 +200,16 @@ async def test_an_episode_is_its_recorded_turns_and_the_reward_of_its_environmen
             scene.sessions.begin(session.id)
         await scene.store.flushed()
         assert [] == scene.store.rows("SELECT * FROM turns"), "they are the sample's"
+
+
+async def test_an_environment_of_a_set_of_the_evaluation_is_played(tmp_path: Path) -> None:
+    own = EvaluationSet(name="own", environment=Environment(name="patient"))
+    prompts = Prompts(reasoning_gym=ReasoningGym(name="chain_sum"))
+    async with playing(tmp_path, prompts=prompts, sets=[own]) as scene:
+        episode = scene.play(11)
+        await scene.turn(await scene.session())
+        await scene.go()
+        assert 0.25 == (await episode).reward
 
 
 async def test_a_reward_without_a_turn_is_no_episode(tmp_path: Path) -> None:

@@ -128,7 +128,7 @@ async def test_a_process_that_hangs_or_dies_costs_one_sample_and_is_replaced(
 
 
 async def test_a_task_that_cannot_be_made_is_reported_to_whoever_asks(tmp_path: Path) -> None:
-    async with processes(tmp_path, """print('{"error": "file can not be used: no rows"}')""") as made:
+    async with processes(tmp_path, """print('{"error": "rollout.prompts.file can not be used: no rows"}')""") as made:
         for _ in range(2):
             with pytest.raises(TaskUnusable, match=r"spec\.rollout\.prompts\.file can not be used: no rows"):
                 await made.prompts(0, 1)

@@ -27,6 +27,7 @@ import pytest
 import yaml
 
 from colocated_rl_api.facts import Problem
+from colocated_rl_api.job import EvaluationSet
 from colocated_rl_api.logs import SHOW_MESSAGES
 from colocated_rl_api.member_wire import JobFile
 from colocated_rl_api.prompts import (
@@ -576,6 +577,39 @@ async def test_a_mix_scores_each_row_as_its_source_says(tmp_path: Path) -> None:
             prompt = str(each.prompt)
             assert (7.0 if each.held_out else 0.25) == await made.score(each.row, prompt[0])
     assert [(f"{n}?", str(n)) for n in range(3)] == sorted(endpoint.asked)
+
+
+async def test_a_set_of_an_evaluation_has_its_own_rows_and_rewards(tmp_path: Path) -> None:
+    rows = [{"prompt": f"{number}?", "answer": str(number)} for number in range(3)]
+    trained = write_file(tmp_path, *rows, {"prompt": "4?", "answer": "4"}, held_out_percent=0)
+    sets = [
+        EvaluationSet(name="judged", file=prompt_file(reward={"http": {"url": "http://judge/"}})),
+        EvaluationSet(name="sums", reasoning_gym=ReasoningGym(name="chain_sum", size=5)),
+    ]
+    endpoint = RowKeeper()
+    async with (
+        asyncio.timeout(DEADLINE_S),
+        task_processes(Prompts(file=trained), tmp_path, sets=sets, endpoints={1: endpoint}) as made,
+    ):
+        data = await made.data()
+        assert (4, 8, 13) == data.ends
+        assert {False} == {each.held_out for each in await made.prompts(0, data.size)}
+        judged = await made.prompts(0, 4, source=1)
+        assert {True} == {each.held_out for each in judged}, "all of them serve the evaluation"
+        assert {4, 5, 6, 7} == {each.row for each in judged}
+        assert [7.0] * 4 == [await made.score(each.row, str(each.prompt)[0]) for each in judged]
+        (first,) = await made.prompts(0, 1, source=2)
+        assert 8 == first.row
+        assert 0.0 == await made.score(first.row, "no number")
+    assert 4 == len(endpoint.asked)
+
+
+async def test_a_set_that_can_not_be_made_is_named(tmp_path: Path) -> None:
+    sets = [EvaluationSet(name="aime", file=prompt_file(path="none.jsonl"))]
+    prompts = Prompts(reasoning_gym=ReasoningGym(name="chain_sum", size=10))
+    async with asyncio.timeout(DEADLINE_S), task_processes(prompts, tmp_path, sets=sets) as made:
+        with pytest.raises(TaskUnusable, match=r"^spec.evaluation.sets, aime: file 'none.jsonl' can't be used"):
+            await made.data()
 
 
 async def test_a_module_that_another_of_its_name_hides_is_not_mistaken_for_it(tmp_path: Path) -> None:

@@ -139,7 +139,8 @@ def test_a_reference_that_is_missing_or_loads_its_model_is_named() -> None:
 def test_a_sealed_batch_waits_for_the_evaluation_that_is_due() -> None:
     states = pages(**{"sums-rollout-0": rollout_page(sealed=SEALED)})
     evaluated = explained(job(status=running(), evaluation={"everySteps": 1, "deadlineSeconds": 60}), states=states)
-    assert "batch 2 is sealed; the evaluation of step 1 has to end first" in str(evaluated.waits_for)
+    waits = "batch 2 is sealed; the evaluation of step 1 has to end first: held-out (at most 60 s"
+    assert waits in str(evaluated.waits_for)
     assert "batch 2 is sealed: the switch begins" == explained(job(status=running()), states=states).waits_for
 
 

@@ -11,6 +11,7 @@ from colocated_rl_api.holders import PodHolder
 from colocated_rl_api.ladder import DISAGGREGATED, RESIDENT, SCORED_TIME_SLICED
 from colocated_rl_api.rungs import Rung
 from colocated_rl_cli.draw.figures import (
+    by_set,
     holder_shares,
     read_figures,
     rung_times,
@@ -193,6 +194,12 @@ def test_evaluations_of_a_controller_that_is_gone_are_those_with_which_the_next_
     found = read_figures([begun, evaluated(20, 0.9)]).evaluations
     assert [(0, None, 0.5), (10, None, 0.5), (20, 20.0, None)] == [(one.step, one.ts, one.best) for one in found]
     assert [{2: 0.3}, {2: 0.3}, {}] == [one.best_of for one in found]
+
+
+def test_each_set_has_its_evaluations() -> None:
+    lines = [{**evaluated(0, 0.2), "name": "aime"}, evaluated(0, 0.3), {**evaluated(10, 0.4), "name": "aime"}]
+    found = by_set(read_figures(lines).evaluations)
+    assert {"aime": [0.2, 0.4], "held-out": [0.3]} == {name: [one.mean for one in of] for name, of in found.items()}
 
 
 def test_the_first_evaluation_is_of_step_0_and_the_last_is_the_newest() -> None:

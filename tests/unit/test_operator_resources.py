@@ -179,6 +179,17 @@ def test_reward_code_has_a_user_of_its_own_and_nothing_but_a_socket_and_its_prom
     assert ("judge", [{"key": entry, "path": entry}]) == (token["secretName"], token["items"])
 
 
+def test_a_set_of_an_evaluation_has_its_claim_and_its_token() -> None:
+    endpoint = {"url": "http://judge/", "secretName": "judge"}
+    file = {"claimName": "aime", "path": "aime.jsonl", "reward": {"http": endpoint}}
+    body = pod(ROLLOUT_SEAT, evaluation={"sets": [{"name": "held-out"}, {"name": "aime", "file": file}]})
+    volumes = {volume["name"]: volume for volume in body["spec"]["volumes"]}
+    assert {"claimName": "aime", "readOnly": True} == volumes["prompts-0"]["persistentVolumeClaim"]
+    assert "judge" == volumes["reward-token-0"]["secret"]["secretName"]
+    assert mounts(body, names.REWARDS_CONTAINER)["prompts-0"]
+    assert mounts(body, names.ROLLOUT_CONTAINER)["reward-token-0"]
+
+
 def test_a_job_that_trains_a_recording_has_no_reward_code_and_none_of_its_claims_and_secrets() -> None:
     """It mounted them all the same, and waited for volumes that another node had."""
     reward = {"http": {"url": "http://judge/", "secretName": "judge"}}

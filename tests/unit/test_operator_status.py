@@ -413,7 +413,7 @@ def test_a_pod_that_can_not_start_is_shown_before_anybody_has_answered() -> None
 def test_unmeasured_figures_are_absent() -> None:
     status = status_of(seen_at(Rung.SERVING, Rung.SERVING))
     assert status.rollout is not None
-    assert (None, None, None) == (status.rollout.reward, status.evaluation, status.last_switch_seconds)
+    assert (None, [], None) == (status.rollout.reward, status.evaluations, status.last_switch_seconds)
 
 
 def test_figures_alone_are_not_urgent_and_phases_are() -> None:
@@ -422,11 +422,11 @@ def test_figures_alone_are_not_urgent_and_phases_are() -> None:
     result = EvaluationResult(
         step=0, samples=4, mean=0.5, stderr=0.1, best=0.75, best_of=(BestOf(answers=2, mean=0.6),)
     )
-    facts = rollout_facts(sealed=1, reward_mean=0.3, evaluated=result, samples={"running": 3})
+    facts = rollout_facts(sealed=1, reward_mean=0.3, evaluated=(result,), samples={"running": 3})
     moved = status_of(replace(seen, members=(*seen.members[:2], replace(seen.members[2], facts=facts))), before)
     assert before != moved
-    assert moved.evaluation is not None
-    assert (0.5, 0.75) == (moved.evaluation.mean, moved.evaluation.best)
-    assert [(2, 0.6)] == [(each.answers, each.mean) for each in moved.evaluation.best_of or ()]
+    [shown] = moved.evaluations
+    assert ("held-out", 0.5, 0.75) == (shown.name, shown.mean, shown.best)
+    assert [(2, 0.6)] == [(each.answers, each.mean) for each in shown.best_of or ()]
     assert not is_urgent(before, moved)
     assert is_urgent(before, status_of(seen_at(Rung.SERVING, Rung.OFFLOADED, served=V1), before))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -232,9 +233,22 @@ def test_a_switch_waits_for_an_evaluation_that_is_due_and_asks_for_it() -> None:
     seen = climbing(Rung.SERVING, Rung.SERVING, job=job, rollout=rollout_facts(sealed=2, trained=1))
     assert not plan(seen).raises
     assert 1 == rollout_target(plan(seen)).evaluate
-    done = rollout_facts(sealed=2, trained=1, evaluated=EvaluationResult(step=1, samples=4, mean=0.5, stderr=0.1))
+    done = rollout_facts(sealed=2, trained=1, evaluated=(EvaluationResult(step=1, samples=4, mean=0.5, stderr=0.1),))
     assert plan(replace(seen, members=(*seen.members[:2], replace(seen.members[2], facts=done)))).raises
     assert plan(later(seen, 60)).raises
+
+
+def test_a_switch_waits_for_each_set_of_the_evaluation_and_for_none_that_is_gone() -> None:
+    def begins(*sets: str, done: Sequence[str] = ()) -> bool:
+        job = make_job(evaluation={"everySteps": 1, "sets": [{"name": name} for name in sets]})
+        results = tuple(EvaluationResult(name=name, step=1, samples=4, mean=0.5, stderr=0.1) for name in done)
+        facts = rollout_facts(sealed=2, trained=1, evaluated=results)
+        return bool(plan(climbing(Rung.SERVING, Rung.SERVING, job=job, rollout=facts)).raises)
+
+    assert not begins("aime", "sums", done=["aime"])
+    assert begins("aime", "sums", done=["sums", "aime"])
+    assert begins("aime", done=["aime"]), "sums was taken out of the spec while it was under way"
+    assert not begins("aime", "new", done=["aime", "sums"])
 
 
 def test_an_evaluation_is_made_on_request_once_its_period_is_one() -> None:
@@ -574,7 +588,7 @@ def test_the_rollout_controller_is_told_what_of_the_spec_may_change_as_it_is_now
     job = make_job(
         steps=7,
         rollout=rollout | {"maxConcurrency": 3, "sampling": {"temperature": 0.5}},
-        evaluation={"everySteps": 2, "samples": 9},
+        evaluation={"everySteps": 2, "sets": [{"name": "held-out", "samples": 9}]},
     )
     target = rollout_target(plan(climbing(Rung.SERVING, Rung.SERVING, job=job)))
     assert (7, 3, 0.5, job.spec.evaluation) == (

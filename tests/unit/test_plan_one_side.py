@@ -151,7 +151,7 @@ def test_a_recording_waits_for_the_evaluation_of_its_weights() -> None:
     seen = seen_of(only, serving(), rollout=rollout_facts(sealed=3))
     assert (False, 0) == (plan(seen).raises, targets(seen)[1].evaluate)
     done = EvaluationResult(step=0, samples=1, mean=0.5, stderr=0.0)
-    assert plan(seen_of(only, serving(), rollout=rollout_facts(sealed=3, evaluated=done))).raises
+    assert plan(seen_of(only, serving(), rollout=rollout_facts(sealed=3, evaluated=(done,)))).raises
 
 
 def test_status_of_a_recording_says_who_has_the_devices_and_which_batch_is_the_newest() -> None:

@@ -161,7 +161,7 @@ def test_new_weights_wait_for_an_engine_that_starts_as_long_as_engines_may() -> 
 
 # ----------------------------------------------------------------------------------------------------------- evaluation
 EVALUATED = make_resident_job(evaluation={"everySteps": 1, "deadlineSeconds": 60})
-DONE = rollout_facts(sealed=1, evaluated=EvaluationResult(step=0, samples=4, mean=0.5, stderr=0.1))
+DONE = rollout_facts(sealed=1, evaluated=(EvaluationResult(step=0, samples=4, mean=0.5, stderr=0.1),))
 
 
 def test_the_next_step_begins_beside_an_evaluation_of_the_weights_that_serve() -> None:

@@ -18,16 +18,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
 
+from colocated_rl_api.facts import EvaluationResult
 from colocated_rl_api.job import Evaluation as Rules
-from colocated_rl_api.job import EvaluationSampling, Sampling
+from colocated_rl_api.job import EvaluationSampling, EvaluationSet, Sampling
+from colocated_rl_api.prompts import ReasoningGym
 from colocated_rl_api.rungs import WeightVersion
+from colocated_rl_rollout.controller import EVALUATIONS_SAID, in_one_line
 from colocated_rl_rollout.engines.engine_client import Generated, GenerateRequest
 from colocated_rl_rollout.engines.engines import Engines
 from colocated_rl_rollout.episodes import EpisodeFailed, EpisodeLost
 from colocated_rl_rollout.evaluation import Evaluator, Scoreboard, best_of
 from colocated_rl_rollout.gateway.sessions import Sessions
 from colocated_rl_rollout.metrics import RolloutMetrics
-from colocated_rl_rollout.rewards.prompts import PromptSource
+from colocated_rl_rollout.rewards.prompts import NoPrompts, PromptSource
 from colocated_rl_rollout.rewards.rewards import TaskProcesses
 from colocated_rl_rollout.rules.samples import (
     Finish,
@@ -38,7 +41,7 @@ from colocated_rl_rollout.rules.samples import (
 )
 from colocated_rl_rollout.store.store import Store
 from fakes.episodes import Told
-from fakes.rollout import JOB_UID, JobOnDisk, make_spec, until
+from fakes.rollout import JOB_UID, JobOnDisk, make_spec, of_one_set, until
 
 V = WeightVersion
 
@@ -130,6 +133,19 @@ def test_weights_that_were_made_again_start_the_count_again() -> None:
     assert 0.0 == result.mean
 
 
+def test_the_first_result_of_each_set_is_told_with_the_newest() -> None:
+    """Others are compared with it."""
+    results = [
+        EvaluationResult(name=name, step=step, samples=4, mean=0.5, stderr=0.1)
+        for step in range(100)
+        for name in ("aime", "sums")
+    ]
+    told = in_one_line(results)
+    assert EVALUATIONS_SAID == len(told)
+    assert [*results[:2], *results[2 - EVALUATIONS_SAID :]] == told
+    assert results[:9] == in_one_line(results[:9])
+
+
 # ------------------------------------------------------------------------------------------------ tasks that are played
 class Serving:
     """An engine that serves one version."""
@@ -146,9 +162,22 @@ class OneEngine(Engines):
         return Serving() if self.takes and step == Serving.version.step else None
 
 
+SUMS = ReasoningGym(name="chain_sum")
+TASKS = [Prompt(0, 5, ()), Prompt(1, 6, ())]
+QUESTIONS = [Prompt(0, 5, (1, 2)), Prompt(1, 6, (3,))]
+
+
 class HeldOut(PromptSource):
-    async def held_out(self, count: int) -> list[Prompt]:
-        return [Prompt(0, 5, ()), Prompt(1, 6, ())]
+    """Has two prompts of each source, which are tasks, or questions once a test says so. missing: of no source."""
+
+    found = TASKS
+    missing = ""
+
+    async def held_out(self, count: int, *, source: int | None = None) -> list[Prompt]:
+        if source is None and self.missing:
+            raise NoPrompts(self.missing)
+        first = 0 if source is None else 10 * source
+        return [Prompt(one.position, first + one.index, one.ids) for one in self.found[:count]]
 
 
 @dataclass
@@ -156,6 +185,7 @@ class Scene:
     """An evaluation of two tasks of an environment, by the weights of step 3."""
 
     evaluation: Evaluator
+    prompts: HeldOut
     episodes: Told
     store: Store
     engines: OneEngine
@@ -167,11 +197,29 @@ class Scene:
     async def ended(self, *ends: Trajectory | Exception) -> None:
         for end in ends:
             self.episodes.ends.put_nowait(end)
-        await until(lambda: not self.evaluation._under_way)
+        await until(lambda: not self.answering)
+
+    async def ask_anew(self, found: list[Prompt]) -> None:
+        """Ask for other prompts than before: the sets have to be other ones too."""
+        self.prompts.found = found
+        self.evaluation.ask(None)
+        self.evaluation.ask(3)
+        await until(lambda: self.evaluation.demand)
+
+    @property
+    def answering(self) -> list[asyncio.Task[None]]:
+        return [task for run in self.evaluation._runs for task in run.answering.values()]
+
+    @property
+    def result(self) -> EvaluationResult:
+        (result,) = self.evaluation.results
+        return result
 
 
 @asynccontextmanager
-async def evaluating(directory: Path, sampling: Sampling | None = None) -> AsyncIterator[Scene]:
+async def evaluating(
+    directory: Path, sampling: Sampling | None = None, rules: Rules | None = None, *, missing: str = ""
+) -> AsyncIterator[Scene]:
     job = JobOnDisk.write(directory, make_spec())
     prompts = job.spec.rollout.prompts
     store = Store(directory / "state", job_uid=JOB_UID)
@@ -179,12 +227,15 @@ async def evaluating(directory: Path, sampling: Sampling | None = None) -> Async
     sessions = Sessions(store, metrics, group_size=2, max_staleness=1, changed=lambda: None, clock=lambda: 0.0)
     processes = TaskProcesses(prompts, count=1, socket=directory)
     episodes = Told(prompts, sessions, count=0, socket=directory, model="job", gateway=lambda: "")
+    held_out = HeldOut(processes, job.chat, max_prompt_tokens=9, position=0, changed=lambda: None)
+    held_out.missing = missing
     evaluation = Evaluator(
-        Rules(samples=2),
+        rules or of_one_set(samples=2),
+        sources={1: SUMS},
         limit=9,
         sampling=sampling or Sampling(),
         store=store,
-        prompts=HeldOut(processes, job.chat, max_prompt_tokens=9, position=0, changed=lambda: None),
+        prompts=held_out,
         chat=job.chat,
         processes=processes,
         episodes=episodes,
@@ -194,7 +245,7 @@ async def evaluating(directory: Path, sampling: Sampling | None = None) -> Async
         preparing = group.create_task(evaluation.prepare())
         evaluation.ask(3)
         await until(lambda: evaluation.demand)
-        yield Scene(evaluation, episodes, store, OneEngine(), group)
+        yield Scene(evaluation, held_out, episodes, store, OneEngine(), group)
         preparing.cancel()
     store.close()
 
@@ -210,8 +261,7 @@ async def test_episodes_of_one_version_are_the_evaluation(tmp_path: Path) -> Non
         scene.send()
         await until(lambda: [5, 6] == scene.episodes.begun)
         await scene.ended(played(1.0, V(3, 1), V(3, 1)), played(0.0, V(3, 1)))
-        assert scene.store.evaluated is not None
-        assert (3, 2, 0.5) == (scene.store.evaluated.step, scene.store.evaluated.samples, scene.store.evaluated.mean)
+        assert (3, 2, 0.5) == (scene.result.step, scene.result.samples, scene.result.mean)
         await scene.store.flushed()
         assert 1 == len(scene.store.rows("SELECT value FROM facts WHERE name = 'evaluated'")), "sessions are gone"
 
@@ -224,23 +274,21 @@ async def test_an_episode_of_two_versions_and_one_that_is_lost_are_played_again(
         scene.send()
         await until(lambda: [5, 6, 5, 6] == scene.episodes.begun)
         await scene.ended(played(1.0, V(3, 1)), played(1.0, V(3, 1)))
-        assert scene.store.evaluated is not None
-        assert 1.0 == scene.store.evaluated.mean
+        assert 1.0 == scene.result.mean
 
 
 async def test_an_episode_that_fails_is_worth_nothing(tmp_path: Path) -> None:
     async with evaluating(tmp_path) as scene:
         scene.send()
         await scene.ended(played(1.0, V(3, 1)), EpisodeFailed("EpisodeHung", "it did not end"))
-        assert scene.store.evaluated is not None
-        assert 0.5 == scene.store.evaluated.mean
+        assert 0.5 == scene.result.mean
 
 
 async def test_so_many_episodes_at_a_time_are_played_and_none_while_engines_are_off(tmp_path: Path) -> None:
     async with evaluating(tmp_path) as scene:
         scene.engines.takes = False
         scene.send()
-        assert not scene.evaluation._under_way
+        assert not scene.answering
         scene.engines.takes = True
         scene.send(at_most=1)
         scene.send(at_most=1)
@@ -258,10 +306,96 @@ async def test_an_end_is_no_verdict_on_episodes_that_are_under_way(tmp_path: Pat
         scene.send()
         await until(lambda: [5, 6] == scene.episodes.begun)
         scene.evaluation.end_episodes()
-        for task in [*scene.evaluation._under_way.values()]:
+        for task in scene.answering:
             await asyncio.wait([task])
             assert task.cancelled()
-        assert scene.store.evaluated is None
+        assert not scene.evaluation.results
+
+
+# -------------------------------------------------------------------------------------------------------- several sets
+HELD_OUT, OWN = EvaluationSet(name="held-out", samples=2), EvaluationSet(name="own", samples=1, reasoning_gym=SUMS)
+
+
+async def test_each_set_has_its_prompts_and_a_result_of_its_own(tmp_path: Path) -> None:
+    async with evaluating(tmp_path, rules=Rules(sets=[HELD_OUT, OWN])) as scene:
+        await until(lambda: scene.evaluation.demand == 3)
+        scene.send()
+        await until(lambda: [5, 6, 15] == scene.episodes.begun)
+        await scene.ended(played(1.0, V(3, 1)), played(0.0, V(3, 1)), played(1.0, V(3, 1)))
+        shown = [(each.name, each.step, each.samples, each.mean) for each in scene.evaluation.results]
+        assert [("held-out", 3, 2, 0.5), ("own", 3, 1, 1.0)] == shown
+        assert 0 == scene.evaluation.demand
+
+
+async def test_an_evaluation_goes_on_after_a_restart_with_the_sets_that_have_no_result(tmp_path: Path) -> None:
+    async with evaluating(tmp_path, rules=Rules(sets=[HELD_OUT, OWN])) as scene:
+        await until(lambda: scene.evaluation.demand == 3)
+        scene.send()
+        await until(lambda: [5, 6, 15] == scene.episodes.begun)
+        await scene.ended(played(1.0, V(3, 1)), played(0.0, V(3, 1)), EpisodeLost("its process died"))
+        await scene.store.flushed()
+    async with evaluating(tmp_path, rules=Rules(sets=[HELD_OUT, OWN])) as scene:
+        assert ["held-out"] == [each.name for each in scene.evaluation.results]
+        scene.send()
+        await until(lambda: [15] == scene.episodes.begun)
+        await scene.ended(played(1.0, V(3, 1)))
+        assert ["held-out", "own"] == [each.name for each in scene.evaluation.results]
+
+
+async def test_a_set_that_is_gone_from_the_job_ends_and_one_that_came_begins_while_others_go_on(tmp_path: Path) -> None:
+    async with evaluating(tmp_path, rules=Rules(sets=[HELD_OUT, OWN])) as scene:
+        await until(lambda: scene.evaluation.demand == 3)
+        scene.send()
+        await until(lambda: [5, 6, 15] == scene.episodes.begun)
+        scene.evaluation.how = Rules(sets=[OWN, EvaluationSet(name="more", samples=1)])
+        scene.evaluation.ask(3)
+        await until(lambda: scene.evaluation.demand == 2)
+        scene.send()
+        await until(lambda: [5, 6, 15, 5] == scene.episodes.begun)
+        await scene.ended(played(1.0, V(3, 1)), played(1.0, V(3, 1)))
+        assert ["own", "more"] == [each.name for each in scene.evaluation.results]
+
+
+async def test_a_set_without_prompts_is_named_and_holds_up_no_other(tmp_path: Path) -> None:
+    async with evaluating(tmp_path, rules=Rules(sets=[HELD_OUT, OWN]), missing="heldOutPercent is 0") as scene:
+        scene.evaluation.ask(3)
+        scene.send()
+        await until(lambda: [15] == scene.episodes.begun)
+        await scene.ended(played(1.0, V(3, 1)))
+        assert ["own"] == [each.name for each in scene.evaluation.results]
+        assert scene.evaluation.problem is not None
+        assert ("EvaluationImpossible", "held-out: heldOutPercent is 0") == (
+            scene.evaluation.problem.reason,
+            scene.evaluation.problem.message,
+        )
+        scene.evaluation.how = Rules(sets=[OWN])
+        await until(lambda: scene.evaluation.problem is None)
+        scene.prompts.missing = ""
+        scene.evaluation.how = Rules(sets=[HELD_OUT])
+        scene.evaluation.ask(4)
+        await until(lambda: scene.evaluation.demand and scene.evaluation.problem is None)
+
+
+async def test_a_source_that_the_controller_did_not_begin_with_is_told(tmp_path: Path) -> None:
+    async with evaluating(tmp_path) as scene:
+        other = EvaluationSet(name="other", reasoning_gym=ReasoningGym(name="basic_arithmetic"))
+        scene.evaluation.how = Rules(sets=[other])
+        scene.evaluation.ask(3)
+        await until(lambda: scene.evaluation.problem)
+        assert "set suspend to true, and to false again" in str(scene.evaluation.problem)
+
+
+NAMES = st.sampled_from(["a", "b", "c"])
+
+
+@given(st.lists(NAMES, min_size=1, unique=True), st.lists(st.tuples(NAMES, st.integers(0, 4))), st.integers(0, 4))
+def test_a_set_lacks_a_result_until_it_has_one_of_those_weights_or_newer_ones(
+    sets: list[str], results: list[tuple[str, int]], step: int
+) -> None:
+    rules = Rules(sets=[EvaluationSet(name=name) for name in sets])
+    known = [EvaluationResult(name=name, step=of, samples=1, mean=0, stderr=0) for name, of in results]
+    lacking = [each.name for each in rules.lacking(known, step)]
+    assert [name for name in sets if all(of < step for known_name, of in results if known_name == name)] == lacking
 
 
 # ----------------------------------------------------------------------------------------------- prompts that are asked
@@ -294,14 +428,11 @@ async def test_answers_are_drawn_and_limited_as_the_evaluation_says(tmp_path: Pa
     """Answers that the evaluation's limit ends are complete, and worth nothing."""
     async with evaluating(tmp_path) as scene:
         evaluation, engines = scene.evaluation, Asked()
-        evaluation.how = Rules(
-            samples=2, max_response_tokens=4, sampling=EvaluationSampling(temperature=0, top_p=0.9, top_k=7, min_p=0.1)
-        )
-        evaluation._held_out = [Prompt(0, 5, (1, 2)), Prompt(1, 6, (3,))]
-        evaluation.ask(None)
-        evaluation.ask(3)
+        sampling = EvaluationSampling(temperature=0, top_p=0.9, top_k=7, min_p=0.1)
+        evaluation.how = of_one_set(samples=3, max_response_tokens=4, sampling=sampling)
+        await scene.ask_anew(QUESTIONS)
         evaluation.send(engines, scene.group, at_most=9, episodes_at_most=0)
-        await until(lambda: scene.store.evaluated)
+        await until(lambda: scene.evaluation.results)
         drawn = [
             (asked.input_ids, asked.max_new_tokens, asked.temperature, asked.top_p, asked.top_k, asked.min_p)
             for asked in engines.engine.asked
@@ -323,12 +454,10 @@ async def test_answers_are_drawn_as_in_rollout_where_the_evaluation_says_nothing
 ) -> None:
     async with evaluating(tmp_path, rollout) as scene:
         evaluation, engines = scene.evaluation, Asked()
-        evaluation.how = Rules(samples=2, sampling=own)
-        evaluation.ask(None)
-        evaluation.ask(3)
-        evaluation._held_out = [Prompt(0, 5, (1, 2)), Prompt(1, 6, (3,))]
+        evaluation.how = of_one_set(samples=3, sampling=own)
+        await scene.ask_anew(QUESTIONS)
         evaluation.send(engines, scene.group, at_most=9, episodes_at_most=0)
-        await until(lambda: scene.store.evaluated)
+        await until(lambda: scene.evaluation.results)
         sampling = json.loads(engines.engine.asked[0].body())["sampling_params"]
         plain = {"max_new_tokens": 9, "top_p": 1.0, "top_k": -1, "min_p": 0.0, "min_new_tokens": 0}
         assert plain | expected == {name: sampling.get(name) for name in plain | expected}

@@ -277,6 +277,26 @@ def test_a_row_of_a_mix_is_found_again_by_its_index() -> None:
     ), "one pass over the mix shows every row of every source"
 
 
+@given(st.integers(0, 700), st.integers(0, 3), st.lists(st.integers(1, 9), min_size=1, max_size=3))
+def test_sets_of_an_evaluation_change_nothing_of_the_prompts_of_rollout(
+    position: int, seed: int, sizes: list[int]
+) -> None:
+    own = [MixPart(Counting(name, size), weight=0) for name, size in zip("xyz", sizes, strict=False)]
+    alone, beside = Tasks(MIX, seed=seed), Tasks([*MIX, *own], seed=seed)
+    assert (alone.size, alone.digest) == (beside.size, beside.digest)
+    assert alone.prompt(position) == beside.prompt(position)
+    assert alone.sets_digest != beside.sets_digest
+
+
+def test_a_row_of_a_set_is_found_by_its_index() -> None:
+    tasks = Tasks([*MIX, MixPart(Counting("x", 3), weight=0, held_out_percent=100)], seed=1)
+    asked = [tasks.prompt_of(3, place) for place in range(3)]
+    assert [("x0", True), ("x1", True), ("x2", True)] == [(each.prompt, each.held_out) for each in asked]
+    assert [0.0, 1.0, 2.0] == [tasks.score(each.row, "") for each in asked]
+    assert (3, 7, 0) == (tasks.data.size_of(3), tasks.data.size_of(0), tasks.data.size_of(4))
+    assert tasks.size == tasks.data.size_of(None)
+
+
 def test_each_source_holds_out_its_own_share() -> None:
     tasks = Tasks([MixPart(Counting("a", 100), held_out_percent=100), MixPart(Counting("b", 100))], seed=0)
     asked = [tasks.prompt(position) for position in range(200)]

@@ -422,14 +422,29 @@ async def test_an_epoch_is_durable_when_the_call_returns(store: Store) -> None:
     store.close()
 
 
-async def test_the_newest_evaluation_survives_a_restart(store: Store, tmp_path: Path) -> None:
-    for step in (10, 0):  # the job went back
-        store.record_evaluation(EvaluationResult(step=step, samples=4, mean=0.5, stderr=0.25))
+async def test_the_newest_result_of_each_set_survives_a_restart(store: Store, tmp_path: Path) -> None:
+    for name, step in (("aime", 10), ("gone", 10), ("aime", 0), ("sums", 0)):  # the job went back, with other sets
+        store.record_evaluation(EvaluationResult(name=name, step=step, samples=4, mean=0.5, stderr=0.25))
     store.close()
     again = Store(tmp_path, job_uid=JOB)
-    assert again.evaluated is not None
-    assert 0 == again.evaluated.step
-    assert [10, 0] == [each.step for each in again.evaluations()]
+    assert {"aime": 0, "gone": 10, "sums": 0} == {name: one.step for name, one in again.evaluated.items()}
+    assert store.evaluated == again.evaluated
+    assert [("aime", 10), ("gone", 10), ("aime", 0), ("sums", 0)] == [
+        (one.name, one.step) for one in again.evaluations()
+    ]
+    again.close()
+
+
+OLD_RESULT = '{"step":2,"samples":4,"mean":0.5,"stderr":0.25,"best":null,"bestOf":[]}'
+
+
+async def test_a_result_of_an_older_program_is_of_the_held_out_prompts(store: Store, tmp_path: Path) -> None:
+    """It had one set, which had no name."""
+    store.write(("INSERT INTO evaluations (step, result) VALUES (?, ?)", [(2, OLD_RESULT)]))
+    await store.flushed()
+    store.close()
+    again = Store(tmp_path, job_uid=JOB)
+    assert {"held-out": 2} == {name: one.step for name, one in again.evaluated.items()}
     again.close()
 
 
@@ -920,7 +935,7 @@ def test_a_former_jobs_samples_go_on_as_they_were_and_belong_to_the_new_job(tmp_
     assert (1, 2, 4, 0) == (store.began_at, store.trained_step, store.next_step, store.epoch)
     assert [2, 3] == [step for step in (1, 2, 3, 4) if store.batch(step)], "replayed, and next"
     assert 3 == len(next(iter(store.waiting.values())).tokens)
-    assert store.evaluated is not None
+    assert store.evaluated
     store.close()
     with pytest.raises(StoreFailed, match=f"belongs to job {JOB}"):
         Store(tmp_path / "own", job_uid=OTHER)

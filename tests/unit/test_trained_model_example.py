@@ -19,7 +19,7 @@ def test_job_has_the_usual_check_of_new_weights_and_evaluates_at_its_ends() -> N
     assert Verify.CHECKSUM is JOB.spec.weight_sync.verify
     assert JOB.spec.evaluation is not None
     assert 0 == JOB.spec.steps % JOB.spec.evaluation.every_steps
-    assert LESSON.questions_at_least <= JOB.spec.evaluation.samples
+    assert LESSON.questions_at_least <= JOB.spec.evaluation.sets[0].samples
 
 
 def test_trainer_takes_the_jobs_options(tmp_path: Path) -> None:

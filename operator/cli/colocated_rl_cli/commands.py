@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Callable, Container, Mapping
 from contextlib import aclosing, nullcontext
 from dataclasses import asdict
 from datetime import UTC, datetime
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -284,16 +285,21 @@ async def evaluations(args: Namespace) -> Exit:
     async with Api.reach(login(args), args.namespace) as api:
         job = await api.job(args.job)
         records = await _kept(api, args.job, job)
-    found = {one.step: asdict(one) for one in read_figures(records.lines).evaluations}
-    newest = job.get("status", {}).get("evaluation")
-    if newest:  # the status has it even if no readable log does
+    found = {(one.step, one.name): asdict(one) for one in read_figures(records.lines).evaluations}
+    for newest in job.get("status", {}).get("evaluations", ()):  # the status has them even if no readable log does
         evaluated = {name: value for name, value in newest.items() if name != "bestOf"} | {"best_of": best_of(newest)}
-        found[newest["step"]] = {"ts": None, **found.get(newest["step"], {}), **evaluated}
-    rows = [found[step] for step in sorted(found)]
+        key = newest["step"], newest["name"]
+        found[key] = {"ts": None, **found.get(key, {}), **evaluated}
+    rows = sorted(found.values(), key=itemgetter("step"))
     if args.output == "text":
         counts = sorted({count for row in rows for count in row["best_of"]})
-        flat = [row | {f"best-of-{count}": mean for count, mean in row["best_of"].items()} for row in rows]
-        print_out(table(flat, ["step", "mean", "stderr", *(f"best-of-{count}" for count in counts), "best", "samples"]))
+        flat = [
+            row | {"set": row["name"]} | {f"best-of-{count}": mean for count, mean in row["best_of"].items()}
+            for row in rows
+        ]
+        print_out(
+            table(flat, ["step", "set", "mean", "stderr", *(f"best-of-{count}" for count in counts), "best", "samples"])
+        )
     else:
         print_out(document(rows, args.output))
     return Exit.FINE

@@ -22,6 +22,7 @@ from colocated_rl_api.failure import FailureAction
 from colocated_rl_api.job import Gpus
 from colocated_rl_api.model import ModelClaim, ModelImage
 from colocated_rl_api.parts import Resources
+from colocated_rl_api.prompts import claim_names_of, secret_names_of
 from colocated_rl_api.rungs import Placement
 from colocated_rl_api.seats import ROLLOUT_SEAT, role_of
 from colocated_rl_operator.manifests import overlay
@@ -343,15 +344,15 @@ def _rollout_spec(job: Job, images: PodImages) -> Object:
 
 def _rollout_sources(job: Job, images: PodImages) -> tuple[list[Object], list[Object], list[Object]]:
     """Return sidecars, mounts of the rollout controller and volumes. A recording needs neither prompts nor rewards."""
-    recorded, prompts = job.spec.recorded, job.spec.rollout.prompts
+    recorded, sources = job.spec.recorded, job.spec.sources
     if recorded is not None:
         mount = _mount("recorded", names.RECORDED_DIR, read_only=True)
         return [], [mount], [_claimed("recorded", recorded.claim_name, read_only=True)]
     mounts, volumes = [_mount("tasks", names.TASKS_DIR, read_only=True)], [_empty("tasks"), _empty("rewards-tmp")]
-    for number, secret in enumerate(prompts.secret_names):
+    for number, secret in enumerate(secret_names_of(sources)):
         mounts.append(_mount(f"reward-token-{number}", f"{names.REWARD_TOKENS_DIR}/{secret}", read_only=True))
         volumes.append(_reward_token(f"reward-token-{number}", secret))
-    for number, claim in enumerate(prompts.claim_names):
+    for number, claim in enumerate(claim_names_of(sources)):
         volumes.append(_claimed(f"prompts-{number}", claim, read_only=True))
     return [_rewards_container(job, images)], mounts, volumes
 
@@ -374,7 +375,7 @@ def _rewards_container(job: Job, images: PodImages) -> Object:
             _mount("rewards-tmp", "/tmp"),
             *(
                 _mount(f"prompts-{number}", f"{names.PROMPTS_DIR}/{claim}", read_only=True)
-                for number, claim in enumerate(prompts.claim_names)
+                for number, claim in enumerate(claim_names_of(job.spec.sources))
             ),
         ],
     }

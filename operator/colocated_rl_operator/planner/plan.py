@@ -293,7 +293,7 @@ class Evaluating:
 
 
 def _evaluating(seen: Observation) -> Evaluating | None:
-    """Return the evaluation that is due; None if none is due, or it is done, or its deadline is over."""
+    """Return the evaluation that is due; None if none is due, or each set has a result, or its deadline is over."""
     evaluation, facts, climb, ladder = seen.job.spec.evaluation, seen.rollout_facts, seen.climb, seen.job.ladder
     if evaluation is None or climb is None:
         return None
@@ -304,7 +304,7 @@ def _evaluating(seen: Observation) -> Evaluating | None:
         return None
     if version.step < seen.job.spec.steps and version.step % evaluation.every_steps != 0:
         return None
-    is_done = facts is not None and facts.evaluated is not None and facts.evaluated.step >= version.step
+    is_done = facts is not None and not evaluation.lacking(facts.evaluated, version.step)
     ends = since + evaluation.deadline_seconds
     return None if is_done or seen.now >= ends else Evaluating(version.step, ends)
 

@@ -122,7 +122,7 @@ def report(
         out_of_line=found.out_of_line,
         rollout=_rollout(seen) or before.rollout,
         reference=_reference(seen),
-        evaluation=_evaluation(seen) or before.evaluation,
+        evaluations=_evaluations(seen) or before.evaluations,
         checkpoint=_checkpoint(seen, before, at),
         restored_from=seen.restored_from or before.restored_from,
         start=before.start,
@@ -535,18 +535,19 @@ def _reference(seen: Observation) -> ReferenceStatus | None:
     )
 
 
-def _evaluation(seen: Observation) -> EvaluationStatus | None:
-    result = seen.rollout_facts.evaluated if seen.rollout_facts else None
-    if result is None:
-        return None
-    return EvaluationStatus(
-        step=result.step,
-        mean=round(result.mean, 6),
-        stderr=round(result.stderr, 6),
-        best=_rounded(result.best, digits=6),
-        best_of=[BestOfStatus(answers=each.answers, mean=round(each.mean, 6)) for each in result.best_of] or None,
-        samples=result.samples,
-    )
+def _evaluations(seen: Observation) -> list[EvaluationStatus]:
+    return [
+        EvaluationStatus(
+            name=result.name,
+            step=result.step,
+            mean=round(result.mean, 6),
+            stderr=round(result.stderr, 6),
+            best=_rounded(result.best, digits=6),
+            best_of=[BestOfStatus(answers=each.answers, mean=round(each.mean, 6)) for each in result.best_of] or None,
+            samples=result.samples,
+        )
+        for result in (seen.rollout_facts.evaluated if seen.rollout_facts else ())
+    ]
 
 
 def _rounded(value: float | None, digits: int = 4) -> float | None:

@@ -12,6 +12,7 @@ import aiohttp
 import uvloop
 
 from colocated_rl_api import descriptors, logs, names
+from colocated_rl_api.prompts import endpoints_of
 from colocated_rl_member.settings import SettingsError
 from colocated_rl_rollout.controller import Controller
 from colocated_rl_rollout.engines.engine_client import GateConnector
@@ -30,14 +31,15 @@ async def serve(settings: RolloutSettings) -> None:
         aiohttp.ClientSession(connector=GateConnector(), trust_env=False) as session,
         aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), trust_env=False) as outside,
     ):
-        prompts = settings.job.spec.rollout.prompts
+        spec = settings.job.spec
         processes = TaskProcesses(
-            prompts,
+            spec.rollout.prompts,
+            sets=spec.own_sets,
             count=settings.task_processes,
             socket=settings.tasks,
             endpoints={
                 number: RewardEndpoint(reward, settings.job, outside, tokens=settings.reward_tokens)
-                for number, reward in prompts.endpoints.items()
+                for number, reward in endpoints_of(spec.sources).items()
             },
         )
         controller = Controller(settings, session, processes)

@@ -59,6 +59,7 @@ LOG = logging.getLogger(__name__)
 
 FAREWELL_S = 2.0  # for the operator to read that the member has stopped
 EVALUATIONS_SAID = 64  # in a line of the log, which container runtimes cut after 16 KiB
+FIRST_SAID = 16  # of them, each the first of a set
 
 
 class Controller:
@@ -133,6 +134,7 @@ class Controller:
         self._episodes = Episodes(
             spec.rollout.prompts,
             sessions,
+            sets=spec.own_sets,
             count=settings.task_processes,
             socket=settings.tasks,
             model=job.name,
@@ -140,6 +142,7 @@ class Controller:
         )
         self._evaluation = Evaluator(
             spec.evaluation,
+            sources=spec.set_sources,
             limit=spec.rollout.max_response_tokens,
             sampling=spec.rollout.sampling,
             store=store,
@@ -197,7 +200,7 @@ class Controller:
         else:  # otherwise no engine would answer
             self._sealer = Replay(spec, store=store, recording=settings.recording, changed=self._dirty.set)
             self._beside, served, around = {}, [], []
-        registry.register(StoreGauges(store))
+        registry.register(StoreGauges(store, lambda: self._evaluation.results))
         self._followers = Followers(store, chat.text)
         self._facts = self._observe()
         self.member = MemberServer(
@@ -322,8 +325,8 @@ class Controller:
     def _decisive(self) -> tuple[object, ...]:
         """Return the facts that a plan depends on."""
         store = self._store
-        step = store.sealed and store.sealed.step
-        return store.epoch, step, store.trained_step, store.evaluated, len(self._engines.open), self._problem()
+        step, evaluated = store.sealed and store.sealed.step, self._evaluation.results
+        return store.epoch, step, store.trained_step, evaluated, len(self._engines.open), self._problem()
 
     async def _publish(self) -> None:
         facts = self._observe()
@@ -340,7 +343,7 @@ class Controller:
                 step=sealed.step, groups=sealed.groups, samples=sealed.samples, loss_tokens=sealed.loss_tokens
             ),
             trained_step=self._store.trained_step,
-            evaluated=self._store.evaluated,
+            evaluated=self._evaluation.results,
             began_at=self._store.began_at,
             samples=self._counts(),
             reward_mean=sealed and sealed.reward_mean,
@@ -363,7 +366,10 @@ class Controller:
 
 
 def in_one_line(evaluations: Sequence[EvaluationResult]) -> Sequence[EvaluationResult]:
-    """Return all evaluations, or the first, which the others are compared with, and the newest."""
+    """Return all evaluations, or the first of each set, which its others are compared with, and the newest."""
     if len(evaluations) <= EVALUATIONS_SAID:
         return evaluations
-    return [evaluations[0], *evaluations[1 - EVALUATIONS_SAID :]]
+    of_sets = {one.name: one for one in reversed(evaluations)}  # in order of their newest
+    first = [*of_sets.values()][:FIRST_SAID][::-1]
+    newest = evaluations[len(first) - EVALUATIONS_SAID :]
+    return [*(one for one in first if one not in newest), *newest]

@@ -25,8 +25,9 @@ from typing import Any
 import pydantic
 
 from colocated_rl_api.facts import Problem
+from colocated_rl_api.job import EvaluationSet
 from colocated_rl_api.logs import log
-from colocated_rl_api.prompts import Prompts
+from colocated_rl_api.prompts import Prompts, environments_of, sources_of
 from colocated_rl_rollout.gateway.sessions import Session, Sessions
 from colocated_rl_rollout.rewards.task_connection import (
     RESTART_S,
@@ -86,6 +87,7 @@ class _Player:
 class Episodes:
     """Runs `count` processes that play; `run` keeps them up.
 
+    sets: of the evaluation, those with a source of their own.
     model: the one that episodes ask. gateway: its address on the pod's loopback, for processes beside the controller.
     """
 
@@ -94,6 +96,7 @@ class Episodes:
         prompts: Prompts,
         sessions: Sessions,
         *,
+        sets: Sequence[EvaluationSet] = (),
         count: int,
         socket: Path,
         model: str,
@@ -101,8 +104,10 @@ class Episodes:
         stop_s: float = STOP_S,
     ) -> None:
         self._prompts = prompts
+        self._sets = sets
+        self._environments = environments_of(sources_of(prompts, sets))
         self._sessions = sessions
-        self._count = count if prompts.environments else 0
+        self._count = count if self._environments else 0
         self._socket = socket
         self._model = model
         self._gateway = gateway
@@ -143,7 +148,7 @@ class Episodes:
     # ------------------------------------------------------------------------------------------------- one episode
     async def _reply(self, player: _Player, row: int, session: Session) -> TaskReply:
         """Return the process's reply. Raises EpisodeFailed, EpisodeLost."""
-        source = self._prompts.environments.get(bisect_right(player.ends, row))
+        source = self._environments.get(bisect_right(player.ends, row))
         if source is None:
             player.lose(f"row {row} is of no environment there")
             raise EpisodeLost("the process that was to play it has other rows")
@@ -183,7 +188,7 @@ class Episodes:
         while True:
             try:
                 async with TaskConnection.open(self._socket) as connection:
-                    data = await connection.greet(self._prompts, count=self._count, model=self._model)
+                    data = await connection.greet(self._prompts, sets=self._sets, count=self._count, model=self._model)
                     await self._attend(_Player(connection, data.ends))
             except ProcessLost as error:
                 log(LOG, "player replaced", logging.WARNING, reason=str(error))

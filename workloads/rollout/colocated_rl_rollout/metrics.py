@@ -8,13 +8,14 @@ from __future__ import annotations
 import time
 from collections import Counter as Tally
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from shutil import disk_usage
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.registry import Collector
 
+from colocated_rl_api.facts import EvaluationResult
 from colocated_rl_rollout.rules.samples import SampleState
 from colocated_rl_rollout.store.store import Store
 
@@ -138,9 +139,10 @@ class StalenessHistogram(Collector):
 class StoreGauges(Collector):
     """These gauges show the store at the moment of the scrape: samples by state, the newest batch, its volume."""
 
-    def __init__(self, store: Store | None) -> None:
-        """Register the gauges. store: None only to `describe`."""
+    def __init__(self, store: Store | None, evaluated: Callable[[], Iterable[EvaluationResult]] = lambda: ()) -> None:
+        """Register the gauges. store: None only to `describe`. evaluated: returns the newest result of each set."""
         self._store = store
+        self._evaluated = evaluated
 
     def describe(self) -> Iterator[GaugeMetricFamily]:
         for name, meaning, *labels in _STORE_GAUGES:
@@ -149,18 +151,18 @@ class StoreGauges(Collector):
     def collect(self) -> Iterator[GaugeMetricFamily]:
         if (store := self._store) is None:
             return
-        volume, batch, evaluated = disk_usage(store.batch_directory.parent), store.sealed, store.evaluated
+        volume, batch, evaluated = disk_usage(store.batch_directory.parent), store.sealed, [*self._evaluated()]
         values: dict[str, list[tuple[list[str], float | None]]] = {
             "samples": [([state], store.counts[state]) for state in SampleState],
             "samples_ended": [([state, reason], count) for (state, reason), count in store.reasons.items()],
             "sealed_step": [([], store.next_step - 1)],
             "batch_reward": [([], batch.reward_mean if batch else None)],
             "batch_staleness": [([], batch.staleness_mean if batch else None)],
-            "evaluation_reward": [([], evaluated.mean if evaluated else None)],
-            "evaluation_reward_stderr": [([], evaluated.stderr if evaluated else None)],
-            "evaluation_reward_best": [([], evaluated.best if evaluated else None)],
+            "evaluation_reward": [([one.name], one.mean) for one in evaluated],
+            "evaluation_reward_stderr": [([one.name], one.stderr) for one in evaluated],
+            "evaluation_reward_best": [([one.name], one.best) for one in evaluated],
             "evaluation_reward_best_of": [
-                ([str(each.answers)], each.mean) for each in (evaluated.best_of if evaluated else ())
+                ([one.name, str(each.answers)], each.mean) for one in evaluated for each in one.best_of
             ],
             "store_size_bytes": [([], volume.total)],
             "store_free_bytes": [([], volume.free)],
@@ -178,10 +180,10 @@ _STORE_GAUGES = (
     ("sealed_step", "Newest sealed batch"),
     ("batch_reward", "Mean reward of the newest batch"),
     ("batch_staleness", "Mean staleness of its tokens, in steps"),
-    ("evaluation_reward", "Mean reward of the newest evaluation"),
-    ("evaluation_reward_stderr", "Standard error of the mean reward"),
-    ("evaluation_reward_best", "Mean of the best answer to each prompt, where there are several"),
-    ("evaluation_reward_best_of", "Of the best of so many answers: pass@k where rewards are 0 or 1", "answers"),
+    ("evaluation_reward", "Mean reward of the newest evaluation of each set", "set"),
+    ("evaluation_reward_stderr", "Standard error of the mean reward", "set"),
+    ("evaluation_reward_best", "Mean of the best answer to each prompt, where there are several", "set"),
+    ("evaluation_reward_best_of", "Of the best of so many answers: pass@k where rewards are 0 or 1", "set", "answers"),
     ("store_size_bytes", "Of the store's volume"),
     ("store_free_bytes", "Of the store's volume"),
 )

@@ -22,6 +22,8 @@ from colocated_rl_api.rungs import Rung
 
 Line = Mapping[str, Any]
 
+HELD_OUT = "held-out"  # the one set of an older rollout controller, which does not name it
+
 
 @dataclass(frozen=True)
 class Sealed:
@@ -42,8 +44,9 @@ class Sealed:
 
 @dataclass(frozen=True)
 class Evaluated:
-    """An evaluation. ts: None if its log went with its pod."""
+    """An evaluation of one set. ts: None if its log went with its pod."""
 
+    name: str  # of the set
     step: int
     ts: float | None
     mean: float
@@ -161,10 +164,18 @@ def batches_of(lines: Sequence[Line]) -> tuple[Sealed, ...]:
 
 
 def evaluations_of(lines: Sequence[Line]) -> tuple[Evaluated, ...]:
-    """Return the evaluations by step. A rollout controller begins with those of its predecessors."""
+    """Return the evaluations by step and set. A rollout controller begins with those of its predecessors."""
     known = [one for line in _named(lines, "rollout controller ready") for one in line.get("evaluations", ())]
-    found = {one["step"]: _evaluated(one) for one in [*known, *_named(lines, "evaluation ended")]}
-    return tuple(found[step] for step in sorted(found))
+    found = {(one.step, one.name): one for one in map(_evaluated, [*known, *_named(lines, "evaluation ended")])}
+    return tuple(sorted(found.values(), key=lambda one: one.step))
+
+
+def by_set(evaluations: Sequence[Evaluated]) -> dict[str, list[Evaluated]]:
+    """Return the evaluations of each set, by its name."""
+    found: dict[str, list[Evaluated]] = defaultdict(list)
+    for one in evaluations:
+        found[one.name].append(one)
+    return dict(found)
 
 
 def standings(lines: Iterable[Line], ladder: Ladder = TIME_SLICED) -> dict[str, Standing]:
@@ -265,7 +276,14 @@ def _sealed(line: Line) -> Sealed:
 
 def _evaluated(line: Line) -> Evaluated:
     return Evaluated(
-        line["step"], line.get("ts"), line["mean"], line["stderr"], line.get("best"), line["samples"], best_of(line)
+        line.get("name", HELD_OUT),
+        line["step"],
+        line.get("ts"),
+        line["mean"],
+        line["stderr"],
+        line.get("best"),
+        line["samples"],
+        best_of(line),
     )
 
 

@@ -81,7 +81,7 @@ def _learning(figures: RunFigures) -> Iterator[Event]:
     for one in figures.evaluations:
         if one.ts is None:
             continue
-        yield {"ph": "C", "name": "held-out reward", "pid": JOB, "ts": _us(one.ts), "args": {"mean": one.mean}}
+        yield {"ph": "C", "name": f"{one.name} reward", "pid": JOB, "ts": _us(one.ts), "args": {"mean": one.mean}}
 
 
 def _marks(figures: RunFigures, numbers: dict[str, int]) -> Iterator[Event]:

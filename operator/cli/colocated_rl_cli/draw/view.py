@@ -18,11 +18,13 @@ from rich.text import Text
 
 from colocated_rl_api.holders import PodHolder
 from colocated_rl_cli.draw.figures import (
+    HELD_OUT,
     Evaluated,
     Line,
     Sealed,
     Standing,
     batches_of,
+    by_set,
     evaluations_of,
     standings,
 )
@@ -80,7 +82,8 @@ def plain_line(line: Line) -> str | None:
                 f"mean reward {line['reward_mean']:.3f}"
             )
         case "evaluation ended":
-            return f"step {line['step']:3d}: held-out mean reward {line['mean']:.3f} ± {line['stderr']:.3f}"
+            name = line.get("name", HELD_OUT)
+            return f"step {line['step']:3d}: {name} mean reward {line['mean']:.3f} ± {line['stderr']:.3f}"
         case "agent started":
             return f"{line['pod']}: the agent is up, the trainer starts"
         case "trainers loaded":
@@ -129,9 +132,12 @@ def _learning(
     rewards, left_s = [one.reward for one in batches], _left_s(batches, steps)
     newest = rewards[-1] if rewards else rollout.get("reward")
     grid.add_row("reward", _number(newest, ".3f"), Text(_spark(rewards), style="blue"))
-    shares = [one.mean for one in evaluations]
-    held_out = shares[-1] if shares else (status.get("evaluation") or {}).get("mean")
-    grid.add_row("held-out reward", _number(held_out, ".3f"), Text(_spark(shares), style="green"))
+    known = {one["name"]: one["mean"] for one in status.get("evaluations", ())}
+    of_sets = by_set(evaluations)
+    for name in {**known, **of_sets} or {HELD_OUT: None}:
+        means = [one.mean for one in of_sets.get(name, ())]
+        newest_mean = means[-1] if means else known.get(name)
+        grid.add_row(f"{name} reward", _number(newest_mean, ".3f"), Text(_spark(means), style="green"))
     grid.add_row("staleness", _number(rollout.get("staleness"), ".2f", " steps"))
     grid.add_row("tokens per second", _number(rollout.get("tokensPerSecond"), ".0f"), "over 30 s")
     grid.add_row("last switch", _number(status.get("lastSwitchSeconds"), ".2f", " s"), "without training")

@@ -242,8 +242,9 @@ REMEDIES: dict[str, Remedy] = {
         "the prompts of the evaluation could not be made; they are asked for again", "read the message", heals=True
     ),
     "EvaluationImpossible": Remedy(
-        "the evaluation can't be done; steps go on when evaluation.deadlineSeconds is over",
-        "spec.evaluation may be changed, or left out, while the job runs; for other prompts make a new job",
+        "a set can't be evaluated; steps go on when evaluation.deadlineSeconds is over",
+        "take the set out of spec.evaluation.sets, also while the job runs; add one with another source while it is "
+        "suspended",
     ),
     "NoLearningSignal": Remedy(
         "filters kept maxFilteredPerBatch groups from one batch: most groups are rewarded all alike",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from colocated_rl_api.facts import PodFacts, RolloutFacts
+from colocated_rl_api.facts import EvaluationResult, PodFacts, RolloutFacts
 from colocated_rl_api.job import ColocatedRLJobSpec
 from colocated_rl_api.job_status import ColocatedRLJobStatus
 from colocated_rl_api.rungs import Placement, Rung
@@ -121,14 +121,15 @@ def _batch(seen: Evidence, status: ColocatedRLJobStatus, rollout: RolloutFacts |
     if not spec.ladder.serves:
         return f"the recorded batch of step {step + 1}"
     if spec.ladder.trains and rollout and rollout.sealed and rollout.sealed.step > step:
-        return _sealed(spec, step, rollout.sealed.step, rollout.evaluated.step if rollout.evaluated else None)
+        return _sealed(spec, step, rollout.sealed.step, rollout.evaluated)
     return _filling(spec, step + 1, status, rollout)
 
 
-def _sealed(spec: ColocatedRLJobSpec, step: int, sealed: int, evaluated: int | None) -> str:
-    if spec.evaluation and evaluated != step and not spec.ladder.serves_on:
+def _sealed(spec: ColocatedRLJobSpec, step: int, sealed: int, evaluated: Sequence[EvaluationResult]) -> str:
+    if spec.evaluation and not spec.ladder.serves_on and (lacking := spec.evaluation.lacking(evaluated, step)):
         return (
-            f"batch {sealed} is sealed; the evaluation of step {step} has to end first (at most "
+            f"batch {sealed} is sealed; the evaluation of step {step} has to end first: "
+            f"{', '.join(each.name for each in lacking)} (at most "
             f"{spec.evaluation.deadline_seconds} s: evaluation.deadlineSeconds)"
         )
     return f"batch {sealed} is sealed: the {_begins(spec)} begins"

@@ -86,7 +86,7 @@ def _document(wishes: Wishes) -> dict[str, Any]:
                 "groupSize": wishes.group_size,
                 "maxStaleness": 1,
             },
-            "evaluation": {"everySteps": 10, "samples": 400},
+            "evaluation": {"everySteps": 10, "sets": [{"name": "held-out", "samples": 400}]},
             "trainer": {"config": {"learningRate": 1.0e-6}},
             "weightSync": {"sizeLimit": "8Gi"},
             "checkpoint": {"everySteps": 10, "keep": 2, "volume": {"size": "10Gi"}},

@@ -118,15 +118,16 @@ class PromptSource:
                 self._taken.clear()
                 await self._taken.wait()
 
-    async def held_out(self, count: int) -> list[Prompt]:
-        """Return the first `count` different held-out prompts of the data, fewer when it has no more.
+    async def held_out(self, count: int, *, source: int | None = None) -> list[Prompt]:
+        """Return the first `count` different held-out prompts of rollout's data, or of a source by its number.
 
+        There are fewer when the data has no more.
         Raises NoPrompts, TaskUnusable, Unrenderable, RewardFailed.
         """
         found: dict[tuple[int, ...], Prompt] = {}
-        size = (await self._processes.data()).size
-        for position in range(0, size if self._processes.holds_out else 0, CHUNK):
-            for prompt in await self._look(position, held_out=True):
+        size = (await self._processes.data()).size_of(source)
+        for position in range(0, size if source is not None or self._processes.holds_out else 0, CHUNK):
+            for prompt in await self._look(position, held_out=True, source=source):
                 found.setdefault(prompt.ids or (prompt.index,), prompt)
             if len(found) >= count:
                 break
@@ -134,10 +135,10 @@ class PromptSource:
             raise NoPrompts(f"no held-out prompt among {size}: {self._counts_left_out()}")
         return list(found.values())[:count]
 
-    async def _look(self, start: int, *, held_out: bool) -> list[Prompt]:
+    async def _look(self, start: int, *, held_out: bool, source: int | None = None) -> list[Prompt]:
         """Return the usable prompts of the next CHUNK rows."""
         found = []
-        rows = await self._processes.prompts(start, CHUNK)
+        rows = await self._processes.prompts(start, CHUNK, source=source)
         of_kind = [(position, row) for position, row in enumerate(rows, start) if row.held_out is held_out]
         for _ in range(0 if held_out else len(rows) - len(of_kind)):
             self._leave_out(LeftOut.HELD_OUT)

@@ -13,7 +13,7 @@ import asyncio
 import json
 import logging
 import random
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -21,6 +21,7 @@ from typing import Any, Protocol
 import pydantic
 
 from colocated_rl_api.facts import Problem
+from colocated_rl_api.job import EvaluationSet
 from colocated_rl_api.logs import log
 from colocated_rl_api.prompts import Prompts
 from colocated_rl_rollout.rewards.task_connection import (
@@ -79,6 +80,7 @@ class _Request:
 class TaskProcesses:
     """Connects to `count` processes for all the prompts of a job; `run` keeps them up.
 
+    sets: of the evaluation, those with a source of their own.
     socket: where the task server listens. endpoints: those that score rows, by the number of their source.
     """
 
@@ -86,11 +88,13 @@ class TaskProcesses:
         self,
         prompts: Prompts,
         *,
+        sets: Sequence[EvaluationSet] = (),
         count: int,
         socket: Path,
         endpoints: Mapping[int, RewardService] | None = None,
     ) -> None:
         self._prompts = prompts
+        self._sets = sets
         self._endpoints = endpoints or {}
         self._data: asyncio.Future[Data] = asyncio.get_running_loop().create_future()
         self._count = count
@@ -108,16 +112,20 @@ class TaskProcesses:
 
     @property
     def holds_out(self) -> bool:
-        """Return whether some prompts are kept from training."""
-        return any(source.held_out_percent for source, _ in self._prompts.sources)
+        """Return whether some prompts of rollout are kept from training."""
+        return any(source.held_out_percent != 0 for source, _ in self._prompts.sources)
 
     async def data(self) -> Data:
         """Return the description of the data. Raises TaskUnusable."""
         return await asyncio.shield(self._data)
 
-    async def prompts(self, start: int, count: int) -> list[PromptRow]:
-        """Return the prompts of the positions [start, start + count). Raises RewardFailed, TaskUnusable."""
-        found: list[PromptRow] = await self._ask({"prompts": [start, count]}, PROMPT_ROWS, MAX_ROWS_BYTES)
+    async def prompts(self, start: int, count: int, *, source: int | None = None) -> list[PromptRow]:
+        """Return the prompts of the positions [start, start + count), of rollout's or of a source by its number.
+
+        Raises RewardFailed, TaskUnusable.
+        """
+        request = {"prompts": [start, count]} if source is None else {"prompts_of": [source, start, count]}
+        found: list[PromptRow] = await self._ask(request, PROMPT_ROWS, MAX_ROWS_BYTES)
         if len(found) != count:
             raise RewardFailed("ReplyGarbled", f"{len(found)} prompts came, {count} were asked for")
         return found
@@ -171,11 +179,11 @@ class TaskProcesses:
             await asyncio.sleep(RESTART_S * (0.5 + random.random()))
 
     async def _greet(self, process: TaskConnection) -> None:
-        data = await process.greet(self._prompts, count=self._count)
+        data = await process.greet(self._prompts, sets=self._sets, count=self._count)
         if not self._data.done():
             self._data.set_result(data)
         elif self._data.result() != data:
-            raise TaskUnusable(f"spec.rollout.prompts: {OTHER_DATA}")
+            raise TaskUnusable(f"spec.rollout.prompts, or a set of spec.evaluation: {OTHER_DATA}")
         self._problem = None
 
     async def _work_off(self, process: TaskConnection) -> None:

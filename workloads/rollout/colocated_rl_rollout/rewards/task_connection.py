@@ -7,7 +7,7 @@ one of another shape, or one that is too long, ends the process.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +15,8 @@ from pathlib import Path
 import pydantic
 
 from colocated_rl_api import names
-from colocated_rl_api.prompts import Prompts
+from colocated_rl_api.job import EvaluationSet
+from colocated_rl_api.prompts import Prompts, environments_of, sources_of
 from colocated_rl_rollout.tasks.task_wire import Data, Greeting, TaskReply
 
 START_DEADLINE_S = 900.0  # data may have to be fetched, and all of it is read
@@ -58,13 +59,15 @@ class TaskConnection:
         finally:
             writer.transport.abort()
 
-    async def greet(self, prompts: Prompts, *, count: int, model: str | None = None) -> Data:
+    async def greet(
+        self, prompts: Prompts, *, sets: Sequence[EvaluationSet] = (), count: int, model: str | None = None
+    ) -> Data:
         """Return the process's data; it is one of `count` that answer, or with a model one of `count` that play.
 
         Raises ProcessLost, TaskUnusable.
         """
-        processes = 2 * count if prompts.environments else count
-        greeting = Greeting(prompts=prompts, processes=processes, model=model)
+        processes = 2 * count if environments_of(sources_of(prompts, sets)) else count
+        greeting = Greeting(prompts=prompts, sets=tuple(sets), processes=processes, model=model)
         try:
             line = greeting.model_dump_json(by_alias=True).encode() + b"\n"
             await self.send(line, deadline_s=START_DEADLINE_S)
@@ -72,7 +75,7 @@ class TaskConnection:
         except TimeoutError as error:
             raise ProcessLost(f"task process not ready within {START_DEADLINE_S:.0f} s") from error
         if reply.error is not None:
-            raise TaskUnusable(f"spec.rollout.prompts.{reply.error}")
+            raise TaskUnusable(f"spec.{reply.error}")
         try:
             return Data.model_validate(reply.value)
         except pydantic.ValidationError as error:

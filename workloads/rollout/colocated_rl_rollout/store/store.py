@@ -134,7 +134,7 @@ class Store:
         self._sealed_samples: dict[int, int] = {}  # by step, of batches that are not trained
         self._batches: dict[int, BatchRecord] = {}  # those whose files are kept
         self.sealed: BatchRecord | None = None
-        self.evaluated: EvaluationResult | None = None
+        self.evaluated: dict[str, EvaluationResult] = {}  # newest of each set that was ever evaluated
         try:
             self._read(database, job_uid)
         except sqlite3.Error as error:
@@ -533,8 +533,8 @@ class Store:
             return found
 
     def record_evaluation(self, result: EvaluationResult) -> None:
-        """Record a finished evaluation."""
-        self.evaluated = result
+        """Record a finished evaluation of one set."""
+        self.evaluated[result.name] = result
         self._writer.write(
             (
                 "INSERT INTO evaluations (step, result) VALUES (?, ?)",
@@ -666,5 +666,6 @@ class Store:
             elif self.sealed.step > self._saved_step:
                 reason = "its files are gone from the volume: no trainer can train or replay it"
                 log(LOG, "batch lost", logging.ERROR, step=self.sealed.step, reason=reason)
-        for (result,) in database.execute("SELECT result FROM evaluations ORDER BY number DESC LIMIT 1"):
-            self.evaluated = EvaluationResult.model_validate_json(result)
+        for (line,) in database.execute("SELECT result FROM evaluations ORDER BY number"):
+            result = EvaluationResult.model_validate_json(line)
+            self.evaluated[result.name] = result

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, model_validator
 
+from colocated_rl_api.job import EvaluationSet
 from colocated_rl_api.prompts import Prompts
 
 PromptContent = str | list[dict[str, Any]]
@@ -31,10 +32,12 @@ class _Line(BaseModel):
 class Greeting(_Line):
     """The first line to a process. processes: how many share the container with it, itself too.
 
+    sets: of the evaluation, those with a source of their own.
     model: asked by the episodes that it is to play; None: it answers prompts instead.
     """
 
     prompts: Prompts
+    sets: tuple[EvaluationSet, ...] = ()
     processes: int
     model: str | None = None
 
@@ -66,11 +69,23 @@ class TaskReply(_Line):
 
 
 class Data(_Line):
-    """The answer to a greeting: what there is. digest: another one for other rows. ends: of the rows of each source."""
+    """The answer to a greeting: what there is. ends: of the rows of each source.
+
+    size: positions of one pass of rollout's prompts. digest: another one for other rows of them. sets_digest: another
+    one for other rows of the sources of sets.
+    """
 
     size: Annotated[int, Field(ge=1, lt=2**63)]
     digest: Annotated[str, Field(max_length=64)]
+    sets_digest: Annotated[str, Field(max_length=64)] = ""
     ends: tuple[int, ...] = ()
+
+    def size_of(self, source: int | None) -> int:
+        """Return the number of rows of a source, 0 of none; None: the positions of one pass of rollout's prompts."""
+        if source is None:
+            return self.size
+        starts = (0, *self.ends)
+        return self.ends[source] - starts[source] if source < len(self.ends) else 0
 
 
 class RewardAnswer(_Line):

@@ -12,12 +12,15 @@ import itertools
 import json
 import resource
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
+from colocated_rl_api.job import EvaluationSet
 from colocated_rl_api.logs import in_places, is_ours
 from colocated_rl_api.prompts import (
+    HELD_OUT_PERCENT,
     Environment,
     HuggingFace,
     PromptFile,
@@ -58,6 +61,8 @@ class Task(Protocol):
 
 
 class MixPart(NamedTuple):
+    """A source, with its share of the prompts of rollout: 0 of a set of the evaluation."""
+
     task: Task
     weight: int = 1
     held_out_percent: int = 0
@@ -67,7 +72,8 @@ class Tasks:
     """Takes turns between sources: of as many positions in a row as the weights add up to, each source has its
     weight's.
 
-    size: positions after which every source has been through its data. digest: of all of it. ends: of each one's rows.
+    size: positions after which every such source has been through its data. digest: of all of their rows. sets_digest:
+    of the others'. ends: of each source's rows.
     """
 
     def __init__(self, parts: Sequence[MixPart], *, seed: int) -> None:
@@ -75,16 +81,21 @@ class Tasks:
         turns = [number for number, part in enumerate(parts) for _ in range(part.weight)]
         self._turns = Passes(turns, seed=seed)
         self.ends = list(itertools.accumulate(part.task.size for part in parts))
-        parts_digested = [f"{part.task.size} {part.task.digest}" for part in parts]
-        self.digest = hashlib.sha256("\n".join(parts_digested).encode()).hexdigest()
-        self.size = max(-(-part.task.size // part.weight) for part in parts) * len(turns)
+        self.digest = _digest([part.task for part in parts if part.weight])
+        self.sets_digest = _digest([part.task for part in parts if not part.weight])
+        self.size = max(-(-part.task.size // part.weight) for part in parts if part.weight) * len(turns)
 
     def prompt(self, position: int) -> PromptRow:
+        """Return the prompt at a position of rollout's prompts."""
         block, place = divmod(position, len(self._turns))
         turns = self._turns[block]
         number = turns[place]
+        return self.prompt_of(number, block * self._parts[number].weight + turns[:place].count(number))
+
+    def prompt_of(self, number: int, position: int) -> PromptRow:
+        """Return the prompt at a position of one source."""
         part = self._parts[number]
-        index, prompt = part.task.prompt(block * part.weight + turns[:place].count(number))
+        index, prompt = part.task.prompt(position)
         held_out = is_held_out(prompt, percent=part.held_out_percent)
         played = isinstance(part.task, EnvironmentTasks)
         return PromptRow(self._start(number) + index, None if played else prompt, held_out)
@@ -96,7 +107,7 @@ class Tasks:
 
     @property
     def data(self) -> Data:
-        return Data(size=self.size, digest=self.digest, ends=tuple(self.ends))
+        return Data(size=self.size, digest=self.digest, sets_digest=self.sets_digest, ends=tuple(self.ends))
 
     @property
     def environments(self) -> list[EnvironmentTasks]:
@@ -114,6 +125,11 @@ class Tasks:
         return self.ends[number] - self._parts[number].task.size
 
 
+def _digest(tasks: Sequence[Task]) -> str:
+    digested = [f"{task.size} {task.digest}" for task in tasks]
+    return hashlib.sha256("\n".join(digested).encode()).hexdigest()
+
+
 class NotPlayed(Exception):
     """The row is asked and not played, but an episode of it was requested."""
 
@@ -122,17 +138,28 @@ class SourceUnusable(Exception):
     """A source does not match the job; the message names it and what is wrong."""
 
 
-def make_tasks(prompts: Prompts, *, claims: Path, cache: Path) -> Tasks:
+def make_tasks(prompts: Prompts, sets: Iterable[EvaluationSet] = (), *, claims: Path, cache: Path) -> Tasks:
     """Make the tasks. claims: where they are mounted, by name. cache: for copies, downloads. Raises SourceUnusable."""
+    make = partial(_make_part, claims=claims, cache=cache)
     parts = []
     for number, (source, weight) in enumerate(prompts.sources):
-        try:
-            task = _make_task(source, claims=claims, cache=cache)
-        except (Exception, SystemExit) as error:  # of another's code too
-            place = f"mix.sources[{number}]." if prompts.mix else ""
-            raise SourceUnusable(f"{place}{source.title} can't be used: {described(error)}") from error
-        parts.append(MixPart(task, weight, source.held_out_percent))
+        place = "rollout.prompts." + (f"mix.sources[{number}]." if prompts.mix else "")
+        parts.append(make(source, weight, place=place, held_out_percent=HELD_OUT_PERCENT))
+    parts += [
+        make(each.source, 0, place=f"evaluation.sets, {each.name}: ", held_out_percent=100)
+        for each in sets
+        if each.source is not None
+    ]
     return Tasks(parts, seed=prompts.seed)
+
+
+def _make_part(source: Source, weight: int, *, place: str, held_out_percent: int, claims: Path, cache: Path) -> MixPart:
+    """Make one part. held_out_percent: where the source names none. Raises SourceUnusable."""
+    try:
+        task = _make_task(source, claims=claims, cache=cache)
+    except (Exception, SystemExit) as error:  # of another's code too
+        raise SourceUnusable(f"{place}{source.title} can't be used: {described(error)}") from error
+    return MixPart(task, weight, held_out_percent if source.held_out_percent is None else source.held_out_percent)
 
 
 def described(error: BaseException) -> str:
