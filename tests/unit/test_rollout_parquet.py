@@ -68,7 +68,7 @@ def test_a_sample_is_the_same_before_and_after_it_is_sealed(tmp_path: Path) -> N
     assert {
         "id": 1, "group_id": 1, "prompt_index": 4, "state": "completed", "reason": "", "attempts": 1, "resent": 0,
         "first_step": 1, "last_step": 2, "finish": "length", "reward": 0.25, "step": None, "ended": 1,
-        "figures": [("format", 0.5)], "unversioned": 1, "prompt_length": 3, "response_length": 5,
+        "figures": [{"name": "format", "value": 0.5}], "unversioned": 1, "prompt_length": 3, "response_length": 5,
         "prompt_ids": [1, 2, 3],
         "response_ids": [50, 51, 52, 53, 54], "loss_mask": [True, True, False, True, True],
         "behaviour_logp": [-0.125, -0.25, 0.0, -0.5, -0.625], "token_step": [1, 1, -1, 2, -1],
@@ -144,6 +144,6 @@ def test_each_column_is_in_the_documentation() -> None:
     page = (CHECKOUT.root / "docs/samples.md").read_text()
     descriptions = dict(re.findall(r"^\| `(\w+)` \| (.*?) \|", page, re.MULTILINE))
     assert {
-        name: re.sub(r"list<item: (\w+)>", r"list of \1", str(kind))
+        name: re.sub(r"^list<item: (.*)>$", r"list of \1", str(kind))
         for name, (kind, _) in {**parquet.COLUMNS, **parquet.WORDS}.items()
     } == descriptions

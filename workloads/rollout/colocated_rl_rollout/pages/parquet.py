@@ -29,6 +29,7 @@ from colocated_rl_rollout.store.transcripts import Transcript
 ROWS_A_PAGE = 64
 ROWS_A_GROUP = 4096
 TOKENS_A_GROUP = 500_000
+FIGURES = pa.list_(pa.struct([("name", pa.string()), ("value", pa.float64())]))  # Hugging Face datasets read no map
 
 COLUMNS: dict[str, tuple[pa.DataType, str]] = {
     "id": (pa.int64(), "number of the sample, as admitted"),
@@ -40,7 +41,7 @@ COLUMNS: dict[str, tuple[pa.DataType, str]] = {
     "resent": (pa.int32(), "tokens sent again, to prefill, after interruptions; null of a batch in a checkpoint"),
     "finish": (pa.string(), "stop or length; null until the response is whole"),
     "reward": (pa.float64(), "null until it is in"),
-    "figures": (pa.map_(pa.string(), pa.float64()), "what came beside the reward, by name; in a checkpoint float32"),
+    "figures": (FIGURES, "name and value of what came beside the reward; in a checkpoint float32"),
     "step": (pa.int32(), "of the batch that holds it; null before"),
     "ended": (pa.int64(), "its place among all that ended; null before, and of a batch in a checkpoint"),
     "first_step": (pa.int32(), "of the oldest weights that drew a token of it; null without such tokens"),
@@ -129,7 +130,7 @@ def _table(samples: Sequence[Sample], schema: pa.Schema, text: Callable[[list[in
     found = [transcript for _, transcript in samples]
     drawn = [each.token_step[each.written & (each.token_step >= 0)] for each in found]
     made: dict[str, Any] = {
-        "figures": [[*row["figures"].items()] for row, _ in samples],
+        "figures": [[{"name": name, "value": value} for name, value in row["figures"].items()] for row, _ in samples],
         "prompt_length": [len(each.prompt) for each in found],
         "response_length": [len(each.response) for each in found],
         "first_step": [int(steps.min()) if len(steps) else None for steps in drawn],

@@ -47,8 +47,8 @@ def listen(path: Path) -> socket.socket:
     path.unlink(missing_ok=True)  # left by the container's former run
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(str(path))
-    path.chmod(0o660)
     listener.listen(BACKLOG)
+    path.chmod(0o660)  # last: whoever may connect is answered
     return listener
 
 
