@@ -104,6 +104,14 @@ class Part(BaseModel):
         return schema
 
 
+_WORDS_OF_CEL = frozenset(
+    {
+        *("as", "break", "const", "continue", "else", "for", "function", "if", "import", "in", "let", "loop"),
+        *("namespace", "package", "return", "var", "void", "while"),
+    }
+)
+
+
 def fixed(*fields: str) -> tuple[Rule, ...]:
     """Return rules for fields, also of parts, that keep their value or absence as long as the job exists."""
     return tuple(
@@ -134,7 +142,16 @@ def _is_kept(path: str) -> str:
     part, _, field = path.rpartition("?.")
     if part:
         return f"{_is_there(part)} && (!has(self.{part}) || ({_is_kept(f'{part}.{field}')}))"
-    return f"{_is_there(path)} && (!has(self.{path}) || self.{path} == oldSelf.{path})"
+    value = _escaped(path)
+    return f"{_is_there(path)} && (!has(self.{path}) || self.{value} == oldSelf.{value})"
+
+
+def _escaped(path: str) -> str:
+    """Return a path whose size the server can bound: it knows a field named like a word of CEL by another name.
+
+    https://kubernetes.io/docs/reference/using-api/cel/#escaping
+    """
+    return ".".join(f"__{field}__" if field in _WORDS_OF_CEL else field for field in path.split("."))
 
 
 def _is_there(path: str) -> str:
