@@ -361,14 +361,21 @@ def test_replicas_change_when_the_last_pod_is_gone(api: ApiServer, phase: str | 
 
 
 @pytest.mark.parametrize(
-    ("field", "is_accepted"),
-    [("evaluation", True), ("failurePolicy", True), ("managedBy", False), ("reference", False)],
+    ("field", "value", "is_accepted"),
+    [
+        ("evaluation", {}, True),
+        ("evaluation", None, False),  # of the example: one of its sets has a source
+        ("failurePolicy", None, True),
+        ("managedBy", None, False),
+        ("reference", None, False),
+    ],
 )
-def test_what_can_be_added_later(api: ApiServer, field: str, is_accepted: bool) -> None:
+def test_what_can_be_added_later(api: ApiServer, field: str, value: object, is_accepted: bool) -> None:
     without = full("without")
-    value = without["spec"].pop(field)
+    of_example = without["spec"].pop(field)
     with stored(api, without) as job:
-        answer = api.request("PUT", f"{JOBS}/without?{DRY_RUN}", changed(job, field, value))
+        later = changed(job, field, of_example if value is None else value)
+        answer = api.request("PUT", f"{JOBS}/without?{DRY_RUN}", later)
     assert is_accepted == answer.is_accepted
 
 
