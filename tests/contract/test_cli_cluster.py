@@ -181,7 +181,7 @@ def test_who_may_only_view_has_the_job_explained_from_its_status(run: Run) -> No
 
 
 def test_who_may_only_view_sees_evaluations_and_top(run: Run) -> None:
-    assert ["0", "0.25", "0.01", "-", "8"] == run("viewer", "eval", "sums").stdout.splitlines()[1].split()
+    assert ["0", "held-out", "0.25", "0.01", "-", "8"] == run("viewer", "eval", "sums").stdout.splitlines()[1].split()
     done = run("viewer", "top", "sums", "--once")
     assert (Exit.FINE, True) == (done.returncode, f"{NAMESPACE}/sums" in done.stdout)
 
