@@ -35,7 +35,7 @@ def test_every_command_of_the_tutorial_does_what_it_says(cluster: Cluster, tmp_p
     everything = "".join(outputs)
     assert 3 == everything.count("colocatedrljob.rl.colocate.dev/arithmetic condition met")
     assert "HOLDER" in everything
-    assert re.search(r"^0 +0\.\d+ ", everything, re.MULTILINE), "the evaluation of a pod that is gone"
+    assert re.search(r"^0 +held-out +0\.\d+ ", everything, re.MULTILINE), "the evaluation of a pod that is gone"
     assert "arithmetic-rollout-0" in everything
     assert re.search(r"^arithmetic-checkpoints-[0-9a-f]{8}/model-0{5}\d{3}", everything, re.MULTILINE)
     assert (CHECKOUT.root / ".build/timeline.html").stat().st_size > 10_000

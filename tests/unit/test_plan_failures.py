@@ -239,6 +239,14 @@ def test_out_of_memory_is_distinguished_from_other_deaths_by_kubelet_s_word_of_t
     )
 
 
+def test_a_container_that_was_ended_for_its_memory_is_at_fault_though_a_peer_was_seen_to_die_before_it() -> None:
+    """Its agent learns of it when the container is back, and a peer's rank at once, by the connection that it lost."""
+    seen = later(dead(climbing(Rung.RELEASED, Rung.RELEASED), 1), 1)
+    failures = climb_of(plan(dead(seen, 0, memory_kills=1))).tally
+    assert ("OutOfMemory", "") == (failures.cause, failures.pod)
+    assert "a trainer died at step 2: sums-gpu-0-0 (" in plan(dead(seen, 0, memory_kills=1)).message
+
+
 def test_a_death_says_why_the_container_ended_unless_the_pod_reports_more() -> None:
     def said(**changes: Any) -> str:
         seen = dead(climbing(Rung.RELEASED, Rung.RELEASED), **changes)

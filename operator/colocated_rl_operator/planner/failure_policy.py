@@ -405,13 +405,17 @@ def rest_after_roll_back(seen: Observation, following: Climb) -> Hold | None:
 
 # ----------------------------------------------------------------------------------------------------- what has failed
 def death(seen: Observation, *, step: int, tries: int) -> Failure:
-    """Describe the death of a trainer in the climb to `step`."""
-    memory = seen.memory
-    pods = tuple(member for member in seen.gpu_members if member.uid in memory.died) or seen.dead
-    killed = [member for member in pods if member.memory_kills > memory.memory_kills.get(member.uid, 0)]
+    """Describe the death of a trainer in the climb to `step`.
+
+    The pods whose containers were ended for their memory are at fault, though a peer's rank may have been seen to end
+    before theirs; without any, the first to die.
+    """
+    memory, members = seen.memory, seen.gpu_members
+    killed = tuple(member for member in members if member.memory_kills > memory.memory_kills.get(member.uid, 0))
+    pods = killed or tuple(member for member in members if member.uid in memory.died) or seen.dead
     cause = FailureCause.OUT_OF_MEMORY if killed else FailureCause.TRAINER_DIED
     why = "its container was ended for its memory" if killed else "it ended by itself"
-    message = f"a trainer died at step {step}: {_named(killed or pods, why)}"
+    message = f"a trainer died at step {step}: {_named(pods, why)}"
     return Failure(cause, message, pods, seen.now if memory.died_at is None else memory.died_at, tries)
 
 
