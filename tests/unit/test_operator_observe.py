@@ -157,6 +157,19 @@ def test_only_the_gpu_container_is_asked_for_its_memory(scene: Scene) -> None:
     assert 1 == scene.only(make_pod(version=2, containerStatuses=[beside, ours])).memory_kills
 
 
+def test_an_end_for_memory_counts_once_from_its_end_through_kubelet_s_back_off_to_its_restart(scene: Scene) -> None:
+    """In the back-off it counted no longer, and the death of its trainers was taken for one of another cause."""
+    killed = {"exitCode": 137, "reason": "OOMKilled"}
+    ends = [
+        container("gpu", restarts=1, last=killed, running={}),  # an earlier end
+        container("gpu", restarts=1, last=killed, terminated=killed),
+        container("gpu", restarts=1, last=killed, waiting={"reason": "CrashLoopBackOff"}),
+        container("gpu", restarts=2, last=killed, running={}),
+    ]
+    pods = [make_pod(version=number, containerStatuses=[each]) for number, each in enumerate(ends, 1)]
+    assert [1, 2, 2, 2] == [scene.only(pod).memory_kills for pod in pods]
+
+
 def test_a_container_that_runs_again_is_in_trouble_until_its_member_answers(scene: Scene) -> None:
     """It looks like any other in between two crashes."""
     containers = [container("rollout", restarts=3, last=ENDED, running={})]

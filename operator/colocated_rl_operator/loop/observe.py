@@ -249,12 +249,15 @@ def _bad_device(status: Body) -> str | None:
 
 
 def _memory_kills(status: Body) -> int:
-    """Return the GPU container's restarts if it last ended for its memory. A webhook's containers don't count."""
+    """Return how often the GPU container has ended if it last did for its memory. A webhook's containers don't count.
+
+    While it waits for its restart, in kubelet's back-off too, the restart is not counted yet.
+    """
     for container in status.get("containerStatuses", ()):
         state, last = container.get("state", {}), container.get("lastState", {})
         ended = state.get("terminated") or last.get("terminated") or {}
         if container["name"] == names.GPU_CONTAINER and ended.get("reason") == "OOMKilled":
-            return int(container.get("restartCount", 0)) + ("terminated" in state)
+            return int(container.get("restartCount", 0)) + ("running" not in state)
     return 0
 
 

@@ -178,7 +178,7 @@ class Member:
     node: str | None = None  # where it runs, or ran
     fate: FailureCause | None = None  # why it is lost, as the cluster reports; None: not lost, or unknown
     bad_device: str | None = None  # which device its node reports as unhealthy; None: none, or nobody reports
-    memory_kills: int = 0  # restarts of its GPU container, if it ended for its memory the last time
+    memory_kills: int = 0  # ends of its GPU container, if the last one was for its memory
     trouble: str | None = None  # why its containers don't run: kubelet's message and their last one
     is_starting: bool = False  # a container of it has not passed its startup probe yet
     silent_since: float | None = None  # running, and not connected since
