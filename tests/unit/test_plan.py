@@ -475,7 +475,8 @@ def test_to_climb_again_to_where_a_pod_stood_before_is_progress_in_every_epoch()
     """A new epoch kept where pods had stood, and no rung of an ordinary switch moved the deadline."""
     seen = climbing(Rung.SERVING, Rung.SERVING)
     assert seen.climb is not None
-    climb, memory = replace(seen.climb, epoch=2), in_epoch(2, seen, seen.memory, now=seen.now)
+    climb = replace(seen.climb, epoch=2)
+    memory = in_epoch(climb, seen, seen.memory, now=seen.now)
     for rung in (Rung.CLOSED, Rung.PAUSED):
         pods = [replace(pod, facts=facts_at(rung, V1, epoch=2)) for pod in seen.members[:2]]
         moved = replace(seen, climb=climb, members=(*pods, seen.members[2]), memory=memory)

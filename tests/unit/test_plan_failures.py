@@ -225,14 +225,14 @@ def test_the_first_to_die_is_at_fault_not_those_whose_collectives_it_broke() -> 
     assert ["sums-gpu-1-0"] == gone(plan(later(seen, 9)))
 
 
-def test_out_of_memory_is_distinguished_from_other_deaths_by_kubelet_s_word_of_this_epoch() -> None:
+def test_out_of_memory_is_distinguished_from_other_deaths_by_kubelet_s_word_of_these_trainers() -> None:
     rules = policy(rule("OutOfMemory", action="FailJob"))
     seen = climbing(Rung.RELEASED, Rung.RELEASED, failure_policy=rules)
     assert Cause.TRAINER_DIED is climb_of(plan(dead(seen))).cause
     killed = plan(dead(seen, memory_kills=1))
     assert Cause.FAILURE_POLICY is climb_of(killed).cause
     assert "OutOfMemory" == climb_of(killed).tally.cause
-    long_ago = replace(changed(seen, 0, memory_kills=1), memory=replace(seen.memory, epoch=4))
+    long_ago = replace(changed(seen, 0, memory_kills=1), memory=replace(seen.memory, epoch=4, lineage=0))
     assert Cause.TRAINER_DIED is climb_of(plan(dead(remember(long_ago), memory_kills=1))).cause
     assert Cause.TRAINER_DIED is climb_of(plan(dead(remember(long_ago), memory_kills=0))).cause, (
         "its newest end was another"
@@ -245,6 +245,16 @@ def test_a_container_that_was_ended_for_its_memory_is_at_fault_though_a_peer_was
     failures = climb_of(plan(dead(seen, 0, memory_kills=1))).tally
     assert ("OutOfMemory", "") == (failures.cause, failures.pod)
     assert "a trainer died at step 2: sums-gpu-0-0 (" in plan(dead(seen, 0, memory_kills=1)).message
+
+
+def test_an_end_for_memory_that_kubelet_told_of_before_the_next_step_began_explains_the_death_in_it() -> None:
+    """The agent tells of the death when it has reached the container that was started again."""
+    seen = climbing(Rung.RELEASED, Rung.RELEASED)
+    assert seen.climb is not None
+    before = replace(seen, climb=replace(seen.climb, epoch=4), memory=Memory())
+    ended = changed(remember(before), 0, memory_kills=1)
+    following_epoch = remember(replace(ended, climb=seen.climb))
+    assert "OutOfMemory" == climb_of(plan(dead(following_epoch, 0, memory_kills=1))).tally.cause
 
 
 def test_a_death_says_why_the_container_ended_unless_the_pod_reports_more() -> None:

@@ -45,7 +45,7 @@ async def record_epoch(state: JobState, seen: Observation, decided: Plan, doors:
         status = with_digests(status, doors.pods.of(state.about.uid))
     await state.record.commit(status)
     now = state.reported_at = doors.clock()
-    state.memory = replace(in_epoch(climb.epoch, seen, state.memory, now=now), raised=True)
+    state.memory = replace(in_epoch(climb, seen, state.memory, now=now), raised=True)
     doors.metrics.raised.labels(climb.cause).inc()
     log(LOG, "epoch raised", epoch=climb.epoch, step=climb.step, version=str(climb.version), reason=climb.cause)
     if climb.cause is not Cause.TAKEOVER:

@@ -410,9 +410,9 @@ def death(seen: Observation, *, step: int, tries: int) -> Failure:
     The pods whose containers were ended for their memory are at fault, though a peer's rank may have been seen to end
     before theirs; without any, the first to die.
     """
-    memory, members = seen.memory, seen.gpu_members
-    killed = tuple(member for member in members if member.memory_kills > memory.memory_kills.get(member.uid, 0))
-    pods = killed or tuple(member for member in members if member.uid in memory.died) or seen.dead
+    memory, of_trainers = seen.memory, seen.trainer_members
+    killed = tuple(pod for pod in of_trainers if pod.memory_kills > memory.memory_kills.get(pod.uid, 0))
+    pods = killed or tuple(pod for pod in seen.gpu_members if pod.uid in memory.died) or seen.dead
     cause = FailureCause.OUT_OF_MEMORY if killed else FailureCause.TRAINER_DIED
     why = "its container was ended for its memory" if killed else "it ended by itself"
     message = f"a trainer died at step {step}: {_named(pods, why)}"

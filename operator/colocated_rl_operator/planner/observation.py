@@ -277,7 +277,8 @@ class Memory:
     stopped: frozenset[str] = frozenset()  # UIDs of members that reported that they stopped
     died: frozenset[str] = frozenset()  # UIDs of pods whose trainers were the first to die
     died_at: float | None = None
-    memory_kills: dict[str, int] = field(default_factory=dict)  # of each pod, by UID, when the epoch was raised
+    memory_kills: dict[str, int] = field(default_factory=dict)  # of each pod, by UID, when its trainers were started
+    lineage: int | None = None  # of those trainers
     gone: frozenset[str] = frozenset()  # UIDs of pods that were lost by then
     group: str = ""  # of the climb, as far as this process saw it whole
     losses: dict[str, FailureCause | None] = field(default_factory=dict)  # of its pods, by UID: why, as reported last
@@ -519,7 +520,7 @@ def remember(seen: Observation) -> Observation:
     """Return the observation with its memory brought up to its `now`."""
     memory, epoch = seen.memory, seen.climb.epoch if seen.climb else 0
     if epoch != memory.epoch:
-        memory = in_epoch(epoch, seen, memory, now=seen.now)
+        memory = in_epoch(seen.climb, seen, memory, now=seen.now)
     for bring_up in (_remember_deaths, _remember_losses, _remember_rungs, _remember_absence, _remember_pods):
         memory = bring_up(seen, memory)
     found = replace(seen, memory=memory)
@@ -527,11 +528,14 @@ def remember(seen: Observation) -> Observation:
     return found  # keep values derived from the members: memory changes none of them
 
 
-def in_epoch(epoch: int, seen: Observation, memory: Memory, *, now: float) -> Memory:
-    """Return the memory at the start of an epoch: no rung is reached in it, and earlier failures are answered."""
+def in_epoch(climb: Climb | None, seen: Observation, memory: Memory, *, now: float) -> Memory:
+    """Return the memory as a climb's epoch starts: no rung is reached in it, and earlier failures are answered."""
+    epoch, lineage = (climb.epoch, climb.lineage) if climb else (0, None)
     gone = frozenset(member.uid for member in seen.members if not member.is_usable)
     memory = replace(memory, epoch=epoch, epoch_at=now, reached={}, highest={}, progress_at=now)
-    return replace(memory, memory_kills=seen.memory_kills, gone=gone)
+    if lineage != memory.lineage:  # kubelet may tell of an end in one epoch, and the agent of the deaths in the next
+        memory = replace(memory, lineage=lineage, memory_kills=seen.memory_kills)
+    return replace(memory, gone=gone)
 
 
 def _remember_deaths(seen: Observation, memory: Memory) -> Memory:
