@@ -82,10 +82,6 @@ class Lease:
         self._renewed = asyncio.Event()
 
     @property
-    def is_held(self) -> bool:
-        return self._renewed_at is not None
-
-    @property
     def age_s(self) -> float | None:
         """Return the seconds since the last renewal; None for a candidate."""
         return None if self._renewed_at is None else time.monotonic() - self._renewed_at

@@ -27,7 +27,7 @@ from colocated_rl_agent.drivers.base import (
     wrong_fields,
 )
 from colocated_rl_api.facts import TrainerState
-from colocated_rl_api.member_wire import JobFile, Rendezvous
+from colocated_rl_api.member_wire import Rendezvous
 from colocated_rl_api.rungs import WeightVersion
 from colocated_rl_api.trainer_wire import (
     PROTOCOL,
@@ -88,10 +88,6 @@ def trainer_environment(
         TrainerEnvironment.MASTER_PORT: str(rendezvous.port),
         TrainerEnvironment.DEVICE: f"cuda:{local_rank}" if gpus else "cpu",
     }
-
-
-def model_directory(root: Path, job: JobFile) -> Path:
-    return root / job.spec.model.path
 
 
 class TrainerRank:
