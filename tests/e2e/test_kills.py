@@ -19,7 +19,7 @@ import subprocess
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -158,20 +158,35 @@ class Witness:
         return found
 
 
-@pytest.fixture(scope="module")
-def job(cluster: Cluster | None, kubectl: Kubectl) -> Iterator[RunningJob]:
+@contextlib.contextmanager
+def under_faults(
+    cluster: Cluster | None, kubectl: Kubectl, name: str, change: Callable[[dict[str, Any]], None]
+) -> Iterator[RunningJob]:
+    """A job of two pods that has begun to train, forgives any number of failures and keeps all batches.
+
+    change: called with its spec.
+    """
     if cluster is None:
-        pytest.fail("kills need the local cluster: run without KUBECONFIG")
+        pytest.fail("faults and their oracle need the local cluster: run without KUBECONFIG")
     manifest = yaml.safe_load((SCENARIOS / "two-pods.yaml").read_text())
-    manifest["metadata"]["name"] = "kills"
-    manifest["spec"] |= {"backoffLimit": 1000, "failurePolicy": {"backoffSeconds": 0}}
-    manifest["spec"]["storage"]["keepBatches"] = True
-    manifest["spec"]["switch"] = {"engineCallSeconds": 20, "settleSeconds": 10}
+    manifest["metadata"]["name"], spec = name, manifest["spec"]
+    spec |= {"backoffLimit": 1000, "switch": {"engineCallSeconds": 20, "settleSeconds": 10}}
+    spec["storage"]["keepBatches"] = True
+    change(spec)
     kubectl("-n", NAMESPACE, "apply", "-f", "-", stdin=yaml.safe_dump(manifest))
-    running = RunningJob(kubectl, namespace=NAMESPACE, name="kills")
+    running = RunningJob(kubectl, namespace=NAMESPACE, name=name)
     running.wait_for_step(2, deadline_s=START_S)
     yield running
     running.delete()
+
+
+@pytest.fixture(scope="module")
+def job(cluster: Cluster | None, kubectl: Kubectl) -> Iterator[RunningJob]:
+    def retry_at_once(spec: dict[str, Any]) -> None:
+        spec["failurePolicy"] = {"backoffSeconds": 0}
+
+    with under_faults(cluster, kubectl, "kills", retry_at_once) as running:
+        yield running
 
 
 def test_f97_a_person_injects_faults_and_the_job_goes_on(cluster: Cluster, job: RunningJob, terminal: Terminal) -> None:

@@ -8,11 +8,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import yaml
 from cluster import Cluster, CommandFailed
-from e2e.conftest import NAMESPACE, SCENARIOS
 from e2e.running_job import Kubectl, RunningJob, wait_for
-from e2e.test_kills import NEXT_STEP_S, START_S, Witness, assert_trained_once, await_rung
+from e2e.test_kills import NEXT_STEP_S, Witness, assert_trained_once, await_rung, under_faults
 
 from colocated_rl_api import names
 from colocated_rl_api.rungs import Rung
@@ -30,21 +28,15 @@ CONCURRENCY = 24  # groups under way
 
 @pytest.fixture(scope="module")
 def job(cluster: Cluster | None, kubectl: Kubectl) -> Iterator[RunningJob]:
-    if cluster is None:
-        pytest.fail("the oracle needs the local cluster: run without KUBECONFIG")
-    manifest = yaml.safe_load((SCENARIOS / "two-pods.yaml").read_text())
-    manifest["metadata"]["name"] = "memory"
-    spec = manifest["spec"]
-    spec |= {"backoffLimit": 1000}  # and the default back-off, in which kubelet's report comes, after a peer's death
-    spec["storage"]["keepBatches"] = True
-    spec["switch"] = {"engineCallSeconds": 20, "settleSeconds": 10}
-    for part, most in ((spec["gpus"], "6Gi"), (spec["rollout"], "2Gi"), (spec["rollout"]["prompts"], "2Gi")):
+    """Its back-off is the default, in which kubelet's report comes, after a peer's death."""
+    with under_faults(cluster, kubectl, "memory", with_limits) as running:
+        yield running
+
+
+def with_limits(spec: dict[str, Any]) -> None:
+    rollout = spec["rollout"]
+    for part, most in ((spec["gpus"], "6Gi"), (rollout, "2Gi"), (rollout["prompts"], "2Gi")):
         part["resources"] = {"requests": {"memory": "1Gi"}, "limits": {"memory": most}}
-    kubectl("-n", NAMESPACE, "apply", "-f", "-", stdin=yaml.safe_dump(manifest))
-    running = RunningJob(kubectl, namespace=NAMESPACE, name="memory")
-    running.wait_for_step(2, deadline_s=START_S)
-    yield running
-    running.delete()
 
 
 @pytest.mark.slow
