@@ -62,8 +62,9 @@ def install(api: ApiServer, kubectl: Kubectl) -> Iterator[Callable[..., None]]:
     def apply(*served: str, stored: str) -> None:
         crd = json.dumps(definition(served=served, stored=stored))
         kubectl("apply", "--server-side", "--force-conflicts", "-f", "-", stdin=crd)
-        kubectl("wait", "--for=condition=Established", f"crd/{CRD}", f"--timeout={SOON_S}s")
+        # first, for `wait` fails at one that has no conditions yet
         until(lambda: set(served) == {version for version in (BEFORE, AFTER) if is_served(api, version)})
+        kubectl("wait", "--for=condition=Established", f"crd/{CRD}", f"--timeout={SOON_S}s")
 
     yield apply
     kubectl("delete", "crd", CRD, "--ignore-not-found", f"--timeout={SOON_S}s")
