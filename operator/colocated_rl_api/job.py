@@ -159,14 +159,20 @@ class EngineType(StrEnum):
 
 
 class RolloutEngine(Part):
-    """The server that generates, one in each pod of engines."""
+    """The server that generates, one or more in each pod of engines."""
 
     type: EngineType = Field(default=EngineType.SGLANG, strict=False, description="Which server.")
+    per_pod: int = Field(
+        default=1,
+        ge=1,
+        le=16,
+        description="Engines in each pod, which divide its devices evenly. May change while the job is suspended.",
+    )
     args: list[Annotated[str, Field(max_length=256)]] = Field(
         default_factory=list,
         max_length=64,
         description="Further flags of the server, one list item for each word; without --tp-size and --pp-size an "
-        "engine spans the devices of its pod. May change while the job is suspended.",
+        "engine spans all of its devices. May change while the job is suspended.",
     )
 
 
@@ -716,6 +722,21 @@ _ADDED_SETS = Rule(
     message="evaluation.sets gains a set with a source only between runs: set suspend to true, add it, and set suspend "
     "to false again",
 )
+_DIVIDED = (
+    Rule(
+        field="rollout.engine.perPod",
+        rule="has(self.rollout.gpus) || self.gpus.count % self.rollout.engine.perPod == 0",
+        message="rollout.engine.perPod must divide gpus.count: each engine has as many devices of the pod as any other",
+        expression="'rollout.engine.perPod is %d, which does not divide the %d devices of gpus.count: each engine has "
+        "as many devices of the pod as any other'.format([self.rollout.engine.perPod, self.gpus.count])",
+    ),
+    Rule(
+        field="rollout.engine.perPod",
+        rule="!has(self.rollout.gpus) || self.rollout.gpus.count % self.rollout.engine.perPod == 0",
+        message="rollout.engine.perPod must divide rollout.gpus.count: each engine has as many devices of the pod as "
+        "any other",
+    ),
+)
 _RESTORED = Rule(
     field="restoreFrom",
     rule=f"!has(self.restoreFrom) || !has(self.mode) || self.mode != '{Mode.ROLLOUT_ONLY}'",
@@ -749,6 +770,7 @@ class ColocatedRLJobSpec(Part):
         _EVALUATED,
         _ADDED_SETS,
         _RESTORED,
+        *_DIVIDED,
         *fixed(
             *("mode", "recorded", "model", "restoreFrom", "reference", "trainer", "storage", "managedBy"),
             *(f"{gpus}.{field}" for gpus in ("gpus", "rollout.gpus?") for field in DEVICES),
@@ -756,7 +778,13 @@ class ColocatedRLJobSpec(Part):
         ),
         *fixed_while_running(
             *(f"{gpus}.{field}" for gpus in ("gpus", "rollout.gpus?") for field in ("image", "resources")),
-            *("rollout.engine.args", "rollout.resources", "weightSync.sizeLimit", "weightSync.verify"),
+            *(
+                "rollout.engine.args",
+                "rollout.engine.perPod",
+                "rollout.resources",
+                "weightSync.sizeLimit",
+                "weightSync.verify",
+            ),
             *("checkpoint.everySteps", "checkpoint.keep", "checkpoint.milestoneEverySteps"),
             *("switch", "podTemplates"),
         ),
@@ -902,9 +930,11 @@ class ColocatedRLJobSpec(Part):
     @property
     def compares_engines(self) -> bool:
         """Return whether new weights serve only once the engines' checksums are equal; one engine needs no peer."""
-        engines = (self.rollout.replicas or 0) if self.rollout.is_apart else self.replicas
+        pods = (self.rollout.replicas or 0) if self.rollout.is_apart else self.replicas
         trains_and_serves = self.ladder.trains and self.ladder.serves
-        return self.weight_sync.verify is Verify.CHECKSUM and trains_and_serves and engines > 1
+        return (
+            self.weight_sync.verify is Verify.CHECKSUM and trains_and_serves and pods * self.rollout.engine.per_pod > 1
+        )
 
     @property
     def reference_gpus(self) -> Gpus:

@@ -82,12 +82,16 @@ class Ladder:
         """Return the rung of a GPU pod on the way to serving version `at`; UNKNOWN without facts.
 
         A pod stands at its lowest engine's rung. An engine whose process is gone satisfies every rung below Updated: it
-        maps no memory and has nothing in flight (the gate is closed whenever an engine is missing).
+        maps no memory and has nothing in flight, because the gate to it is closed. Beside others that are there it is
+        not counted at all, and neither is one that starts again on `at`: they serve without it.
         """
         if pod is None or not (pod.engines or pod.trainers):
             return Rung.UNKNOWN
         shares = self.placement in (Placement.TIME_SLICED, Placement.RESIDENT)
-        return Rung.UNKNOWN if shares and not (pod.engines and pod.trainers) else self.stands(pod, at)
+        if shares and not (pod.engines and pod.trainers):
+            return Rung.UNKNOWN
+        there = tuple(engine for engine in pod.engines if not (engine.is_absent or _starts_again(engine, at)))
+        return self.stands(pod.model_copy(update={"engines": there}) if there else pod, at)
 
     @cached_property
     def _places(self) -> Mapping[Rung, int]:
@@ -187,6 +191,10 @@ def _is_updated(engine: EngineFacts, at: WeightVersion) -> bool:
 
 def _is_starting(engine: EngineFacts) -> bool:
     return not (engine.is_absent or engine.is_ready)
+
+
+def _starts_again(engine: EngineFacts, at: WeightVersion) -> bool:
+    return _is_starting(engine) and engine.starts_on == at
 
 
 def _serves(pod: PodFacts) -> bool:

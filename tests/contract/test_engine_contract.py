@@ -31,7 +31,8 @@ from colocated_rl_agent.drivers.sglang import SGLang
 from colocated_rl_agent.files.exports import verify_export
 from colocated_rl_agent.gate.data_port import DataPort
 from colocated_rl_agent.gate.dialects import EngineReply
-from colocated_rl_agent.gate.gate import Backend, Gate
+from colocated_rl_agent.gate.entrance import Backend
+from colocated_rl_agent.gate.gate import Gate
 from colocated_rl_agent.lanes.probe import ProbeDisagrees, require_agreement
 from colocated_rl_agent.planner.views import (
     CUDA_GRAPH,

@@ -24,7 +24,8 @@ from transformers import AutoModelForCausalLM
 
 from colocated_rl_agent.drivers.sglang import SGLang
 from colocated_rl_agent.gate.data_port import DataPort
-from colocated_rl_agent.gate.gate import Backend, Gate
+from colocated_rl_agent.gate.entrance import Backend
+from colocated_rl_agent.gate.gate import Gate
 from colocated_rl_api.member_wire import Endpoint
 from colocated_rl_api.rungs import WeightVersion
 from engines import ADMIN_KEY, engine_process

@@ -30,6 +30,8 @@ from colocated_rl_agent.planner.views import (
     EngineView,
     PodView,
     RankView,
+    engine_name,
+    pod_facts,
 )
 from colocated_rl_api import names
 from colocated_rl_api.facts import (
@@ -296,7 +298,7 @@ class Journals:
         return number
 
     def without_engine(self, number: int) -> int:
-        return self._number(replace(self._all[number], engine=None))
+        return self._number(replace(self._all[number], engines={}))
 
     def _number(self, journal: Journal) -> int:
         meaning = repr(journal.records())
@@ -393,7 +395,7 @@ def _facts(key: tuple[Any, ...]) -> PodFacts:
 def facts_of(pod: Pod, *, engine_failures: int = 0) -> PodFacts:
     key = view_key(pod)
     if engine_failures:
-        return _view(*key).facts(epoch=pod.epoch, engine_failures=engine_failures)
+        return pod_facts((_view(*key),), epoch=pod.epoch, engine_failures=[engine_failures])
     return _facts(key).model_copy(update={"epoch": pod.epoch})
 
 
@@ -649,7 +651,7 @@ def call_of(
 
 def recognized(pod: Pod) -> EngineView:
     """Return the view that the agent's `Engine.attach` makes from the journal and from what the engine can be asked."""
-    engine, memory = pod.engine, pod.durable.engine
+    engine, memory = pod.engine, pod.durable.engines.get(engine_name(0))
     if engine is None:
         return EngineView()
     if memory is None:

@@ -53,6 +53,7 @@ TOKEN = "data-token-of-a-test-job"
 DEADLINE_S = 60.0
 PATIENT_S = 300  # deadline of what happens, however slow the machine: a test that waits for one sets its own
 DEADLINES = ("settleSeconds", "engineCallSeconds", "engineStartSeconds", "trainerProgressSeconds")
+TRIES = 100
 TESTS = Path(fakes.__path__[0]).parent
 ENGINE = """
 import sys
@@ -89,12 +90,30 @@ def make_job(**changes: Any) -> JobFile:
     )
 
 
-def kept_port() -> socket.socket:
-    """A port that nobody else is given until this is closed. Who reuses addresses may listen on it meanwhile."""
+def kept_port(port: int = 0) -> socket.socket:
+    """A port, or this one, that nobody else is given until it is closed. Who reuses addresses may listen on it."""
     kept = socket.socket()
     kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    kept.bind(("127.0.0.1", 0))
+    try:
+        kept.bind(("127.0.0.1", port))
+    except OSError:
+        kept.close()
+        raise
     return kept
+
+
+def kept_ports(count: int) -> list[socket.socket]:
+    """Likewise so many, one after the other."""
+    for _ in range(TRIES):
+        kept = [kept_port()]
+        try:
+            kept.extend(map(kept_port, range(number(kept[0]) + 1, number(kept[0]) + count)))
+        except OSError:
+            for each in kept:
+                each.close()
+        else:
+            return kept
+    raise AssertionError(f"no {count} ports in a row after {TRIES} tries")
 
 
 def number(port: socket.socket) -> int:

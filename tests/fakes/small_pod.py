@@ -30,6 +30,7 @@ from colocated_rl_agent.agent import Agent
 from colocated_rl_agent.files.volume import SILENT_S
 from colocated_rl_agent.planner.actions import Wait
 from colocated_rl_agent.planner.next_actions import next_actions
+from colocated_rl_agent.planner.views import engine_name
 from colocated_rl_agent.settings import AgentSettings, Directories
 from colocated_rl_api import names
 from colocated_rl_api.facts import PodFacts, TrainerState
@@ -47,7 +48,7 @@ from colocated_rl_member.server import Ports
 from colocated_rl_member.tls import MemberTls
 from fakes import serving
 from fakes.engine import TAGS, FakeEngine, admin_key_in
-from fakes.pod import JOB_UID, TOKEN, Network, kept_port, make_job, network, number
+from fakes.pod import JOB_UID, TOKEN, Network, kept_ports, make_job, network, number
 from fakes.trainer import Rank
 from fakes.weights import next_token
 
@@ -279,7 +280,7 @@ class SmallPod:
         if weights is not None:
             self.directories = replace(self.directories, weights=weights)
         self.runner = SmallRunner(self)
-        self.engine: SmallEngine | None = None
+        self.engines: dict[str, SmallEngine] = {}  # that run, by name
         self.trainer: SmallTrainer | None = None
         self.broken: list[str] = []
         self.on_call: Callable[[str], None] = lambda route: None
@@ -294,7 +295,7 @@ class SmallPod:
         self._net = net
         self._ending: set[asyncio.Task[None]] = set()
         self._running: asyncio.Task[None] | None = None
-        self.engine_port = kept_port()
+        self.engine_ports = kept_ports(job.spec.rollout.engine.per_pod)
         self._settings = AgentSettings(
             pod=f"job-{role}-{replica}-0",
             pod_uid=names.PodUid("uid"),
@@ -302,7 +303,7 @@ class SmallPod:
             job=job,
             directories=self.directories,
             ports=Ports(control=0, data=0, metrics=0, pages=0, host="127.0.0.1"),
-            engine_port=number(self.engine_port),
+            engine_port=number(self.engine_ports[0]),
             role=role,
         )
         self.agent: Agent
@@ -348,14 +349,17 @@ class SmallPod:
 
     async def restart_container(self) -> None:
         await self.runner.stop()
-        self.engine = self.trainer = None
+        self.engines, self.trainer = {}, None
         await self.runner.start()
+
+    @property
+    def engine(self) -> SmallEngine | None:
+        """Return the first engine, if it runs."""
+        return self.engines.get(engine_name(0))
 
     def forget(self, name: str) -> None:
         """This child has ended: it maps nothing any more."""
-        if name.startswith("engine"):
-            self.engine = None
-        else:
+        if self.engines.pop(name, None) is None:
             self.trainer = None
 
     async def spawn(self, name: str, argv: list[str], env: Mapping[str, str]) -> Child:
@@ -376,29 +380,29 @@ class SmallPod:
                 return child
             given = dict(itertools.pairwise(argv))
             key = admin_key_in(Path(given["--config"]))
-            self.engine = SmallEngine(
+            engine = self.engines[name] = SmallEngine(
                 Path(given["--model-path"]),
                 given["--weight-version"],
                 admin_key=key,
                 memory_saver=True,
                 token_s=TOKEN_S,
-                dies=self._engine_dies,
+                dies=partial(self._engine_dies, name),
             )
-            self.engine.on_call = lambda route: self.on_call(route)
+            engine.on_call = lambda route: self.on_call(route)
             self.engines_started.append(given["--weight-version"])
             if self.engine_fault is not None:
-                self.engine.faults["/weights_checker"] = self.engine_fault
+                engine.faults["/weights_checker"] = self.engine_fault
             if self.logprob_error is not None:
-                self.engine.logprob_error, self.engine.info["dtype"] = self.logprob_error, "bfloat16"
-            child = Child(name, self.engine.app())
+                engine.logprob_error, engine.info["dtype"] = self.logprob_error, "bfloat16"
+            child = Child(name, engine.app())
             await child.listen(int(given["--port"]))
         self.check()
         return child
 
-    def _engine_dies(self, reason: str) -> None:
+    def _engine_dies(self, name: str, reason: str) -> None:
         if "asked to" not in reason:
             self.broken.append(f"the agent killed its engine: {reason}")
-        self._ends("engine-0", 1)
+        self._ends(name, 1)
 
     def _ends(self, name: str, code: int, child: Child | None = None) -> None:
         (child or self.runner.children[name]).hang_up()
@@ -411,17 +415,18 @@ class SmallPod:
 
         Nothing starts in a pod where it does not belong.
         """
-        if self.engine is not None and not self._settings.has_engine:
+        if self.engines and not self._settings.has_engine:
             self.broken.append("an engine in a pod of trainers")
         if self.trainer is not None and not self._settings.ranks:
             self.broken.append("a trainer in the pod of an engine")
         if self.ladder.serves_on:
-            if (self.engine is not None and self.engine.released) or (self.trainer and self.trainer.has_left):
+            if any(engine.released for engine in self.engines.values()) or (self.trainer and self.trainer.has_left):
                 self.broken.append("something of a resident pod left the device")
             return
-        mapped = self.engine is not None and self.engine.released != set(TAGS) - set(self._settings.keeps)
-        if mapped and self.trainer is not None and self.trainer.state in ("Onloaded", "Training"):
-            self.broken.append(f"trainer {self.trainer.state} beside an engine that released {self.engine.released}")  # type: ignore[union-attr]
+        for name, engine in self.engines.items():
+            mapped = engine.released != set(TAGS) - set(self._settings.keeps)
+            if mapped and self.trainer is not None and self.trainer.state in ("Onloaded", "Training"):
+                self.broken.append(f"trainer {self.trainer.state} beside {name}, which released {engine.released}")
 
     def _check_tokens(self, answer: dict[str, Any]) -> None:
         """Each token is what the weights that it names would make, and has its log-probability."""
@@ -498,7 +503,8 @@ class SmallPod:
 
     def waits_for_other_weights(self) -> bool:
         """However much time passes."""
-        choices = next_actions(self.agent._view(), self.agent.server.target, self._settings.rules)
+        [view] = self.agent._views()
+        choices = next_actions(view, self.agent.server.target, self._settings.rules)
         waits = [choice for choice in choices if isinstance(choice, Wait) and choice.reason == "WeightsDiffer"]
         return [None] == [wait.until for wait in waits]
 
@@ -696,4 +702,5 @@ async def _living(pod: SmallPod) -> AsyncIterator[SmallPod]:
     finally:
         await pod.stop_agent(orderly=False)
         await pod.runner.stop()
-        pod.engine_port.close()
+        for port in pod.engine_ports:
+            port.close()

@@ -12,7 +12,8 @@ from httptools import HttpResponseParser
 from colocated_rl_agent.gate.call import Call, Malformed
 from colocated_rl_agent.gate.data_port import MAX_WAITING, CallerConnection, DataPort
 from colocated_rl_agent.gate.dialects import DIALECTS, GateRefusal, Native
-from colocated_rl_agent.gate.gate import Backend, Gate
+from colocated_rl_agent.gate.entrance import Backend
+from colocated_rl_agent.gate.gate import Gate
 from colocated_rl_api.rungs import WeightVersion
 
 TURNS = 12  # of the event loop, more than any of this takes without a socket

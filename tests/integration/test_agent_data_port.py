@@ -27,7 +27,8 @@ from colocated_rl_agent.gate.data_port import (
     DataPort,
 )
 from colocated_rl_agent.gate.deadline import Deadline
-from colocated_rl_agent.gate.gate import Backend, Gate
+from colocated_rl_agent.gate.entrance import Backend
+from colocated_rl_agent.gate.gate import Gate
 from colocated_rl_agent.gate.limiter import Limiter
 from colocated_rl_agent.gate.running import Running
 from colocated_rl_agent.gate.upstream import UpstreamConnection
@@ -700,7 +701,9 @@ async def test_caller_that_reads_late_stops_the_engine_and_gets_all_of_it() -> N
     async with gate_before(STREAM + b"".join(pieces) + WHOLE, gate) as (port, aborted), calling(port) as caller:
         body = b'{"input_ids":[1],"stream":true}'
         await caller.sends(b"POST /generate HTTP/1.1\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body))
-        await until(lambda: any(it._connection is not None and it._connection._is_paused for it in gate._running))
+        await until(
+            lambda: any(it._connection is not None and it._connection._is_paused for it in gate.entrances[0].running)
+        )
         async with asyncio.timeout(DEADLINE_S):
             received = b""
             while not received.endswith(b"\r\n0\r\n\r\n"):

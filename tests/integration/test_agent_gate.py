@@ -35,7 +35,8 @@ from colocated_rl_agent.gate.dialects import (
     Native,
     join,
 )
-from colocated_rl_agent.gate.gate import Backend, Gate
+from colocated_rl_agent.gate.entrance import Backend
+from colocated_rl_agent.gate.gate import Gate
 from colocated_rl_agent.gate.limiter import Limiter
 from colocated_rl_agent.gate.running import (
     LARGE_BYTES,
@@ -453,7 +454,7 @@ async def test_h17_h58_engine_that_is_lost_in_a_request_leaves_what_it_sent(
 @pytest.mark.parametrize("path", OPENAI)
 async def test_h58_openai_stream_that_breaks_off_ends_as_an_abort(scene: Scene, path: str) -> None:
     running = asyncio.create_task(scene.stream(path=path, max_tokens=3000, ignore_eos=True))
-    await scene.until(lambda: any(running.reply.tokens for running in scene.gate._running))
+    await scene.until(lambda: any(running.reply.tokens for running in scene.gate.entrances[0].running))
     scene.break_engine_connections()
     pieces = await running
     assert "abort" == finish_reason(pieces[-1])
@@ -517,7 +518,7 @@ async def test_h31_parameters_of_the_caller_reach_the_engine_as_they_are(scene: 
 @pytest.mark.parametrize("path", PROMPTS)
 async def test_h38_tokens_of_a_caller_that_left_are_counted_as_wasted(scene: Scene, path: str) -> None:
     running = asyncio.create_task(scene.stream(path=path, sampling_params=ENDLESS, max_tokens=3000, ignore_eos=True))
-    await scene.until(lambda: any(running.reply.tokens for running in scene.gate._running))
+    await scene.until(lambda: any(running.reply.tokens for running in scene.gate.entrances[0].running))
     running.cancel()
     await scene.until(lambda: bool(scene.ended))
     ((outcome, tokens),) = scene.ended
@@ -532,7 +533,9 @@ async def test_caller_that_does_not_read_its_stream_holds_up_no_switch(scene: Sc
     reader, writer = await asyncio.open_connection(host, int(port), limit=1024)
     writer.write(f"POST /generate HTTP/1.1\r\nHost: g\r\nContent-Length: {len(body)}\r\n\r\n{body}".encode())
     await reader.readline()
-    await scene.until(lambda: any(running.call.is_stalled for running in scene.gate._running))  # its buffers are full
+    await scene.until(
+        lambda: any(running.call.is_stalled for running in scene.gate.entrances[0].running)
+    )  # its buffers are full
     scene.gate.close()
     async with asyncio.timeout(DEADLINE_S):
         await scene.gate.settled()

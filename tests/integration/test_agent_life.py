@@ -381,9 +381,9 @@ async def test_engine_that_ends_between_the_choice_of_an_action_and_its_beginnin
     async with small_pod(**OFFLOADS[placement]) as pod:
         ended: list[str] = []
 
-        def end_engine(agent: Agent, action: do.LaneAction) -> None:
-            put_in_lane(agent, action)
-            incarnation = agent._engine.view.incarnation
+        def end_engine(agent: Agent, action: do.LaneAction, engine: int) -> None:
+            put_in_lane(agent, action, engine)
+            incarnation = agent._engines[engine].view.incarnation
             if isinstance(action, chosen) and not ended and incarnation is not None:
                 ended.append(incarnation)
                 pod._ends("engine-0", 1)

@@ -19,7 +19,8 @@ from aiohttp import web
 from openai.types import Completion
 
 from colocated_rl_agent.gate.data_port import DataPort
-from colocated_rl_agent.gate.gate import Backend, Gate
+from colocated_rl_agent.gate.entrance import Backend
+from colocated_rl_agent.gate.gate import Gate
 from colocated_rl_api.member_wire import Endpoint
 from colocated_rl_api.rungs import WeightVersion
 from fakes.engine import FakeEngine, Sample

@@ -37,14 +37,14 @@ BOTH_RANKS = reading(2 * GIB, 3 * GIB)
 
 async def test_h61_a_release_is_judged_once_every_rank_has_freed() -> None:
     runner = Scripted(ONE_RANK, ONE_RANK, BOTH_RANKS, BEFORE)
-    freed = await until_freed(Devices(runner, gpus=2), BEFORE, mapped_bytes=48 * GIB, deadline_s=60)
+    freed = await until_freed(Devices(runner, gpus=2), BEFORE, of=range(2), mapped_bytes=48 * GIB, deadline_s=60)
     assert ({0: 48 * GIB, 1: 47 * GIB}, 3) == (freed, runner.asked)
 
 
 async def test_h61_a_rank_that_frees_nothing_is_named_at_the_deadline() -> None:
     runner = Scripted(ONE_RANK)
     with pytest.raises(MemoryHeld, match=r"^0\.0 GiB of device 1 came free, weights and KV pool had 48\.0"):
-        await until_freed(Devices(runner, gpus=2), BEFORE, mapped_bytes=48 * GIB, deadline_s=0.2)
+        await until_freed(Devices(runner, gpus=2), BEFORE, of=range(2), mapped_bytes=48 * GIB, deadline_s=0.2)
     assert runner.asked > 1, "one reading proves nothing"
 
 

@@ -128,7 +128,7 @@ async def test_engine_that_leaves_devices_of_its_pod_idle_is_refused(fake: tuple
     engine.info = {"tp_size": 4, "pp_size": 2}
     await driver.require_suitable(memory_saver=False, gpus=8)
     engine.info = {"tp_size": 4}
-    with pytest.raises(Unsuitable, match="spans 4 of the pod's 8 devices"):
+    with pytest.raises(Unsuitable, match="spans 4 of its 8 devices"):
         await driver.require_suitable(memory_saver=False, gpus=8)
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import stat
 from pathlib import Path
+from typing import Literal
 
 import pytest
 from full_disk import no_file_above
@@ -29,11 +31,13 @@ from colocated_rl_agent.planner.views import (
     KV_CACHE,
     TAGS,
     WEIGHTS,
+    engine_name,
 )
 from colocated_rl_api.facts import TagState
 from colocated_rl_api.rungs import WeightVersion
 
 V0, V1 = WeightVersion(0, 1), WeightVersion(1, 1)
+ENGINE, OTHER = engine_name(0), engine_name(1)
 
 
 def reopened(directory: Path, journal: Journal) -> Journal:
@@ -44,7 +48,7 @@ def reopened(directory: Path, journal: Journal) -> Journal:
 def started(directory: Path) -> Journal:
     journal = Journal(directory)
     journal.epoch_accepted(3)
-    journal.engine_started("e1", V0, "key")
+    journal.engine_started(ENGINE, "e1", V0, "key")
     journal.trainer_started(0, "t1", 1)
     return journal
 
@@ -52,10 +56,9 @@ def started(directory: Path) -> Journal:
 def test_everything_is_remembered_by_the_next_agent(tmp_path: Path) -> None:
     journal = reopened(tmp_path, started(tmp_path))
     memory = journal.memory
-    assert memory.engine is not None
+    engine = memory.engines[ENGINE]
     assert (3, "e1", V0, "key", None) == (
-        memory.epoch, memory.engine.incarnation, memory.engine.started.version, memory.engine.started.admin_key,
-        memory.engine.pending,
+        memory.epoch, engine.incarnation, engine.started.version, engine.started.admin_key, engine.pending,
     )  # fmt: skip
     assert (TrainerStarted(rank=0, incarnation="t1", lineage=1),) == memory.trainers
     journal.close()
@@ -77,8 +80,7 @@ def test_intent_without_an_outcome_is_pending_after_a_restart(tmp_path: Path) ->
     journal = started(tmp_path)
     journal.intend(Intent(incarnation="e1", call="release", tags=TAGS))
     journal = reopened(tmp_path, journal)
-    assert journal.memory.engine is not None
-    assert "release" == getattr(journal.memory.engine.pending, "call", None)
+    assert "release" == getattr(journal.memory.engines[ENGINE].pending, "call", None)
     journal.close()
 
 
@@ -89,7 +91,7 @@ def test_half_a_switch_is_remembered_tag_by_tag(tmp_path: Path) -> None:
     journal.intend(Intent(incarnation="e1", call="resume", tags=(WEIGHTS,)))
     journal.confirm("e1")
     journal = reopened(tmp_path, journal)
-    engine = journal.memory.engine
+    engine = journal.memory.engines.get(ENGINE)
     assert engine is not None
     assert (TagState.MAPPED, TagState.RELEASED) == (engine.view.tags[WEIGHTS], engine.view.tags[KV_CACHE])
     assert engine.view.version is None, "released weights belong to no version"
@@ -98,14 +100,14 @@ def test_half_a_switch_is_remembered_tag_by_tag(tmp_path: Path) -> None:
 
 def test_what_an_engine_keeps_is_remembered_of_it(tmp_path: Path) -> None:
     journal = Journal(tmp_path)
-    journal.engine_started("e1", V0, "key", keeps=(WEIGHTS,))
+    journal.engine_started(ENGINE, "e1", V0, "key", keeps=(WEIGHTS,))
     for tags, call in (((KV_CACHE, CUDA_GRAPH), "release"), ((), "update"), ((KV_CACHE,), "resume")):
         version = V1 if call == "update" else None
         journal.intend(Intent.model_validate({"incarnation": "e1", "call": call, "tags": tags, "version": version}))
         journal.confirm("e1")
-        before = journal.memory.engine
+        before = journal.memory.engines.get(ENGINE)
         journal = reopened(tmp_path, journal)
-        assert journal.memory.engine == before, f"after {call}"
+        assert journal.memory.engines.get(ENGINE) == before, f"after {call}"
     assert before is not None
     assert (TagState.KEPT, TagState.MAPPED, TagState.RELEASED) == tuple(before.view.tags[tag] for tag in TAGS)
     assert V1 == before.view.version, "weights that are kept are always those of a version"
@@ -121,7 +123,6 @@ def test_torn_last_record_counts_as_never_written(tmp_path: Path) -> None:
     for cut, end in [*((cut, b"") for cut in range(1, last)), *((cut, b"\n") for cut in range(2, last, 7))]:
         path.write_bytes(whole[:-cut] + end)  # the end of a block that was written in part may be there
         journal = Journal(tmp_path)
-        assert journal.memory.engine is not None
         assert () == journal.memory.trainers
         journal.trainer_started(0, "t2", 2)
         journal = reopened(tmp_path, journal)
@@ -183,16 +184,20 @@ def test_journal_is_readable_for_the_agent_alone(tmp_path: Path) -> None:
 
 
 versions = st.builds(WeightVersion, st.integers(0, 3), st.integers(1, 2))
-incarnations = st.sampled_from(["e1", "e2"])
+incarnations = st.sampled_from(["e1", "e2", "f1", "f2"])
 records: st.SearchStrategy[Record] = st.one_of(
     st.builds(EpochAccepted, epoch=st.integers(0, 9)),
-    st.builds(EngineStarted, incarnation=incarnations, version=versions, admin_key=st.just("k")),
+    st.builds(
+        lambda named, version: EngineStarted(name=named[0], incarnation=named[1], version=version, admin_key="k"),
+        st.sampled_from([(ENGINE, "e1"), (ENGINE, "e2"), (OTHER, "f1"), (OTHER, "f2")]),
+        versions,
+    ),
     st.builds(TrainerStarted, rank=st.integers(0, 1), incarnation=st.just("t"), lineage=st.integers(1, 3)),
     st.builds(Outcome, incarnation=incarnations),
     st.builds(PoolMeasured, tokens=st.integers(1, 9)),
     st.builds(ChecksumAgreed, version=versions, checksum=st.sampled_from(["a", "b"])),
 )
-SWITCH = (
+SWITCH: tuple[tuple[Literal["release", "resume", "update"], tuple[str, ...], bool], ...] = (
     ("release", TAGS, False),
     ("resume", (WEIGHTS,), False),
     ("update", (WEIGHTS,), True),
@@ -204,28 +209,23 @@ SWITCH = (
 def test_shortest_journal_means_the_same(
     before: list[Record], calls: int, last_is_open: bool, version: WeightVersion
 ) -> None:
-    """Any journal, with any number of calls of a switch on its newest engine, the last one perhaps without outcome."""
+    """Any journal, with any number of calls of a switch on each engine, the last one perhaps without outcome."""
     memory = JournalState()
     for record in before:
         memory = memory.after(record)
-    if memory.engine is not None:
-        incarnation = memory.engine.incarnation
-        for number in range(calls):
-            call, tags, has_version = SWITCH[number % len(SWITCH)]
-            intent = Intent.model_validate(
-                {"incarnation": incarnation, "call": call, "tags": tags, "version": version if has_version else None}
-            )
-            memory = memory.after(intent)
-            if number < calls - 1 or not last_is_open:
-                memory = memory.after(Outcome(incarnation=incarnation))
+    for number, engine in itertools.product(range(calls), [*memory.engines.values()]):
+        call, tags, has_version = SWITCH[number % len(SWITCH)]
+        at = version if has_version else None
+        memory = memory.after(Intent(incarnation=engine.incarnation, call=call, tags=tags, version=at))
+        if number < calls - 1 or not last_is_open:
+            memory = memory.after(Outcome(incarnation=engine.incarnation))
     again = JournalState()
     for record in memory.records():
         again = again.after(record)
     assert (memory.epoch, memory.pool_tokens) == (again.epoch, again.pool_tokens)
     assert set(memory.trainers) == set(again.trainers)
-    if memory.engine is None:
-        assert again.engine is None
-        return
-    assert again.engine is not None
-    assert memory.engine.pending == again.engine.pending
-    assert (memory.engine.view.tags, memory.engine.view.version) == (again.engine.view.tags, again.engine.view.version)
+    assert memory.engines.keys() == again.engines.keys()
+    for name, engine in memory.engines.items():
+        found = again.engines[name]
+        assert engine.pending == found.pending
+        assert (engine.view.tags, engine.view.version) == (found.view.tags, found.view.version)

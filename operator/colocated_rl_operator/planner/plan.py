@@ -421,20 +421,21 @@ def _weights(seen: Observation, climb: Climb) -> WeightVersion | None:
 
 
 def _agreed(seen: Observation, climb: Climb) -> str | None:
-    """Return the checksum that more than half of all engines hold, once every one holds the climb's weights.
+    """Return the checksum that more than half of the engines hold, once all that are there hold the climb's weights.
 
     None before that, without such a majority, or if the job does not compare its engines.
     """
     if not (seen.job.spec.compares_engines and seen.job.ladder.reaches(seen.slowest, Rung.UPDATED)):
         return None
-    (checksum, engines), *_ = Counter(_checksums(seen, climb).values()).most_common()
-    return checksum if 2 * engines > len(seen.job.engine_seats) else None
+    held = _checksums(seen, climb)
+    (checksum, engines), *_ = Counter(held.values()).most_common()
+    return checksum if 2 * engines > len(held) else None
 
 
 def _checksums(seen: Observation, climb: Climb) -> dict[str, str | None]:
-    """Return each engine's checksum of the climb's weights, by pod name."""
+    """Return each engine's checksum of the climb's weights, by its name and its pod's where that has several."""
     return {
-        member.name: engine.checksum
+        (f"{engine.name} of {member.name}" if len(member.pod_facts.engines) > 1 else member.name): engine.checksum
         for member in seen.gpu_members
         if member.pod_facts
         for engine in member.pod_facts.engines

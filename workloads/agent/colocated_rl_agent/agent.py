@@ -1,8 +1,9 @@
 """The agent's loop looks, chooses, acts and reports. `planner.next_actions` decides what to do.
 
-It owns the order of actions in the pod: one at a time in each lane, woken by events (a target, an exit, an answer, the
-end of the last request in flight) and by deadlines, never by a poll. A gate whose engine is lost closes before anything
-else happens. When the agent ends, engine and trainers go on; the next agent finds them through runner and journal.
+It owns the order of actions in the pod: one at a time in each lane, of which every engine has its own, woken by events
+(a target, an exit, an answer, the end of the last request in flight) and by deadlines, never by a poll. The gate to an
+engine that is lost closes before anything else happens. When the agent ends, engines and trainers go on; the next agent
+finds them through runner and journal.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import contextlib
 import logging
 import time
 import uuid
+from dataclasses import replace
 from typing import assert_never
 
 import aiohttp
@@ -28,9 +30,9 @@ from colocated_rl_agent.lanes.engine import Engine
 from colocated_rl_agent.lanes.trainers import Trainers
 from colocated_rl_agent.metrics import AgentMetrics, BelowTarget, GpuSeconds, Unsaved
 from colocated_rl_agent.planner import actions as do
-from colocated_rl_agent.planner.next_actions import next_actions
+from colocated_rl_agent.planner.engines import EngineChoice, choices
 from colocated_rl_agent.planner.rung_times import RungTimes
-from colocated_rl_agent.planner.views import ENGINE_NAME, PodView, trainer_name
+from colocated_rl_agent.planner.views import EngineView, PodView, pod_facts, trainer_name
 from colocated_rl_agent.problems import Problems
 from colocated_rl_agent.runner.devices import Devices, require_room
 from colocated_rl_agent.runner.runner_link import (
@@ -76,19 +78,24 @@ class Agent:
         self._metrics = AgentMetrics(registry)
         self._problems = Problems()
         self._runner = RunnerLink(settings.runner_socket, self._on_runner)
-        self._gate = Gate(changed=self._wake_up, count=self._metrics.request_ended)
+        self._gate = Gate(engines=settings.engines, changed=self._wake_up, count=self._metrics.request_ended)
         self._metrics.show_in_flight(lambda: self._gate.in_flight)
         self._devices = Devices(self._runner, gpus=settings.gpus)
-        self._engine = Engine(
-            settings,
-            session=session,
-            runner=self._runner,
-            devices=self._devices,
-            journal=self._journal,
-            metrics=self._metrics,
-            exported=lambda: self._exports.tensors,
-            changed=self._wake_up,
-            failed=self._fail,
+        self._engines = tuple(
+            Engine(
+                settings,
+                index,
+                entrance=entrance,
+                session=session,
+                runner=self._runner,
+                devices=self._devices,
+                journal=self._journal,
+                metrics=self._metrics,
+                exported=lambda: self._exports.tensors,
+                changed=self._wake_up,
+                failed=self._fail,
+            )
+            for index, entrance in enumerate(self._gate.entrances)
         )
         self._trainers = Trainers(
             settings,
@@ -105,7 +112,7 @@ class Agent:
         self._shards = Shards(client, places.batches, settings.ranks, deadline_s=progress_s)
         volume = VolumeDirectory(places.weights, silent_s=volume_silent_s)
         self._exports = Exports(volume, probe=settings.rules.verify is Verify.PROBE, digests=settings.checksums_weights)
-        self._faults = Faults(self._runner, self._engine, self._trainers, close_gate=self._close_open_gate)
+        self._faults = Faults(self._runner, self._engines, self._trainers, close_gate=self._close_open_gates)
         self._look_again = asyncio.Event()
         self._ladder = settings.rules.ladder
         self.server = MemberServer(
@@ -132,12 +139,12 @@ class Agent:
         self._wake = asyncio.Event()
         self._ending = False
         self._tasks: asyncio.TaskGroup
-        self._lanes: dict[do.Lane, tuple[do.Action, asyncio.Task[None]]] = {}
+        self._lanes: dict[tuple[do.Lane, int], tuple[do.Action, asyncio.Task[None]]] = {}  # by lane and engine
         self._attaching: asyncio.Task[None] | None = None
         self._runner_known = False
         self._terminating = False
         self._stopped = False
-        self._closed_at = time.monotonic()
+        self._closed_at = [time.monotonic()] * max(1, settings.engines)
         self._climb = RungTimes(self._ladder, reached=self._reached, waited=self._metrics.barrier_wait_seconds.inc)
         registry.register(BelowTarget(self._below_target))
         registry.register(Unsaved(self._trainers.unsaved))
@@ -164,7 +171,7 @@ class Agent:
             until = self._advance()
             self.server.publish()
             await self._sleep(until)
-        await self._finish_engine_call()
+        await self._finish_engine_calls()
         await self._hand_back()
         for task in (*beside, self._attaching, *(task for _, task in self._lanes.values())):
             if task is not None:
@@ -176,18 +183,17 @@ class Agent:
         self._wake_up()
 
     # ------------------------------------------------------------------------------------------------ look and choose
-    def _view(self) -> PodView:
-        target = self.server.target
-        gate_open = self._gate.is_open
-        whole, stale, crowded = self._look_at_exports(target)
-        return PodView(
+    def _views(self) -> list[PodView]:
+        """Return the pod as each of its engines sees it, once where there is none."""
+        whole, stale, crowded = self._look_at_exports(self.server.target)
+        pod = PodView(
             now=time.monotonic(),
             runner_known=self._runner_known,
             terminating=self._terminating,
-            gate_open=gate_open,
-            in_flight=self._gate.in_flight,
-            closed_at=self._closed_at,
-            engine=self._engine.view,
+            gate_open=False,
+            in_flight=0,
+            closed_at=self._closed_at[0],
+            engine=EngineView(),
             ranks=self._trainers.views,
             whole=whole,
             stale_exports=stale,
@@ -200,6 +206,18 @@ class Agent:
             stopped=self._stopped,
             has_engine=self._settings.has_engine,
         )
+        if not self._engines:
+            return [pod]
+        return [
+            replace(
+                pod,
+                gate_open=engine.entrance.is_open,
+                in_flight=engine.entrance.in_flight,
+                closed_at=closed_at,
+                engine=engine.view,
+            )
+            for engine, closed_at in zip(self._engines, self._closed_at, strict=True)
+        ]
 
     def _look_at_exports(self, target: PodTarget | None) -> tuple[WeightVersion | None, bool, bool | None]:
         """Return the whole export, whether there are others than the target's, and whether a next one finds no room.
@@ -219,60 +237,62 @@ class Agent:
 
     def _facts(self) -> PodFacts:
         target = self.server.target
-        return self._view().facts(
+        return pod_facts(
+            self._views(),
             epoch=target.epoch if target else 0,
             devices=self._devices.facts,
             problem=self._problems.newest,
             took_s=self._climb.took_s,
             waited_s=self._climb.waited_s,
-            engine_failures=self._engine.failures,
+            engine_failures=[engine.failures for engine in self._engines],
         )
 
     def _advance(self) -> float | None:
         """Begin the actions that can begin now, and return when to look again if nothing happens before."""
-        view, target = self._view(), self.server.target
+        views, target = self._views(), self.server.target
+        now = views[0].now
         if target is not None and self._runner_known:
-            rung = self._ladder.standing(view.facts(), target.version)
+            rung = self._ladder.standing(pod_facts(views), target.version)
             is_below = target.goal is Goal.CLIMB and rung is not self._ladder.top
             waits = is_below and self._ladder.reaches(rung, target.rung)
-            self._climb.stands(rung, epoch=target.epoch, now=view.now, waits=waits)
+            self._climb.stands(rung, epoch=target.epoch, now=now, waits=waits)
             self._gpu_seconds.hold(self._holder())
-        choices = next_actions(view, target, self._settings.rules)
-        self._problems.chosen(choices)
-        untils = [self._begin(choice, now=view.now) for choice in choices]
+        chosen = choices(views, target, self._settings.rules)
+        self._problems.chosen(choice.action for choice in chosen)
+        untils = [self._begin(choice, now=now) for choice in chosen]
         return min((until for until in untils if until is not None), default=None)
 
-    def _begin(self, choice: do.Action | do.Wait, *, now: float) -> float | None:
+    def _begin(self, choice: EngineChoice, *, now: float) -> float | None:
         """Begin one action, and return when to choose again if nothing happens before."""
-        match choice:
+        match choice.action:
             case do.Wait(until=until):
                 return until
             case do.CloseGate():
-                self._close_gate()
+                self._close_gate(choice.engine)
                 return now
             case do.OpenGate() if now < self._faults.gate_closed_until:
                 return self._faults.gate_closed_until
             case do.OpenGate():
-                self._gate.open(self._engine.backend())
+                self._gate.open(self._engines[choice.engine].backend(), engine=choice.engine)
                 return now
-            case _:
-                self._put_in_lane(choice)
-                return getattr(choice, "until", None)
+            case action:
+                self._put_in_lane(action, choice.engine)
+                return getattr(action, "until", None)
 
-    def _put_in_lane(self, chosen: do.LaneAction) -> None:
-        running = self._lanes.get(chosen.lane)
+    def _put_in_lane(self, chosen: do.LaneAction, engine: int) -> None:
+        running = self._lanes.get((chosen.lane, engine))
         if running is not None:
             action, task = running
             if chosen.overrides and not action.overrides:
                 task.cancel()  # its end frees the lane, and then the planner chooses this action again
             return
-        task = self._tasks.create_task(self._run_lane(chosen), name=type(chosen).__name__)
-        self._lanes[chosen.lane] = chosen, task
+        task = self._tasks.create_task(self._run_lane(chosen, engine), name=type(chosen).__name__)
+        self._lanes[chosen.lane, engine] = chosen, task
 
-    async def _run_lane(self, action: do.LaneAction) -> None:
+    async def _run_lane(self, action: do.LaneAction, engine: int) -> None:
         began, target = time.monotonic(), self.server.target
         try:
-            await self._carry_out(action)
+            await self._carry_out(action, engine)
         except RunnerError as error:
             self._fail("RunnerUnreachable", str(error))
             await asyncio.sleep(RUNNER_AGAIN_S)
@@ -292,11 +312,11 @@ class Agent:
                 took_s=round(time.monotonic() - began, 4),
                 in_flight=self._gate.in_flight,
             )
-            del self._lanes[action.lane]
+            del self._lanes[action.lane, engine]
             self._wake_up()
 
     # ------------------------------------------------------------------------------------------------------------ act
-    async def _carry_out(self, action: do.LaneAction) -> None:
+    async def _carry_out(self, action: do.LaneAction, engine: int) -> None:
         if isinstance(action, do.EndPod):
             await self._end_pod(action.code)
             return
@@ -307,24 +327,30 @@ class Agent:
             await self._remove_exports(action.keep)
             return
         if isinstance(action, do.EngineAction):
-            await self._act_on_engine(action)
+            await self._act_on_engine(action, self._engines[engine])
         else:
             await self._act_on_trainers(action)
         if isinstance(action, do.Continue if self._settings.has_engine else do.Export):
-            await self._measure_host_memory()
-        nobody = self._engine.view.is_absent and all(rank.is_off_device for rank in self._trainers.views)
+            await self._measure_host_memory(engine)
+        nobody = all(each.view.is_absent for each in self._engines) and all(
+            rank.is_off_device for rank in self._trainers.views
+        )
         await self._devices.read(nobody=nobody)
 
-    async def _measure_host_memory(self) -> None:
-        """Measure at one moment of each switch, so that values can be compared: when the engine generates again."""
-        incarnations = {trainer_name(view.rank): view.incarnation for view in self._trainers.views}
-        incarnations[ENGINE_NAME] = self._engine.view.incarnation
+    async def _measure_host_memory(self, index: int) -> None:
+        """Measure at one moment of each switch, so that values can be compared: an engine when it generates again, and
+        trainers when the first one does.
+        """
+        there = [engine for engine in self._engines if not engine.view.is_absent]
+        engine = self._engines[index] if self._engines else None
+        incarnations = {engine.name: engine.view.incarnation} if engine else {}
+        if engine is None or engine in there[:1]:
+            incarnations |= {trainer_name(view.rank): view.incarnation for view in self._trainers.views}
         for child, held in (await self._runner.memory()).items():
             if incarnation := incarnations.get(child):
                 self._metrics.child_memory.measured(child, incarnation, held)
 
-    async def _act_on_engine(self, action: do.EngineAction) -> None:
-        engine = self._engine
+    async def _act_on_engine(self, action: do.EngineAction, engine: Engine) -> None:
         match action:
             case do.StartEngine(version=version):
                 await engine.start(version)
@@ -333,7 +359,7 @@ class Agent:
             case do.KillEngine(reason=reason, is_fault=is_fault, doubts=doubts):
                 await engine.kill(reason, is_fault=is_fault, doubts=doubts)
             case do.AbortAll():
-                await engine.abort_all(self._gate.settled)
+                await engine.abort_all()
             case do.Pause():
                 await engine.pause()
             case do.Flush():
@@ -349,7 +375,7 @@ class Agent:
             case do.Continue():
                 await engine.continue_()
             case do.CheckProbe(version=version):
-                await self._check_probe(version)
+                await self._check_probe(engine, version)
             case _:
                 assert_never(action)
 
@@ -381,15 +407,16 @@ class Agent:
             case _:
                 assert_never(action)
 
-    def _close_gate(self) -> None:
-        self._gate.close()
-        self._closed_at = time.monotonic()
-        self._engine.gate_closed()
+    def _close_gate(self, engine: int) -> None:
+        self._gate.close(engine=engine)
+        self._closed_at[engine] = time.monotonic()
+        self._engines[engine].gate_closed()
 
-    def _close_open_gate(self) -> None:
-        if self._gate.is_open:
-            self._close_gate()
-            self._wake_up()
+    def _close_open_gates(self) -> None:
+        for index, engine in enumerate(self._engines):
+            if engine.entrance.is_open:
+                self._close_gate(index)
+                self._wake_up()
 
     async def _start_trainers(self, lineage: int) -> None:
         target = self.server.target
@@ -443,36 +470,39 @@ class Agent:
                 continue
             await asyncio.sleep(VOLUME_AGAIN_S)
 
-    async def _check_probe(self, version: WeightVersion) -> None:
+    async def _check_probe(self, engine: Engine, version: WeightVersion) -> None:
         try:
             probe = await self._exports.probe(version)
         except ExportTorn as error:
-            self._engine.doubt(version, f"its weights can't be probed: {error}")
+            engine.doubt(version, f"its weights can't be probed: {error}")
         else:
-            await self._engine.check_probe(probe)
+            await engine.check_probe(probe)
 
     async def _require_room(self) -> None:
-        """Require room for the engine's memory after the trainers report an offload. Raises MemoryHeld, RunnerError."""
-        require_room(await self._devices.read(), self._engine.freed_bytes)
+        """Require room for the engines' memory after trainers report an offload. Raises MemoryHeld, RunnerError."""
+        freed = {device: size for engine in self._engines for device, size in engine.freed_bytes.items()}
+        require_room(await self._devices.read(), freed)
 
     async def _end_pod(self, code: int) -> None:
         await self._runner.exit(code)
         log(LOG, "pod ended", reason=f"exit code {code}")
         self._stopped = code == 0
 
-    async def _finish_engine_call(self) -> None:
-        """Let an engine call that can't be repeated end: interrupting it would cost the engine."""
-        action, task = self._lanes.get(do.Lane.ENGINE, (None, None))
-        if task is not None and isinstance(action, do.Release | do.Resume | do.Update):
-            await asyncio.wait({task}, timeout=END_S)
+    async def _finish_engine_calls(self) -> None:
+        """Let engine calls that can't be repeated end: interrupting one would cost its engine."""
+        calls = {
+            task for action, task in self._lanes.values() if isinstance(action, do.Release | do.Resume | do.Update)
+        }
+        if calls:
+            await asyncio.wait(calls, timeout=END_S)
 
     async def _hand_back(self) -> None:
         """Abort requests in flight when the agent ends, so that callers get their tokens and no broken connection."""
-        self._close_open_gate()
-        if self._gate.in_flight and not self._engine.view.is_absent:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(END_S):
-                    await self._engine.abort_all(self._gate.settled)
+        self._close_open_gates()
+        busy = [engine for engine in self._engines if engine.entrance.in_flight and not engine.view.is_absent]
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(END_S):
+                await asyncio.gather(*(engine.abort_all() for engine in busy))
 
     # --------------------------------------------------------------------------------------------------- what happens
     def _unfit(self, target: PodTarget) -> str:
@@ -491,11 +521,12 @@ class Agent:
             case RunnerHello():
                 self._detach()
                 self._attaching = self._tasks.create_task(self._attach(event), name="attach")
-            case ChildExited(name=name, incarnation=incarnation):
-                if self._gate.is_open and incarnation == self._engine.view.incarnation:
-                    self._close_gate()
-                owner = self._engine if name == ENGINE_NAME else self._trainers
-                owner.exited(event)
+            case ChildExited(name=name):
+                index = next((index for index, engine in enumerate(self._engines) if engine.name == name), None)
+                if index is None:
+                    self._trainers.exited(event)
+                else:
+                    self._engine_exited(index, event)
             case RunnerTerminating(children_end_in_s=wait_s):
                 log(LOG, "container terminating", children_end_in_s=wait_s)
                 self._terminating = True
@@ -505,17 +536,24 @@ class Agent:
                 self._detach()
         self._wake_up()
 
+    def _engine_exited(self, index: int, event: ChildExited) -> None:
+        engine = self._engines[index]
+        if engine.entrance.is_open and event.incarnation == engine.view.incarnation:
+            self._close_gate(index)
+        engine.exited(event)
+
     def _detach(self) -> None:
         """Close the gate and treat the children's state as unknown until they are attached again."""
         self._runner_known = False
         if self._attaching is not None:
             self._attaching.cancel()
-        self._close_open_gate()
+        self._close_open_gates()
 
     async def _attach(self, hello: RunnerHello) -> None:
         children = {child.name: child for child in hello.children}
         log(LOG, "runner attached", runner=hello.runner, children=sorted(children))
-        await self._engine.attach(children.get(ENGINE_NAME))
+        for engine in self._engines:
+            await engine.attach(children.get(engine.name))
         await self._trainers.attach(children)
         self._terminating = hello.terminating
         self._runner_known = True

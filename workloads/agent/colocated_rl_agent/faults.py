@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import assert_never
 
 from aiohttp import web
@@ -17,7 +17,7 @@ from pydantic import ValidationError
 
 from colocated_rl_agent.lanes.engine import Engine
 from colocated_rl_agent.lanes.trainers import Trainers
-from colocated_rl_agent.planner.views import ENGINE_NAME, trainer_name
+from colocated_rl_agent.planner.views import trainer_name
 from colocated_rl_agent.runner.runner_link import RunnerError, RunnerLink
 from colocated_rl_api import faults
 from colocated_rl_api.faults import FaultKind, InjectedFault
@@ -34,10 +34,10 @@ class Faults:
     """Faults injects what a person asks for. close_gate: closes the gate if it is open."""
 
     def __init__(
-        self, runner: RunnerLink, engine: Engine, trainers: Trainers, *, close_gate: Callable[[], None]
+        self, runner: RunnerLink, engines: Sequence[Engine], trainers: Trainers, *, close_gate: Callable[[], None]
     ) -> None:
         self._runner = runner
-        self._engine = engine
+        self._engines = engines
         self._trainers = trainers
         self._close_gate = close_gate
         self._slow_s = 0.0
@@ -67,9 +67,10 @@ class Faults:
         """Inject a fault. Raises NoSuchProcess, RunnerError."""
         match fault.kind:
             case FaultKind.ENGINE_CRASH:
-                if self._engine.view.is_absent:
+                engine = next((engine for engine in self._engines if not engine.view.is_absent), None)
+                if engine is None:
                     raise NoSuchProcess("no engine runs in this pod now")
-                await self._runner.kill(ENGINE_NAME)
+                await self._runner.kill(engine.name)
             case FaultKind.TRAINER_CRASH:
                 rank = next((view.rank for view in self._trainers.views if view.is_alive), None)
                 if rank is None:

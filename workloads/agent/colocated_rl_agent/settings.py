@@ -75,7 +75,7 @@ class AgentSettings:
     job: JobFile
     directories: Directories
     ports: Ports
-    engine_port: int
+    engine_port: int  # of the pod's first engine; those of the others follow it
     role: str = names.ROLE_GPU
     takes_faults: bool = False  # from whoever may forward the pages port
 
@@ -83,6 +83,16 @@ class AgentSettings:
     def gpus(self) -> int:
         spec = self.job.spec
         return (spec.engine_gpus if self.role == names.ROLE_ENGINE else spec.gpus).count
+
+    @property
+    def engines(self) -> int:
+        """Return the number of engines of this pod."""
+        return self.job.spec.rollout.engine.per_pod if self.has_engine else 0
+
+    def devices_of(self, engine: int) -> range:
+        """Return the indices of an engine's devices among the pod's, which its engines divide evenly."""
+        each = self.gpus // self.job.spec.rollout.engine.per_pod
+        return range(engine * each, (engine + 1) * each)
 
     @property
     def has_engine(self) -> bool:

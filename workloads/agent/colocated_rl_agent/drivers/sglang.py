@@ -237,8 +237,8 @@ class SGLang:
     async def require_suitable(self, *, memory_saver: bool, gpus: int) -> ServerInfo:
         """Return the engine's settings. Raises Unsuitable with the flag or the package to change.
 
-        memory_saver: whether it must have one. gpus: devices of the pod, all of which the engine must span: on others
-        nothing would come free in a switch.
+        memory_saver: whether it must have one. gpus: devices of the pod that are this engine's, all of which it must
+        span: on others nothing would come free in a switch.
         """
         try:
             info = ServerInfo.model_validate(await self._call("GET", "/server_info"))
@@ -259,8 +259,8 @@ class SGLang:
             (info.dp_size != 1, "--dp-size must be 1: use more replicas instead"),
             (
                 gpus > 0 and spanned != gpus,
-                f"it spans {spanned} of the pod's {gpus} devices: leave --tp-size and --pp-size out of engine.args, or "
-                "let their product be gpus.count; for smaller engines use more replicas with fewer devices",
+                f"it spans {spanned} of its {gpus} devices: leave --tp-size and --pp-size out of engine.args, or let "
+                "their product be gpus.count divided by engine.perPod; for smaller engines raise engine.perPod",
             ),
             (info.tokenizer_worker_num != 1, "--tokenizer-worker-num must be 1: a pause would return early"),
             (info.incremental_streaming_output, "remove --incremental-streaming-output: aborts would repeat a token"),

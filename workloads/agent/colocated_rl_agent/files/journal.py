@@ -15,13 +15,14 @@ import errno
 import json
 import logging
 import os
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, TypeAdapter, model_validator
 
-from colocated_rl_agent.planner.views import TAGS, EngineView
+from colocated_rl_agent.planner.views import TAGS, EngineView, engine_name
 from colocated_rl_api.durable import sync
 from colocated_rl_api.facts import TagState
 from colocated_rl_api.logs import log
@@ -59,6 +60,7 @@ class EpochAccepted(_Record):
 
 class EngineStarted(_Record):
     kind: Literal["engine"] = "engine"
+    name: str = engine_name(0)
     incarnation: str
     version: Version
     admin_key: str = Field(repr=False)
@@ -116,7 +118,7 @@ _record: TypeAdapter[Record] = TypeAdapter(Record)
 
 @dataclass(frozen=True)
 class EngineRecord:
-    """An EngineRecord holds the state of the newest engine. `pending`: a call whose outcome was not recorded."""
+    """An EngineRecord holds the state of an engine's newest process. `pending`: a call without a recorded outcome."""
 
     started: EngineStarted
     view: EngineView
@@ -132,7 +134,7 @@ class JournalState:
     """A JournalState is the state that a journal's records add up to."""
 
     epoch: int = 0
-    engine: EngineRecord | None = None
+    engines: Mapping[str, EngineRecord] = field(default_factory=dict)  # newest process of each name
     trainers: tuple[TrainerStarted, ...] = ()  # newest of each rank
     pool_tokens: int | None = None
     agreed: tuple[WeightVersion, str] | None = None  # newest version with a checksum that the group agreed on
@@ -142,7 +144,7 @@ class JournalState:
             case EpochAccepted(epoch=epoch):
                 return replace(self, epoch=max(self.epoch, epoch))
             case EngineStarted():
-                return replace(self, engine=EngineRecord(record, _fresh(record)))
+                return self._with(EngineRecord(record, _fresh(record)))
             case TrainerStarted(rank=rank):
                 others = tuple(started for started in self.trainers if started.rank != rank)
                 return replace(self, trainers=(*others, record))
@@ -151,14 +153,19 @@ class JournalState:
             case ChecksumAgreed(version=version, checksum=checksum):
                 return replace(self, agreed=(version, checksum))
             case Intent(incarnation=incarnation):
-                if self.engine is None or self.engine.incarnation != incarnation:
-                    return self
-                return replace(self, engine=replace(self.engine, pending=record))
+                engine = self._engine(incarnation)
+                return self if engine is None else self._with(replace(engine, pending=record))
             case Outcome(incarnation=incarnation):
-                engine = self.engine
-                if engine is None or engine.incarnation != incarnation or engine.pending is None:
+                engine = self._engine(incarnation)
+                if engine is None or engine.pending is None:
                     return self
-                return replace(self, engine=replace(engine, view=_effect(engine.view, engine.pending), pending=None))
+                return self._with(replace(engine, view=_effect(engine.view, engine.pending), pending=None))
+
+    def _engine(self, incarnation: str) -> EngineRecord | None:
+        return next((engine for engine in self.engines.values() if engine.incarnation == incarnation), None)
+
+    def _with(self, engine: EngineRecord) -> JournalState:
+        return replace(self, engines={**self.engines, engine.started.name: engine})
 
     def records(self) -> list[Record]:
         """Return the shortest journal with this state."""
@@ -168,7 +175,7 @@ class JournalState:
         if self.agreed is not None:
             version, checksum = self.agreed
             records.append(ChecksumAgreed(version=version, checksum=checksum))
-        if (engine := self.engine) is not None:
+        for engine in self.engines.values():
             records.append(engine.started)
             for intent in _history(engine):
                 records += [intent, Outcome(incarnation=engine.incarnation)]
@@ -226,9 +233,10 @@ class Journal:
         self._append(EpochAccepted(epoch=epoch))
 
     def engine_started(
-        self, incarnation: str, version: WeightVersion, admin_key: str, *, keeps: tuple[str, ...] = ()
+        self, name: str, incarnation: str, version: WeightVersion, admin_key: str, *, keeps: tuple[str, ...] = ()
     ) -> None:
-        self._append(EngineStarted(incarnation=incarnation, version=version, admin_key=admin_key, keeps=keeps))
+        started = EngineStarted(name=name, incarnation=incarnation, version=version, admin_key=admin_key, keeps=keeps)
+        self._append(started)
 
     def trainer_started(self, rank: int, incarnation: str, lineage: int) -> None:
         self._append(TrainerStarted(rank=rank, incarnation=incarnation, lineage=lineage))

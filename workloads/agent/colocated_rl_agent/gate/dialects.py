@@ -33,6 +33,8 @@ DEFAULT_LIMIT = 128  # tokens, the engine's own default
 ABORTED_WHILE_COMPILING = "Aborted by AbortReq."  # the only abort by the agent that carries an error status
 ENGINE_LOST = {"type": "abort", "message": "the engine was lost"}
 DONE = b"[DONE]"
+BEGINNINGS = (4096, 1024, 256, 64)  # items of a prompt whose engine is remembered
+MOST_TURNS = 32  # of a chat, likewise
 MOST_TOP_K = 1 << 30  # the engine's value for all tokens; a value over 32 bits kills it
 MOST_TOKENS = 1 << 30  # of one answer
 AS_OBJECTS = 4  # memory of parsed log-probabilities, in bytes of their JSON
@@ -98,13 +100,16 @@ class Request:
     streams: bool  # the caller wants chunks
     wants_usage: bool = True  # the caller wants the last chunk of the OpenAI routes, which counts tokens
     wants_counts: bool = False  # the caller wants token counts in each chunk
+    beginnings: tuple[int, ...] = ()  # hashes of the prompt's beginnings, the longest first
 
 
 class Dialect(Protocol):
     path: str
 
-    def request(self, body: bytes, vocabulary: int | None = None) -> Request:
-        """Return the engine's request. vocabulary: token ids are below it; None: unknown. Raises GateRefusal (400)."""
+    def request(self, body: bytes, vocabulary: int | None = None, *, keyed: bool = False) -> Request:
+        """Return the engine's request. vocabulary: token ids are below it; None: unknown. keyed: with the beginnings of
+        its prompt. Raises GateRefusal (400).
+        """
 
     def reply(self, request: Request, version: WeightVersion) -> EngineReply: ...
 
@@ -115,7 +120,7 @@ class Native:
 
     path = "/generate"
 
-    def request(self, body: bytes, vocabulary: int | None = None) -> Request:
+    def request(self, body: bytes, vocabulary: int | None = None, *, keyed: bool = False) -> Request:
         asked = _object(body)
         _require_one_sample(asked)
         text, input_ids, sampling = asked.get("text"), asked.get("input_ids"), asked.get("sampling_params")
@@ -144,10 +149,23 @@ class Native:
         rid = _new_rid()
         spaced = {"stream_interval": _interval(sampling.get("max_new_tokens")), **sampling}
         body = to_json({**asked, "rid": rid, "stream": True, "sampling_params": spaced})
-        return Request(rid, body, streams)
+        beginnings = _beginnings(input_ids if input_ids is not None else text) if keyed else ()
+        return Request(rid, body, streams, beginnings=beginnings)
 
     def reply(self, request: Request, version: WeightVersion) -> EngineReply:
         return NativeReply(request.rid, version)
+
+
+def _beginnings(prompt: object) -> tuple[int, ...]:
+    """Return hashes of the prompt's beginnings, the longest first: all of it, and those of BEGINNINGS items.
+
+    Items are token ids or characters; a message of a chat is as one item, and all but the last are beginnings.
+    """
+    if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int):
+        shown = [str(item) for item in prompt[:MOST_TURNS]]
+        return tuple(hash(tuple(shown[:count])) for count in range(len(shown), 0, -1))
+    items = tuple(prompt) if isinstance(prompt, list) else str(prompt)
+    return tuple(hash(items[:count]) for count in (len(items), *BEGINNINGS) if count <= len(items))
 
 
 def _interval(limit: object) -> int:
@@ -237,7 +255,7 @@ class OpenAI:
         self.path = path
         self._whole = whole
 
-    def request(self, body: bytes, vocabulary: int | None = None) -> Request:
+    def request(self, body: bytes, vocabulary: int | None = None, *, keyed: bool = False) -> Request:
         asked = _object(body)
         _require_one_sample(asked)
         options = asked.get("stream_options") or {}
@@ -256,7 +274,10 @@ class OpenAI:
         asked |= {"rid": rid, "stream_options": {**options, **counts}}
         asked["stream"] = True
         wants_usage, wants_counts = (bool(options.get(count)) for count in counts)
-        return Request(rid, to_json(asked), streams, wants_usage, wants_counts)
+        prompt = asked.get("input_ids") or asked.get("prompt") or asked.get("messages")
+        return Request(
+            rid, to_json(asked), streams, wants_usage, wants_counts, beginnings=_beginnings(prompt) if keyed else ()
+        )
 
     def reply(self, request: Request, version: WeightVersion) -> EngineReply:
         return OpenAIReply(request, version, whole=self._whole)

@@ -1,8 +1,9 @@
-"""The gate is the only way into a pod's engine, open or closed. It counts, forwards and hands back; it never waits.
+"""The gate is the only way into a pod's engines. It counts, forwards and hands back; it never waits.
 
-It owns the count of admitted requests. The count rises before a request is sent, with no await after the check that the
-gate is open, and falls when the request has ended at the engine, not when its caller left: `settled` means that the
-engine holds no request of the gate (H1-H3, H13, H37).
+It has an entrance for each engine, open or closed, and owns the count of requests that were let in there. The count
+rises before a request is sent, with no await after the check that the entrance is open, and falls when the request has
+ended at the engine, not when its caller left: `settled` means that the engine holds no request of the gate (H1-H3, H13,
+H37).
 
 * A closed gate answers 503 at once, with the epoch. The rollout controller keeps the request; nothing is parked here.
 * The gate serves only the routes of `dialects`: nobody reaches the engine's control routes through it.
@@ -25,7 +26,6 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
@@ -39,6 +39,7 @@ from colocated_rl_agent.gate.dialects import (
     GateRefusal,
     Request,
 )
+from colocated_rl_agent.gate.entrance import Backend, Entrance, PromptAffinity
 from colocated_rl_agent.gate.limiter import Limiter
 from colocated_rl_agent.gate.running import Running
 from colocated_rl_agent.gate.upstream import Upstream
@@ -46,7 +47,6 @@ from colocated_rl_api import descriptors
 from colocated_rl_api.descriptors import Seldom
 from colocated_rl_api.gate_wire import GATE_LINE_S, Closed, GateState
 from colocated_rl_api.logs import failure_of, log
-from colocated_rl_api.rungs import WeightVersion
 from colocated_rl_member.room import Bound
 
 LOG = logging.getLogger(__name__)
@@ -60,17 +60,6 @@ MAX_LARGE_BYTES = 64 * 1024 * 1024  # of incomplete large chunks together
 STATE = "/v1/gate"
 
 
-@dataclass(frozen=True)
-class Backend:
-    """A Backend is the engine behind the gate."""
-
-    url: str
-    incarnation: str
-    version: WeightVersion
-    abort: Callable[[str], Awaitable[None]]  # aborts one request, by its id at the engine
-    vocabulary: int | None = None  # token ids are below it; None: unknown
-
-
 class GateRoute(NamedTuple):
     """The one method that a path takes, and its handler."""
 
@@ -79,29 +68,28 @@ class GateRoute(NamedTuple):
 
 
 class Gate:
-    """The Gate admits requests to the engine while it is open.
+    """The Gate admits requests to the engines whose entrances are open.
 
-    changed: called when state or settledness changed. count: called with (outcome, tokens) of each ended request.
+    engines: how many there are. changed: called when state or settledness changed. count: called with (outcome, tokens)
+    of each ended request.
     """
 
     def __init__(
         self,
         *,
+        engines: int = 1,
         changed: Callable[[], None] = lambda: None,
         count: Callable[[str, int], None] = lambda outcome, tokens: None,
     ) -> None:
         self._changed = changed
         self._count = count
-        self._backend: Backend | None = None
-        self._upstream: Upstream | None = None
+        self.entrances = tuple(Entrance() for _ in range(engines))
+        self._affinity = PromptAffinity() if engines > 1 else None
         self._held_bytes = 0
         self._reading = asyncio.Semaphore(MAX_READING)
         self._large = Limiter(MAX_LARGE, MAX_LARGE_BYTES)
-        self._running: set[Running] = set()
         self._full = Bound(Capacity.of(descriptors.limit()).requests, "gate is full")
         self._troubled = Seldom()
-        self._settled = asyncio.Event()
-        self._settled.set()
         self._news = asyncio.Event()
         self._routes = {dialect.path: GateRoute("POST", partial(self._serve, dialect)) for dialect in DIALECTS}
         self._routes[STATE] = GateRoute("GET", self._serve_state)
@@ -111,11 +99,13 @@ class Gate:
     # ------------------------------------------------------------------------------------------------- for the agent
     @property
     def is_open(self) -> bool:
-        return self._backend is not None
+        """Return whether any entrance is."""
+        return any(entrance.is_open for entrance in self.entrances)
 
     @property
     def state(self) -> GateState:
-        backend = self._backend
+        """Return the state for callers. Open entrances have one version: the ladders see to that."""
+        backend = next((entrance.backend for entrance in self.entrances if entrance.backend), None)
         return GateState(
             open=backend is not None,
             epoch=self.epoch,
@@ -124,17 +114,14 @@ class Gate:
             in_flight=self.in_flight,
         )
 
-    def open(self, backend: Backend) -> None:
-        self._leave_upstream()
-        self._backend, self._upstream = backend, Upstream(backend.url)
+    def open(self, backend: Backend, *, engine: int = 0) -> None:
+        self.entrances[engine].open(backend)
         self._notify()
 
-    def close(self) -> None:
-        """Close the gate. It is effective on return: every later request is refused."""
-        self._backend = None
-        self._leave_upstream()
-        for running in self._running:
-            running.call.wait_for_caller(CLOSING_S)
+    def close(self, *, engine: int | None = None) -> None:
+        """Close the entrance to an engine, or to all. It is effective on return: every later request is refused."""
+        for entrance in self.entrances if engine is None else (self.entrances[engine],):
+            entrance.close(within_s=CLOSING_S)
         self._notify()
 
     def enter_epoch(self, epoch: int) -> None:
@@ -143,7 +130,8 @@ class Gate:
 
     async def settled(self) -> None:
         """Wait until nothing is in flight."""
-        await self._settled.wait()
+        for entrance in self.entrances:
+            await entrance.settled()
 
     async def serve(self, call: Call) -> None:
         """Answer a call that came to the data port."""
@@ -160,11 +148,6 @@ class Gate:
         self._news.set()
         self._news = asyncio.Event()
         self._changed()
-
-    def _leave_upstream(self) -> None:
-        if self._upstream is not None:
-            self._upstream.close()
-            self._upstream = None
 
     async def _serve_state(self, call: Call) -> None:
         """Stream the gate's state until the caller leaves or does not read for the time of two lines."""
@@ -188,26 +171,37 @@ class Gate:
         except (Malformed, GateRefusal) as refusal:
             call.refuse(refusal.status, str(refusal))
             return
-        backend, upstream = self._backend, self._upstream
-        if backend is None or upstream is None:  # it closed while the body was being read
+        entrance = self._entrance_for(asked)
+        if entrance is None:  # it closed while the body was being read
             self._refuse(call)
             return
         if self._full.is_reached(self.in_flight) or self._held_bytes >= MAX_HELD_BYTES:
             call.refuse(429, f"{self.in_flight} requests in flight hold {self._held_bytes} bytes: send it later")
             return
+        backend, upstream = entrance.backend, entrance.upstream
+        assert backend is not None, "an entrance that takes requests is open"
+        assert upstream is not None, "an entrance that takes requests is open"
         running = Running(call, asked, dialect.reply(asked, backend.version), self._hold)
         try:
-            await self._exchange(backend, upstream, dialect.path, running)
+            await self._exchange(entrance, backend, upstream, dialect.path, running)
             running.finish()
         except GateRefusal as refusal:
             call.refuse(refusal.status, str(refusal))
+
+    def _entrance_for(self, asked: Request) -> Entrance | None:
+        """Return the entrance that the request takes, or None if all are closed."""
+        if self._affinity is not None:
+            return self._affinity.choose(self.entrances, asked.beginnings)
+        [entrance] = self.entrances
+        return entrance if entrance.is_open else None
 
     async def _asked(self, dialect: Dialect, call: Call) -> Request:
         """Read and parse the request. A function of its own, so that the caller's body is freed before the engine
         answers. Raises Malformed and GateRefusal.
         """
         body = await self._body(call)
-        return dialect.request(body, self._backend.vocabulary if self._backend else None)
+        backend = next((entrance.backend for entrance in self.entrances if entrance.backend), None)
+        return dialect.request(body, backend.vocabulary if backend else None, keyed=self._affinity is not None)
 
     async def _body(self, call: Call) -> bytes:
         if call.is_whole:
@@ -219,10 +213,12 @@ class Gate:
             call.keep_alive = False
             raise GateRefusal(408, f"the body did not come within {CALLER_S:.0f} s") from error
 
-    async def _exchange(self, backend: Backend, upstream: Upstream, path: str, running: Running) -> None:
+    async def _exchange(
+        self, entrance: Entrance, backend: Backend, upstream: Upstream, path: str, running: Running
+    ) -> None:
         """Admit a request and wait for its end at the engine. Raises GateRefusal."""
         outcome = "client_gone"
-        self._let_in(running)
+        self._let_in(entrance, running)
         try:
             await self._forward(backend, upstream, path, running)
             outcome = running.reply.outcome
@@ -230,23 +226,20 @@ class Gate:
             outcome = "error"
             raise
         finally:
-            self._let_out(running)
+            self._let_out(entrance, running)
             self._count(outcome, running.reply.tokens)
 
-    def _let_in(self, running: Running) -> None:
+    def _let_in(self, entrance: Entrance, running: Running) -> None:
         self.in_flight += 1
         self._held_bytes += len(running.asked.body)
-        self._running.add(running)
-        self._settled.clear()
+        entrance.let_in(running)
 
-    def _let_out(self, running: Running) -> None:
+    def _let_out(self, entrance: Entrance, running: Running) -> None:
         self.in_flight -= 1
         self._held_bytes -= len(running.asked.body) + running.reply.size
-        self._running.discard(running)
-        if self.in_flight == 0:
-            self._settled.set()
-            if self._backend is None:
-                self._changed()
+        entrance.let_out(running)
+        if entrance.in_flight == 0 and not entrance.is_open:
+            self._changed()
 
     def _hold(self, reply: EngineReply, before: int) -> None:
         """Count the bytes by which a reply has grown. Raises GateRefusal if there is no room for more of it."""

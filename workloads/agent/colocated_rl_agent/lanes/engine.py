@@ -1,4 +1,4 @@
-"""The engine lane runs the pod's engine: its process, its view, and the calls that change it.
+"""The engine lane runs one engine of the pod: its process, its view, and the calls that change it.
 
 It owns the engine's view. A call's effect enters the view when the engine has confirmed it; a call that failed in any
 way leaves the view broken, and then this incarnation can only be killed. Calls that must not be repeated are journaled
@@ -23,12 +23,12 @@ from colocated_rl_agent.drivers.base import CallRefused, DriverError, OutcomeUnk
 from colocated_rl_agent.drivers.sglang import ServerInfo, SGLang, engine_command, engine_config
 from colocated_rl_agent.files.exports import TensorDigests, export_directory
 from colocated_rl_agent.files.journal import EngineRecord, Intent, Journal
-from colocated_rl_agent.gate.gate import Backend
+from colocated_rl_agent.gate.entrance import Backend, Entrance
 from colocated_rl_agent.lanes.last_words import last_words
 from colocated_rl_agent.lanes.probe import WeightsDoubted, require_agreement
 from colocated_rl_agent.lanes.update_check import Checksums, require_changes
 from colocated_rl_agent.metrics import AgentMetrics
-from colocated_rl_agent.planner.views import ENGINE_NAME, WEIGHTS, EngineView
+from colocated_rl_agent.planner.views import WEIGHTS, EngineView, engine_name
 from colocated_rl_agent.runner.devices import FREED_S, Devices, MemoryHeld, until_freed
 from colocated_rl_agent.runner.runner_link import (
     KILLED,
@@ -56,16 +56,18 @@ CONFIG_MODE = 0o640  # the engine reads it through the pod's group
 
 
 class Engine:
-    """The Engine holds the view of the pod's engine and makes its calls.
+    """The Engine holds the view of one of the pod's engines and makes its calls.
 
-    exported: tensors of the exports that this agent has read. changed: called when the view has changed. failed: called
-    with (reason, message) for the pod's problem.
+    index: of the engine in its pod. entrance: its part of the gate. exported: tensors of the exports that this agent
+    has read. changed: called when the view has changed. failed: called with (reason, message) for the pod's problem.
     """
 
     def __init__(
         self,
         settings: AgentSettings,
+        index: int,
         *,
+        entrance: Entrance,
         session: aiohttp.ClientSession,
         runner: RunnerLink,
         devices: Devices,
@@ -76,6 +78,11 @@ class Engine:
         failed: Callable[[str, str], None],
     ) -> None:
         self._settings = settings
+        self.name = engine_name(index)
+        self.entrance = entrance
+        self._port = settings.engine_port + index
+        self._on = settings.devices_of(index)
+        self._config = settings.directories.sockets / f"{self.name}.yaml"
         self._session = session
         self._runner = runner
         self._devices = devices
@@ -100,14 +107,13 @@ class Engine:
     # ------------------------------------------------------------------------------------------------- its process
     async def start(self, version: WeightVersion) -> None:
         settings, admin_key = self._settings, secrets.token_urlsafe(24)
-        config = settings.directories.sockets / f"{ENGINE_NAME}.yaml"
-        await asyncio.to_thread(_write_config, config, admin_key)
+        await asyncio.to_thread(_write_config, self._config, admin_key)
         command = engine_command(
             model=settings.weights_of(version),
             version=version,
-            port=settings.engine_port,
-            config=config,
-            gpus=settings.gpus,
+            port=self._port,
+            config=self._config,
+            gpus=len(self._on),
             saved_tags=settings.saved_tags,
             extra=settings.job.spec.rollout.engine_flags,
             pool_tokens=self._journal.memory.pool_tokens,
@@ -115,13 +121,19 @@ class Engine:
         self._gone.clear()
         self._killed_for = self._held = None
         try:
-            incarnation = await self._runner.start(ENGINE_NAME, command.argv, command.env, secrets=[admin_key])
+            incarnation = await self._runner.start(
+                self.name,
+                command.argv,
+                command.env,
+                secrets=[admin_key],
+                devices=self._on if len(self._on) < settings.gpus else (),
+            )
         except RunnerRefused as error:
             self._lost(f"it could not be started: {error}")
             return
         self._unasked = incarnation
-        self._journal.engine_started(incarnation, version, admin_key, keeps=settings.keeps)
-        self._metrics.incarnations.labels(ENGINE_NAME).inc()
+        self._journal.engine_started(self.name, incarnation, version, admin_key, keeps=settings.keeps)
+        self._metrics.incarnations.labels(self.name).inc()
         self.freed_bytes = {}
         self._client = self._client_of(admin_key)
         self._set(self.view.started(incarnation, version, start_by=self._start_by(), keeps=settings.keeps))
@@ -153,8 +165,15 @@ class Engine:
         if self.view.incarnation == incarnation:
             if info.pool_tokens is not None and self._journal.memory.pool_tokens is None:
                 self._journal.pool_measured(info.pool_tokens)
-            (self._settings.directories.sockets / f"{ENGINE_NAME}.yaml").unlink(missing_ok=True)
-            log(LOG, "engine started", incarnation=incarnation, version=str(version), took_s=_since(started))
+            self._config.unlink(missing_ok=True)
+            log(
+                LOG,
+                "engine started",
+                engine=self.name,
+                incarnation=incarnation,
+                version=str(version),
+                took_s=_since(started),
+            )
             self._unasked = None
             self._set(self.view.answered(version, checksum))
 
@@ -165,9 +184,9 @@ class Engine:
         elif is_fault:
             self.broke(reason)
         level = logging.INFO if self.view.broken is None else logging.WARNING
-        log(LOG, "engine killed", level, incarnation=self.view.incarnation, reason=reason)
+        log(LOG, "engine killed", level, engine=self.name, incarnation=self.view.incarnation, reason=reason)
         self._killed_for = reason
-        await self._runner.kill(ENGINE_NAME)
+        await self._runner.kill(self.name)
         try:
             async with asyncio.timeout(REAP_S):
                 await self._gone.wait()
@@ -179,7 +198,7 @@ class Engine:
         self._exits = {event.incarnation: event}
         if self.view.incarnation != event.incarnation:
             return
-        log(LOG, "engine gone", incarnation=event.incarnation, reason=f"code {event.code}")
+        log(LOG, "engine gone", engine=self.name, incarnation=event.incarnation, reason=f"code {event.code}")
         killed_for, self._killed_for = self._killed_for, None
         self._gone.set()
         if killed_for is None or event.code != KILLED:
@@ -200,7 +219,7 @@ class Engine:
         if child.incarnation == self.view.incarnation:
             return
         self._gone.clear()
-        memory = self._journal.memory.engine
+        memory = self._journal.memory.engines.get(self.name)
         if memory is None or memory.incarnation != child.incarnation:
             unknown = EngineView().started(child.incarnation, WeightVersion(0, 0), start_by=0.0)
             self._set(unknown.broke("it is not known to this agent's journal"))
@@ -210,7 +229,7 @@ class Engine:
         else:
             self._client = self._client_of(memory.started.admin_key)
             self._set(await self._recognize(memory, self._client))
-        log(LOG, "engine attached", incarnation=child.incarnation, reason=self.view.broken)
+        log(LOG, "engine attached", engine=self.name, incarnation=child.incarnation, reason=self.view.broken)
         if (exited := self._exits.get(child.incarnation)) is not None:
             self.exited(exited)
 
@@ -243,7 +262,7 @@ class Engine:
     async def _look_at(self, client: SGLang) -> ServerInfo:
         """Check that the engine is suitable, and keep its dtype and mapped bytes. Raises DriverError."""
         saved_tags = self._settings.saved_tags
-        info = await client.require_suitable(memory_saver=bool(saved_tags), gpus=self._settings.gpus)
+        info = await client.require_suitable(memory_saver=bool(saved_tags), gpus=len(self._on))
         self._dtype = info.dtype if info.quantization is None else "quantized"
         self._mapped_bytes = info.mapped_bytes(saved_tags)
         return info
@@ -287,7 +306,7 @@ class Engine:
     def gate_closed(self) -> None:
         self._set(self.view.gate_closed())
 
-    async def abort_all(self, settled: Callable[[], Awaitable[None]]) -> None:
+    async def abort_all(self) -> None:
         """Abort all requests, again and again, until nothing is in flight. The caller enforces the deadline."""
         assert self._client is not None
         while True:
@@ -298,7 +317,7 @@ class Engine:
                 return
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(ABORT_AGAIN_S):
-                    await settled()
+                    await self.entrance.settled()
                 return
 
     async def pause(self) -> None:
@@ -314,7 +333,9 @@ class Engine:
             before = await self._devices.read()
             await client.release(tags)
             deadline_s = min(FREED_S, self._settings.job.spec.switch.engine_call_seconds)
-            freed = await until_freed(self._devices, before, mapped_bytes=self._mapped_bytes, deadline_s=deadline_s)
+            freed = await until_freed(
+                self._devices, before, of=self._on, mapped_bytes=self._mapped_bytes, deadline_s=deadline_s
+            )
             self.freed_bytes = freed
             log(LOG, "memory released", incarnation=self.view.incarnation, freed_bytes=freed or None)
 
@@ -424,7 +445,7 @@ class Engine:
     def _client_of(self, admin_key: str) -> SGLang:
         return SGLang(
             self._session,
-            url=f"http://127.0.0.1:{self._settings.engine_port}",
+            url=f"http://127.0.0.1:{self._port}",
             admin_key=admin_key,
             call_s=self._settings.job.spec.switch.engine_call_seconds,
         )
@@ -436,7 +457,8 @@ class Engine:
         self.failures += 1
         wait_s = 0.0 if self.failures == 1 else min(MAX_BACK_OFF_S, 2.0 ** (self.failures - 2))
         self._metrics.replaced.inc()
-        log(LOG, "engine lost", logging.WARNING, reason=reason, failures=self.failures, starts_again_in_s=wait_s)
+        told = {"engine": self.name, "reason": reason, "failures": self.failures, "starts_again_in_s": wait_s}
+        log(LOG, "engine lost", logging.WARNING, **told)
         again = f" ({self.failures} times since it last served, the next start in {wait_s:.0f} s)" if wait_s else ""
         if self.view.rejected is None:
             self._failed("EngineLost", reason + again)

@@ -1,7 +1,8 @@
 """These values are the actions of an agent on its pod. `next_actions` chooses them, `agent` carries them out.
 
-Actions of one lane never run side by side; an action that overrides cancels the one running in its lane. The planner
-keeps choosing an action while it runs, so equal values mean "go on": deadlines are points in time, not durations.
+Actions of one lane never run side by side, and each engine has a lane of its own; an action that overrides cancels the
+one running in its lane. The planner keeps choosing an action while it runs, so equal values mean "go on": deadlines are
+points in time, not durations.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from colocated_rl_api.rungs import WeightVersion
 
 class Lane(StrEnum):
     GATE = "gate"  # at once, in the loop
-    ENGINE = "engine"
+    ENGINE = "engine"  # one for each engine
+    EXPORTS = "exports"
     TRAINERS = "trainers"
     POD = "pod"
 
@@ -108,7 +110,7 @@ class Resume(_Action):
 class VerifyExport(_Action):
     """Compare every file with the manifest before an engine loads it: it accepts missing and torn tensors silently."""
 
-    lane = Lane.ENGINE
+    lane = Lane.EXPORTS
     version: WeightVersion
 
 

@@ -7,7 +7,7 @@ the model that the tests explore can't disagree about it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -28,8 +28,12 @@ from colocated_rl_api.rungs import Rung, WeightVersion
 
 WEIGHTS, KV_CACHE, CUDA_GRAPH = "weights", "kv_cache", "cuda_graph"
 TAGS = (WEIGHTS, KV_CACHE, CUDA_GRAPH)
-ENGINE_NAME = "engine-0"
 LONGEST_REASON = 600  # characters: the text may come from an engine or a trainer
+
+
+def engine_name(index: int) -> str:
+    """Return the runner's name for the process of one of the pod's engines."""
+    return f"engine-{index}"
 
 
 def trainer_name(rank: int) -> str:
@@ -137,10 +141,10 @@ class EngineView:
     def gone(self, *, start_after: float = 0.0) -> EngineView:
         return EngineView(start_after=start_after, doubted=self.doubted, rejected=self.rejected)
 
-    def facts(self, *, failures: int = 0) -> EngineFacts:
+    def facts(self, *, index: int = 0, failures: int = 0) -> EngineFacts:
         """Return the facts to report. failures: number of incarnations that failed since one last served."""
         return EngineFacts(
-            name=ENGINE_NAME,
+            name=engine_name(index),
             state=self.state,
             incarnation=self.incarnation,
             starts_on=self.starts_on,
@@ -220,14 +224,17 @@ class RankView:
 
 @dataclass(frozen=True)
 class PodView:
-    """A PodView holds everything that the choice of the next action depends on."""
+    """A PodView holds everything that the choice of the next action depends on, for one of the pod's engines.
+
+    Gate and engine are that engine's; all else is the pod's, and the same in the views for its other engines.
+    """
 
     now: float  # monotonic clock, as every other time here
     runner_known: bool  # connected, and it has reported its children: without it nothing is known
     terminating: bool  # the container got SIGTERM
-    gate_open: bool
-    in_flight: int
-    closed_at: float  # when the gate last closed
+    gate_open: bool  # to this engine
+    in_flight: int  # requests at this engine
+    closed_at: float  # when the gate to it last closed
     engine: EngineView
     ranks: tuple[RankView, ...]
     whole: WeightVersion | None = None  # newest export whose files agree with their manifest
@@ -241,27 +248,42 @@ class PodView:
     stopped: bool = False
     has_engine: bool = True  # False: engines have pods of their own
 
-    def facts(
-        self,
-        *,
-        epoch: int = 0,
-        devices: tuple[DeviceFacts, ...] = (),
-        problem: Problem | None = None,
-        took_s: Mapping[Rung, float] | None = None,
-        waited_s: float = 0.0,
-        engine_failures: int = 0,
-    ) -> PodFacts:
-        known = self.runner_known or self.stopped
-        return PodFacts(
-            epoch=epoch,
-            gate=GateFacts(open=self.gate_open, settled=not self.gate_open and self.in_flight == 0),
-            engines=(self.engine.facts(failures=engine_failures),) if known and self.has_engine else (),
-            trainers=tuple(rank.facts(self.whole) for rank in self.ranks) if known else (),
-            export=self.whole,
-            devices=devices,
-            problem=problem,
-            took_s=dict(took_s or {}),
-            waited_s=waited_s,
-            stopped=self.stopped,
-            ending=self.terminating,
-        )
+    def facts(self) -> PodFacts:
+        """Return the facts of a pod with this engine alone."""
+        return pod_facts((self,))
+
+
+def pod_facts(
+    views: Sequence[PodView],
+    *,
+    epoch: int = 0,
+    devices: tuple[DeviceFacts, ...] = (),
+    problem: Problem | None = None,
+    took_s: Mapping[Rung, float] | None = None,
+    waited_s: float = 0.0,
+    engine_failures: Sequence[int] = (),
+) -> PodFacts:
+    """Return the facts that the views for a pod's engines add up to, one view in a pod without any.
+
+    engine_failures: of each engine's incarnations since one last served; none if it is empty.
+    """
+    pod = views[0]
+    known, is_open = pod.runner_known or pod.stopped, any(view.gate_open for view in views)
+    failures = engine_failures or [0] * len(views)
+    engines = tuple(
+        view.engine.facts(index=index, failures=failed)
+        for index, (view, failed) in enumerate(zip(views, failures, strict=True))
+    )
+    return PodFacts(
+        epoch=epoch,
+        gate=GateFacts(open=is_open, settled=not is_open and not any(view.in_flight for view in views)),
+        engines=engines if known and pod.has_engine else (),
+        trainers=tuple(rank.facts(pod.whole) for rank in pod.ranks) if known else (),
+        export=pod.whole,
+        devices=devices,
+        problem=problem,
+        took_s=dict(took_s or {}),
+        waited_s=waited_s,
+        stopped=pod.stopped,
+        ending=pod.terminating,
+    )

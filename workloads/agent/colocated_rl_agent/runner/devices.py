@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from colocated_rl_agent.runner.runner_link import RunnerLink
 from colocated_rl_api.facts import DeviceFacts
@@ -56,15 +56,21 @@ class Devices:
 
 
 async def until_freed(
-    devices: Devices, before: tuple[DeviceFacts, ...], *, mapped_bytes: int | None, deadline_s: float = FREED_S
+    devices: Devices,
+    before: tuple[DeviceFacts, ...],
+    *,
+    of: Collection[int],
+    mapped_bytes: int | None,
+    deadline_s: float = FREED_S,
 ) -> dict[int, int]:
-    """Read the devices until a release shows, and return its `freed_bytes`. Raises MemoryHeld past the deadline, and
-    RunnerError.
+    """Read the devices until a release shows on those of an engine, and return its `freed_bytes`. Raises MemoryHeld
+    past the deadline, and RunnerError.
     """
     give_up = time.monotonic() + deadline_s
     while True:
         try:
-            return freed_bytes(before, await devices.read(), mapped_bytes=mapped_bytes)
+            after = tuple(device for device in await devices.read() if device.index in of)
+            return freed_bytes(before, after, mapped_bytes=mapped_bytes)
         except MemoryHeld:
             if time.monotonic() >= give_up:
                 raise

@@ -21,8 +21,10 @@ at most MAX_LINE bytes. The first one is
 CHILD is the newest incarnation of a name: {"name", "incarnation", "running", "pid", "code", "tail"}; `code` is the exit
 code once the child is gone (negative: signal), `tail` its last lines. Requests carry an `id`, answers repeat it:
 
-    {"id": 1, "op": "start", "name": "engine-0", "argv": [...], "env": {"A": "b", "C": null}, "secrets": ["..."]}
-        -> {"id": 1, "ok": true, "incarnation": ID}     env is laid over the container's; null removes a variable
+    {"id": 1, "op": "start", "name": "engine-0", "argv": [...], "env": {"A": "b", "C": null}, "secrets": ["..."],
+     "devices": [0, 1]}
+        -> {"id": 1, "ok": true, "incarnation": ID}     env is laid over the container's; null removes a variable;
+                                                        devices: those the child sees, all if there are none
     {"id": 2, "op": "stop", "name": "engine-0", "grace_s": 5}    SIGTERM, after grace_s SIGKILL; answered at once
     {"id": 3, "op": "kill", "name": "engine-0"}                  SIGKILL
     {"id": 4, "op": "devices"} -> {"id": 4, "ok": true, "devices": [{"index", "total_bytes", "used_bytes"}]}  or null
@@ -68,6 +70,7 @@ GRACE = "COLOCATE_GRACE_S"
 DEFAULT_GRACE_S = 60.0
 WIPED = "COLOCATE_WIPED"
 MARK = "COLOCATE_INCARNATION"
+DEVICES, DEVICE_ORDER = "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER"
 RESERVE_S = 20.0  # last part of the grace period, for children to end
 MAX_GRACE_S = 24 * 3600.0
 PROTOCOL = 1
@@ -384,6 +387,8 @@ class Runner:
                 env.pop(variable, None)
             else:
                 env[variable] = str(value)
+        if devices := [int(index) for index in request.get("devices", [])]:
+            env.update(seen_devices(devices))
         env[MARK] = incarnation = uuid.uuid4().hex[:16]
         secrets = [str(secret).encode() for secret in request.get("secrets", []) if secret]
         try:
@@ -570,6 +575,14 @@ def was_started_here(connection: socket.socket) -> bool:
         except OSError:
             return True  # it has ended already, so it is not the agent
     return pid != 0
+
+
+def seen_devices(indices: list[int]) -> dict[str, str]:
+    """Return the variables by which a child sees these devices of the container alone, numbered as NVML does."""
+    own = [device for device in os.environ.get(DEVICES, "").split(",") if device]
+    if own and max(indices) >= len(own):
+        raise CommandRefused("NoSuchDevice", f"{DEVICES} of the container names {len(own)} devices, not {indices}")
+    return {DEVICES: ",".join(own[index] if own else str(index) for index in indices), DEVICE_ORDER: "PCI_BUS_ID"}
 
 
 def wake_on_signals() -> int:

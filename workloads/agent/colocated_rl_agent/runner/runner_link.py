@@ -144,14 +144,22 @@ class RunnerLink:
             await asyncio.sleep(RECONNECT_S)
 
     async def start(
-        self, name: str, argv: Sequence[str], env: Mapping[str, str | None], *, secrets: Sequence[str] = ()
+        self,
+        name: str,
+        argv: Sequence[str],
+        env: Mapping[str, str | None],
+        *,
+        secrets: Sequence[str] = (),
+        devices: Sequence[int] = (),
     ) -> str:
-        """Start a child and return its incarnation. Raises RunnerError; after RunnerUnreachable it may run anyway.
+        """Start a child and return its incarnation. devices: those it sees, by index; all of the container if empty.
 
-        So a start without an answer closes the connection: the next hello reports the children.
+        Raises RunnerError; after RunnerUnreachable it may run anyway, so a start without an answer closes the
+        connection: the next hello reports the children.
         """
+        fields = {"argv": list(argv), "env": dict(env), "secrets": list(secrets), "devices": list(devices)}
         try:
-            answer = await self._call("start", name=name, argv=list(argv), env=dict(env), secrets=list(secrets))
+            answer = await self._call("start", name=name, **fields)
         except RunnerUnreachable:
             if self._writer is not None:
                 self._writer.close()
