@@ -82,16 +82,19 @@ class Ladder:
         """Return the rung of a GPU pod on the way to serving version `at`; UNKNOWN without facts.
 
         A pod stands at its lowest engine's rung. An engine whose process is gone satisfies every rung below Updated: it
-        maps no memory and has nothing in flight, because the gate to it is closed. Beside others that are there it is
-        not counted at all, and neither is one that starts again on `at`: they serve without it.
+        maps no memory and has nothing in flight, because the gate to it is closed. One that has failed is not counted
+        beside others until it is back: they serve without it.
         """
         if pod is None or not (pod.engines or pod.trainers):
             return Rung.UNKNOWN
         shares = self.placement in (Placement.TIME_SLICED, Placement.RESIDENT)
         if shares and not (pod.engines and pod.trainers):
             return Rung.UNKNOWN
-        there = tuple(engine for engine in pod.engines if not (engine.is_absent or _starts_again(engine, at)))
-        return self.stands(pod.model_copy(update={"engines": there}) if there else pod, at)
+        if len(pod.engines) < 2:
+            return self.stands(pod, at)
+        there = [engine for engine in pod.engines if not _is_out(engine, at)]
+        alone = (pod.model_copy(update={"engines": (engine,)}) for engine in there or pod.engines)
+        return self.slowest(self.stands(each, at) for each in alone)
 
     @cached_property
     def _places(self) -> Mapping[Rung, int]:
@@ -193,8 +196,9 @@ def _is_starting(engine: EngineFacts) -> bool:
     return not (engine.is_absent or engine.is_ready)
 
 
-def _starts_again(engine: EngineFacts, at: WeightVersion) -> bool:
-    return _is_starting(engine) and engine.starts_on == at
+def _is_out(engine: EngineFacts, at: WeightVersion) -> bool:
+    """Return whether an engine has failed and is not back yet. One that starts on other weights maps memory."""
+    return engine.failures > 0 and (engine.is_absent or (_is_starting(engine) and engine.starts_on == at))
 
 
 def _serves(pod: PodFacts) -> bool:

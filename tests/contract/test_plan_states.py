@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
 
 from builders import OWN_ROLLOUT, PLACED, RESIDENT_ROLLOUT, ROLLOUT, make_job
+from colocated_rl_agent.planner import actions as do
+from colocated_rl_agent.planner import engines
+from colocated_rl_agent.planner.engines import EngineChoice
+from colocated_rl_agent.planner.views import PodView
 from colocated_rl_api.rungs import Placement
 from fakes.explore import all_must_be_well, bounds_of, explore, must_walk_to_the_end
 from fakes.left_out import must_mean_the_same, searched
 from fakes.model import FAULTS, MORTAL, Model
+from fakes.model_pod import Broken
+from fakes.several_engines import SeveralEngines, is_of_all
 
 MOST_STATES = 2_000_000
 ELSEWHERE = [{"onCauses": ["PodFailed", "MemberSilent"], "action": "ReplacePodElsewhere"}]
@@ -177,6 +184,50 @@ def test_every_state_of_a_job_with_engines_in_pods_of_their_own_is_safe_and_lead
     rollout = OWN_ROLLOUT | {"replicas": engines}
     job = make_job(replicas=trainers, steps=1, checkpoint={"everySteps": 1}, rollout=rollout, **spec)
     check(Model(job, deaths=deaths, suspensions=suspensions), capsys)
+
+
+SEVERAL = [  # engines in a pod, deaths, of whom
+    *((Placement.TIME_SLICED, 2, 1, (mortal,)) for mortal in FAULTS),
+    *((Placement.RESIDENT, 2, 1, (mortal,)) for mortal in ("agent", "call", "deadline", "engine", "trainer")),
+    (Placement.DISAGGREGATED, 2, 0, ()),
+    (Placement.ROLLOUT_ONLY, 2, 1, FAULTS),
+    (Placement.ROLLOUT_ONLY, 4, 2, ("engine",)),
+]
+SEVERAL_SLOW = [
+    (Placement.TIME_SLICED, 4, 0, ()),
+    (Placement.TIME_SLICED, 2, 2, ("engine",)),
+    (Placement.TIME_SLICED, 3, 1, ("engine",)),
+    (Placement.RESIDENT, 2, 2, ("engine",)),
+    (Placement.DISAGGREGATED, 2, 1, ("engine",)),
+]
+
+
+@pytest.mark.parametrize(
+    ("placement", "engines", "deaths", "of"),
+    [*SEVERAL, *(pytest.param(*bounds, marks=pytest.mark.slow) for bounds in SEVERAL_SLOW)],
+)
+def test_every_state_of_a_pod_with_several_engines_is_safe_and_leads_to_an_end(
+    placement: Placement, engines: int, deaths: int, of: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    job = make_job(replicas=1, steps=1, checkpoint={"everySteps": 1}, **PLACED[placement])
+    check(SeveralEngines(job, engines=engines, deaths=deaths, of=of), capsys)
+
+
+def test_trainers_that_one_of_several_engines_could_send_to_the_devices_are_noticed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(engines, "_of_pod", _of_pod_as_one_engine_likes)
+    job = make_job(replicas=1, steps=1, checkpoint={"everySteps": 1}, **PLACED[Placement.TIME_SLICED])
+    with pytest.raises(Broken, match="while engine memory is mapped"):
+        explore(SeveralEngines(job, engines=2, deaths=1, of=("engine",)), limit=MOST_STATES)
+
+
+def _of_pod_as_one_engine_likes(
+    views: Sequence[PodView], chosen: Sequence[Sequence[do.Action | do.Wait]]
+) -> Iterator[EngineChoice]:
+    for action in dict.fromkeys(action for actions in chosen for action in actions):
+        if is_of_all(action):
+            yield EngineChoice(0, action)
 
 
 def check(model: Model, capsys: pytest.CaptureFixture[str]) -> None:

@@ -218,6 +218,7 @@ class _Pod(NamedTuple):
     exports: frozenset[WeightVersion] | None = None
     ending: bool = False
     spoilt: tuple[str, ...] = ()
+    has_failed: bool = False
 
 
 class Pod(Hashed, _Pod):
@@ -227,6 +228,7 @@ class Pod(Hashed, _Pod):
     exports: on the volume that pods share, in the pod with rank 0, which alone writes and removes; None in all others.
     ending: its container was signalled to end, as in a drain.
     spoilt: checksums of the engine's next loads, which leave other weights in memory than they say.
+    has_failed: its engine has, since it last served; only where a pod has several (`fakes.several_engines`).
     """
 
     @property

@@ -82,9 +82,9 @@ class Life:
             self.pod.trainer.faults[route] = fault
 
     def engine_is_known(self) -> bool:
-        """Return whether the agent knows the engine's state: if the engine is dead, the agent has heard of it."""
-        return self.pod.engine is not None or all(
-            engine.state is EngineState.ABSENT for engine in self.pod.facts.engines
+        """Return whether the agent knows each engine's state: of one that is dead, the agent has heard."""
+        return all(
+            engine.name in self.pod.engines or engine.state is EngineState.ABSENT for engine in self.pod.facts.engines
         )
 
     async def child_dies(self, name: str) -> None:
@@ -128,7 +128,7 @@ def moves_on(ladder: Ladder) -> st.SearchStrategy[Any]:
             st.sampled_from(TRAINER_ROUTES),
             st.sampled_from(["hang", "error", "crash", "act_then_hang"]),
         ),
-        move(Life.child_dies, st.sampled_from(["engine-0", "trainer-0"])),
+        move(Life.child_dies, st.sampled_from(["engine-0", "engine-1", "trainer-0"])),
         move(Life.agent_restarts, st.booleans()),
         move(Life.container_restarts),
         move(Life.ask, st.booleans(), st.sampled_from([None, 0.02])),
@@ -144,7 +144,8 @@ def test_whatever_happens_nothing_is_broken_and_the_pod_serves_again(placement: 
     reference: dict[str, Any] | None = data.draw(st.sampled_from([None, {}]))
     moves = data.draw(st.lists(moves_on(ladder_for(placement, scores=reference is not None)), max_size=7))
 
-    rollout = {"offload": data.draw(st.sampled_from(OFFLOADED[placement]))}
+    engines = data.draw(st.integers(1, 2))
+    rollout = {"offload": data.draw(st.sampled_from(OFFLOADED[placement])), "engine": {"perPod": engines}}
     verify = data.draw(st.sampled_from(["Probe", "Checksum"]))
 
     async def live() -> None:
@@ -161,13 +162,13 @@ def test_whatever_happens_nothing_is_broken_and_the_pod_serves_again(placement: 
             for what, arguments in moves:
                 await what(life, *arguments)
             await pod.news(life.engine_is_known)  # or it may serve, until its agent hears that it is dead
-            for sick in (pod.engine, pod.trainer):
+            for sick in (*pod.engines.values(), pod.trainer):
                 if sick is not None:
                     sick.faults.clear()
             await life.step(Rung.SERVING)
             assert "length" == await pod.ask(tokens=4)
-            if pod.engine is not None:
-                pod.engine.abort("", everything=True)
+            for engine in pod.engines.values():
+                engine.abort("", everything=True)
             assert {"length", "abort", "closed", "left", "broken"} >= set(await asyncio.gather(*life.asked))
             assert [] == pod.broken
 

@@ -569,6 +569,26 @@ async def test_device_memory_is_what_the_driver_says_of_those_who_live(tmp_path:
         assert 3 * GIB == (await it.link.devices())[0].used_bytes
 
 
+@pytest.mark.parametrize(
+    ("own", "given", "seen"),
+    [
+        ("", [2, 3], "2,3"),
+        ("GPU-a,GPU-b,GPU-c", [0, 2], "GPU-a,GPU-c"),  # as a device plugin may have it
+        ("5,7", [], "5,7"),
+    ],
+)
+async def test_child_sees_the_devices_that_it_is_given_of_those_that_the_container_has(
+    tmp_path: Path, own: str, given: list[int], seen: str
+) -> None:
+    async with container(tmp_path, env={"CUDA_VISIBLE_DEVICES": own} if own else {}) as it:
+        script = "import os; print(os.environ['CUDA_VISIBLE_DEVICES'], os.environ.get('CUDA_DEVICE_ORDER'))"
+        exited = await it.exited(await it.link.start("engine-1", [sys.executable, "-c", script], {}, devices=given))
+        assert (f"{seen} {'PCI_BUS_ID' if given else None}",) == exited.tail
+        if own:
+            with pytest.raises(RunnerRefused, match="names 3 devices" if "GPU" in own else "names 2 devices"):
+                await it.link.start("engine-2", SLEEP, {}, devices=[3])
+
+
 def test_grace_of_the_pod_is_what_the_runner_takes_it_for() -> None:
     assert runner.DEFAULT_GRACE_S == resources.GPU_GRACE_S
 

@@ -41,6 +41,12 @@ async def test_h61_a_release_is_judged_once_every_rank_has_freed() -> None:
     assert ({0: 48 * GIB, 1: 47 * GIB}, 3) == (freed, runner.asked)
 
 
+async def test_release_is_judged_by_the_devices_of_its_engine() -> None:
+    """Another engine of the pod is on the second one."""
+    freed = await until_freed(Devices(Scripted(ONE_RANK), gpus=2), BEFORE, of=[0], mapped_bytes=48 * GIB, deadline_s=60)
+    assert {0: 48 * GIB} == freed
+
+
 async def test_h61_a_rank_that_frees_nothing_is_named_at_the_deadline() -> None:
     runner = Scripted(ONE_RANK)
     with pytest.raises(MemoryHeld, match=r"^0\.0 GiB of device 1 came free, weights and KV pool had 48\.0"):

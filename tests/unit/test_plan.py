@@ -11,6 +11,7 @@ import pytest
 
 from builders import (
     PLACED,
+    ROLLOUT,
     absent_engine,
     absent_trainer,
     facts_at,
@@ -394,6 +395,34 @@ def test_f52_nothing_is_agreed_on_before_every_engine_holds_the_weights() -> Non
     behind = replace(seen.members[0], facts=facts_at(Rung.OFFLOADED, V1))
     decided = plan(replace(seen, members=(behind, *seen.members[1:])))
     assert {(Rung.UPDATED, None)} == {(target.rung, target.checksum) for target in pod_targets(decided)}
+
+
+def with_engines(seen: Observation, *checksums: str | None) -> Observation:
+    """The first pod has several engines, of which those without a checksum have no process."""
+    facts = seen.members[0].pod_facts
+    assert facts is not None
+    [engine] = facts.engines
+    absent = {"state": EngineState.ABSENT, "version": None}
+    engines = tuple(
+        engine.model_copy(update={"name": f"engine-{index}", "checksum": held, **({} if held else absent)})
+        for index, held in enumerate(checksums)
+    )
+    first = replace(seen.members[0], facts=facts.model_copy(update={"engines": engines}))
+    return replace(seen, members=(first, *seen.members[1:]))
+
+
+def test_f52_engines_of_one_pod_are_compared_and_one_without_a_process_has_no_say() -> None:
+    seen = with_engines(holding("a", "a"), "a", None, "b", "a")
+    assert {(Rung.SERVING, "a")} == {(target.rung, target.checksum) for target in pod_targets(plan(seen))}
+    assert make_job(replicas=1, rollout=ROLLOUT | {"engine": {"perPod": 2}}).spec.compares_engines
+
+
+def test_f52_engines_of_one_pod_that_differ_are_named() -> None:
+    decided = plan(with_engines(holding("a", "a"), "b", "b"))
+    held = "engine-0 of sums-gpu-0-0 b, engine-1 of sums-gpu-0-0 b, sums-gpu-1-0 a"
+    assert {"b"} == {target.checksum for target in pod_targets(decided)}
+    decided = plan(with_engines(holding("a", "a"), "b", "c"))
+    assert held.replace("engine-1 of sums-gpu-0-0 b", "engine-1 of sums-gpu-0-0 c") in decided.message
 
 
 @pytest.mark.parametrize("verify", ["Version", "Probe"])

@@ -81,8 +81,8 @@ class PromptAffinity:
     """A PromptAffinity sends a prompt to the engine that last had the longest beginning of it, unless that one is far
     busier than the others.
 
-    Samples of one group and turns of one session begin alike, and find it in that engine's cache. The rule is that of SGLang's router (`cache_aware`): the
-    cache counts while loads are balanced, and the load when they are not.
+    Samples of one group and turns of one session begin alike, and find it in that engine's cache. The rule is that of
+    SGLang's router (`cache_aware`): the cache counts while loads are balanced, and the load when they are not.
     """
 
     def __init__(self) -> None:
