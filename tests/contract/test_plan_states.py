@@ -8,12 +8,15 @@ from typing import Any
 
 import pytest
 
-from builders import OWN_ROLLOUT, PLACED, RESIDENT_ROLLOUT, ROLLOUT, make_job
+from builders import OWN_ROLLOUT, PLACED, RESIDENT_ROLLOUT, ROLLOUT, TOGETHER, make_job
 from colocated_rl_agent.planner import actions as do
 from colocated_rl_agent.planner import engines
 from colocated_rl_agent.planner.engines import EngineChoice
 from colocated_rl_agent.planner.views import PodView
+from colocated_rl_api import ladder
+from colocated_rl_api.ladder import Ladder
 from colocated_rl_api.rungs import Placement
+from colocated_rl_operator.planner.reasons import Cause
 from fakes.explore import all_must_be_well, bounds_of, explore, must_walk_to_the_end
 from fakes.left_out import must_mean_the_same, searched
 from fakes.model import FAULTS, MORTAL, Model
@@ -187,18 +190,18 @@ def test_every_state_of_a_job_with_engines_in_pods_of_their_own_is_safe_and_lead
 
 
 SEVERAL = [  # engines in a pod, deaths, of whom
-    *((Placement.TIME_SLICED, 2, 1, (mortal,)) for mortal in FAULTS),
-    *((Placement.RESIDENT, 2, 1, (mortal,)) for mortal in ("agent", "call", "deadline", "engine", "trainer")),
+    *((Placement.TIME_SLICED, 2, 1, (mortal,)) for mortal in ("connection", "deadline", "engine", "pod")),
+    (Placement.RESIDENT, 2, 1, ("engine",)),
     (Placement.DISAGGREGATED, 2, 0, ()),
     (Placement.ROLLOUT_ONLY, 2, 1, FAULTS),
-    (Placement.ROLLOUT_ONLY, 4, 2, ("engine",)),
 ]
 SEVERAL_SLOW = [
+    *((placement, 2, 1, (mortal,)) for placement in TOGETHER for mortal in ("agent", "call", "operator", "trainer")),
     (Placement.TIME_SLICED, 4, 0, ()),
     (Placement.TIME_SLICED, 2, 2, ("engine",)),
-    (Placement.TIME_SLICED, 3, 1, ("engine",)),
     (Placement.RESIDENT, 2, 2, ("engine",)),
     (Placement.DISAGGREGATED, 2, 1, ("engine",)),
+    (Placement.ROLLOUT_ONLY, 4, 2, ("engine",)),
 ]
 
 
@@ -213,13 +216,26 @@ def test_every_state_of_a_pod_with_several_engines_is_safe_and_leads_to_an_end(
     check(SeveralEngines(job, engines=engines, deaths=deaths, of=of), capsys)
 
 
-def test_trainers_that_one_of_several_engines_could_send_to_the_devices_are_noticed(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(engines, "_of_pod", _of_pod_as_one_engine_likes)
+def two_engines(*, deaths: int) -> SeveralEngines:
     job = make_job(replicas=1, steps=1, checkpoint={"everySteps": 1}, **PLACED[Placement.TIME_SLICED])
+    return SeveralEngines(job, engines=2, deaths=deaths, of=("engine",))
+
+
+@pytest.mark.slow
+def test_pod_that_sums_its_engines_up_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It stood below each of its engines, and stayed there."""
+    monkeypatch.setattr(Ladder, "standing", lambda ladder, pod, at: ladder.stands(pod, at))
+    assert {Cause.ALL_STEPS_DONE} != explore(two_engines(deaths=0), limit=MOST_STATES).ends.keys()
+
+
+def test_trainers_beside_an_engine_that_starts_again_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The operator must count that engine, or the agent must ask it: without both, they share the devices."""
+    monkeypatch.setattr(ladder, "_is_out", lambda engine, at: engine.failures > 0 and not engine.is_ready)
+    explored = explore(two_engines(deaths=1), limit=MOST_STATES)
+    all_must_be_well(explored)
+    monkeypatch.setattr(engines, "_of_pod", _of_pod_as_one_engine_likes)
     with pytest.raises(Broken, match="while engine memory is mapped"):
-        explore(SeveralEngines(job, engines=2, deaths=1, of=("engine",)), limit=MOST_STATES)
+        explore(two_engines(deaths=1), limit=MOST_STATES)
 
 
 def _of_pod_as_one_engine_likes(

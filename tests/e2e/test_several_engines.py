@@ -1,0 +1,61 @@
+"""One pod with two real engines and a real trainer, in turns. One engine is killed while the other generates.
+
+It ends once it was looked into, however quick it is: a complete job has no engines.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from e2e.conftest import apply
+from e2e.running_job import Kubectl, RunningJob, wait_for
+
+from colocated_rl_api.facts import EngineState
+from colocated_rl_api.names import GPU_CONTAINER
+
+pytestmark = pytest.mark.slow  # `make test-slow`
+START_S = 900  # two engines and a trainer start on two cores
+STEPS_S = 600
+KILLED = "engine-1"
+
+
+@pytest.fixture(scope="module")
+def job(kubectl: Kubectl) -> Iterator[RunningJob]:
+    running = apply(kubectl, "several-engines.yaml")
+    yield running
+    running.delete()
+
+
+def ready(job: RunningJob) -> set[str]:
+    engines = job.member(job.gpu_pods[0])["facts"]["engines"]
+    return {engine["name"] for engine in engines if engine["state"] == EngineState.READY}
+
+
+def test_it_trains_on_while_one_of_its_engines_is_killed_and_comes_back(job: RunningJob) -> None:
+    job.wait_for_step(1, deadline_s=START_S)
+    assert {"engine-0", KILLED} == ready(job)
+    step = job.step
+    assert job.signal(job.gpu_pods[0], GPU_CONTAINER, command_contains=f"{KILLED}.yaml", signal="KILL")
+    wait_for("the loss", lambda: job.agent_lines("engine lost") or None, deadline_s=STEPS_S, explain=job.describe)
+    job.wait_for_step(step + 2, deadline_s=STEPS_S)
+    wait_for(
+        "both engines",
+        lambda: True if ready(job) == {"engine-0", KILLED} else None,
+        deadline_s=STEPS_S,
+        explain=job.describe,
+    )
+    job.end_soon()
+    job.wait_for_condition("Complete", deadline_s=STEPS_S)
+    assert (f"{job.step}-1", 0) == (job.status["weightVersion"], job.status["restarts"])
+    assert [KILLED] == [line.fields["engine"] for line in job.agent_lines("engine lost")]
+    assert ["engine-0", KILLED, KILLED] == sorted(line.fields["engine"] for line in job.agent_lines("engine started"))
+
+
+def test_its_engines_held_the_same_weights_in_each_version(job: RunningJob) -> None:
+    held: dict[str, list[str]] = {}
+    for line in job.agent_lines("weights checksummed"):
+        held.setdefault(line.fields["version"], []).append(line.fields["checksum"])
+    assert {f"{step}-1" for step in range(job.step + 1)} == {*held}
+    assert {1} == {len({*checksums}) for checksums in held.values()}
+    assert 2 <= max(len(checksums) for checksums in held.values()), "each engine is asked"
