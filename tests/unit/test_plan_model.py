@@ -23,7 +23,7 @@ from colocated_rl_agent.planner.actions import Offload, StartEngine, Wait
 from colocated_rl_agent.planner.views import KV_CACHE, EngineView
 from colocated_rl_api.ladder import Ladder
 from colocated_rl_api.rungs import Placement, Rung
-from colocated_rl_operator.planner import plan
+from colocated_rl_operator.planner import plan, targets
 from colocated_rl_operator.planner.observation import Job, Observation
 from fakes.explore import Search, all_must_be_well, bounds_of, explore, must_walk_to_the_end
 from fakes.left_out import must_mean_the_same, searched
@@ -275,6 +275,6 @@ def test_old_weights_that_are_removed_while_an_engine_may_need_them_are_noticed(
 def test_engines_that_get_weights_as_target_before_they_are_written_are_noticed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(plan, "_weights", lambda seen, climb: climb.version)
+    monkeypatch.setattr(targets, "_weights", lambda seen, climb: climb.version)
     with pytest.raises(Broken, match="VerifyExport on an export that is not there"):
         explore(Model(job(1, Placement.DISAGGREGATED), deaths=0), limit=MOST_STATES)
