@@ -23,6 +23,7 @@ from bench.simulated_engines import PROMPT_TOKENS, EngineMachine, Numbers, Rates
 from colocated_rl_api import names
 from colocated_rl_api.job import AtMaxStaleness, ColocatedRLJobSpec, Interruption
 from colocated_rl_api.member_wire import Endpoint
+from colocated_rl_api.names import PromptPosition
 from colocated_rl_api.rungs import WeightVersion
 from colocated_rl_member.room import Bound
 from colocated_rl_rollout.engines.engine_client import EngineClient
@@ -295,7 +296,7 @@ class PromptsInOrder(PromptSource):
         self.problem = None
 
     def take(self) -> Prompt | None:
-        prompt = Prompt(self._position, self._position, (self._position,))
+        prompt = Prompt(PromptPosition(self._position), self._position, (self._position,))
         self._position += 1
         return prompt
 

@@ -28,6 +28,7 @@ Columns (n samples, T tokens of all of them, prompt and response, one after anot
 
 from __future__ import annotations
 
+from colocated_rl_api.names import PromptPosition
 from colocated_rl_api.wire import Wire
 
 HEADER_KEY = "colocated_rl_batch"
@@ -45,7 +46,7 @@ class BatchHeader(Wire):
     loss_tokens: int  # of the whole batch: the normalizer of a token-level loss
     temperature: float  # of sampling: trainer logits, and those of a reference, are divided by it
     seed: int
-    prompt_position: int | None = None  # where a job that has only a checkpoint goes on in the prompts; None: unknown
+    prompt_position: PromptPosition | None = None  # a job with only a checkpoint goes on there; None: unknown
     has_experts: bool = False  # engines reported the experts that tokens were routed to: column experts
     has_reference: bool = False  # a reference on devices of its own has scored the batch: column reference_logp
     figures: tuple[str, ...] = ()  # names of the figures that came beside rewards: column figures

@@ -12,6 +12,7 @@ from pathlib import Path
 from pydantic import BaseModel, ValidationError
 
 from colocated_rl_api.logs import in_words
+from colocated_rl_api.names import PromptPosition
 from colocated_rl_api.weights import Digest
 
 FORMAT = 2
@@ -30,7 +31,7 @@ class Contents(BaseModel):
     step: int
     lineage: int = 0  # of the trainers that wrote the checkpoint
     digests: dict[str, Digest]  # of every other file, by file name
-    prompt_position: int | None = None  # `BatchHeader.prompt_position` of its last batch; None: of an older trainer
+    prompt_position: PromptPosition | None = None  # of its last batch's header; None: of an older trainer
 
     @classmethod
     def read(cls, checkpoint: Path) -> Contents:

@@ -21,6 +21,7 @@ from prometheus_client import CollectorRegistry
 from colocated_rl_api.facts import EvaluationResult
 from colocated_rl_api.job import Evaluation as Rules
 from colocated_rl_api.job import EvaluationSampling, EvaluationSet, Sampling
+from colocated_rl_api.names import PromptPosition
 from colocated_rl_api.prompts import ReasoningGym
 from colocated_rl_api.rungs import WeightVersion
 from colocated_rl_rollout.controller import EVALUATIONS_SAID, in_one_line
@@ -163,8 +164,8 @@ class OneEngine(Engines):
 
 
 SUMS = ReasoningGym(name="chain_sum")
-TASKS = [Prompt(0, 5, ()), Prompt(1, 6, ())]
-QUESTIONS = [Prompt(0, 5, (1, 2)), Prompt(1, 6, (3,))]
+TASKS = [Prompt(PromptPosition(0), 5, ()), Prompt(PromptPosition(1), 6, ())]
+QUESTIONS = [Prompt(PromptPosition(0), 5, (1, 2)), Prompt(PromptPosition(1), 6, (3,))]
 
 
 class HeldOut(PromptSource):
@@ -227,7 +228,7 @@ async def evaluating(
     sessions = Sessions(store, metrics, group_size=2, max_staleness=1, changed=lambda: None, clock=lambda: 0.0)
     processes = TaskProcesses(prompts, count=1, socket=directory)
     episodes = ScriptedEpisodes(prompts, sessions, count=0, socket=directory, model="job", gateway=lambda: "")
-    held_out = HeldOut(processes, job.chat, max_prompt_tokens=9, position=0, changed=lambda: None)
+    held_out = HeldOut(processes, job.chat, max_prompt_tokens=9, position=PromptPosition(0), changed=lambda: None)
     held_out.missing = missing
     evaluation = Evaluator(
         rules or of_one_set(samples=2),

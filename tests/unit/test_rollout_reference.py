@@ -14,6 +14,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from colocated_rl_api.member_wire import Endpoint
+from colocated_rl_api.names import PromptPosition
 from colocated_rl_api.rungs import WeightVersion
 from colocated_rl_member.data import DataClient
 from colocated_rl_member.tls import MemberTls
@@ -97,7 +98,7 @@ async def scene(tmp_path: Path) -> AsyncIterator[ReferenceScene]:
 
 def make_group(number: int = 1, *, samples: int = 2, prompt: tuple[int, ...] = (3, 4), length: int = 5) -> Group:
     """Finished: rewards are in."""
-    group = Group(GroupId(number), Prompt(0, 0, prompt))
+    group = Group(GroupId(number), Prompt(PromptPosition(0), 0, prompt))
     for place in range(samples):
         ids = np.arange(place, place + length, dtype=np.int32)
         tokens = Tokens(ids, np.full(length, -1, np.float32), (Span(WeightVersion(0, 1), 0, length),))

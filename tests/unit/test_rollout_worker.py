@@ -16,6 +16,7 @@ from safetensors.numpy import load_file
 
 from colocated_rl_api.job import AtMaxStaleness
 from colocated_rl_api.member_wire import Endpoint
+from colocated_rl_api.names import PromptPosition
 from colocated_rl_api.rungs import WeightVersion
 from colocated_rl_member.data import DataClient
 from colocated_rl_rollout.engines.engine_client import EngineClient, Generated
@@ -99,7 +100,9 @@ async def scene(tmp_path: Path, request: pytest.FixtureRequest) -> AsyncIterator
                 engines=Engines(
                     DataClient(session, job.tls, JOB_UID), settle_s=1, changed=lambda: None, count=lambda tokens: None
                 ),
-                prompts=PromptSource(processes, job.chat, max_prompt_tokens=200, position=0, changed=lambda: None),
+                prompts=PromptSource(
+                    processes, job.chat, max_prompt_tokens=200, position=PromptPosition(0), changed=lambda: None
+                ),
                 chat=job.chat,
                 processes=processes,
                 episodes=episodes,
@@ -175,7 +178,7 @@ async def test_a_long_response_is_not_sent_again_for_ever(scene: WorkerScene) ->
 
 async def test_f3_the_end_of_one_group_admits_the_next_while_others_are_in_flight(scene: WorkerScene) -> None:
     """Admission in waves would leave engines idle until the longest response of each wave has ended."""
-    prompts = [Prompt(position, position, (1, 2)) for position in range(9)]
+    prompts = [Prompt(PromptPosition(position), position, (1, 2)) for position in range(9)]
     scene.worker._prompts._ready.extend(prompts)
     scene.worker._admit()
     first, *others = list(scene.store.groups.values())
@@ -194,7 +197,7 @@ async def test_f3_the_end_of_one_group_admits_the_next_while_others_are_in_fligh
 
 
 async def test_a_full_volume_stops_admission_until_there_is_room(scene: WorkerScene) -> None:
-    scene.worker._prompts._ready.extend(Prompt(position, position, (1, 2)) for position in range(9))
+    scene.worker._prompts._ready.extend(Prompt(PromptPosition(position), position, (1, 2)) for position in range(9))
 
     def problem_text() -> str:
         problem = scene.store.problem

@@ -22,6 +22,7 @@ from transformers import PreTrainedModel
 
 from colocated_rl_api.job import ColocatedRLJobSpec
 from colocated_rl_api.logs import log
+from colocated_rl_api.names import PromptPosition
 from colocated_rl_api.rungs import Placement
 from colocated_rl_trainer.grpo.batch import (
     MicroBatch,
@@ -125,7 +126,7 @@ class GRPOTrainer:
         self._replays = spec.rollout.router_replay
         self._replay: RouterReplay | None = None
         self._skipped_in_a_row = 0  # updates
-        self._prompt_position: int | None = None  # of the newest batch
+        self._prompt_position: PromptPosition | None = None  # of the newest batch
         self._scored: tuple[int, Tensor] | None = None  # newest step that the reference has scored, and its scores
         check_trackers(config.trackers)
         self._trackers: Sequence[Tracker] = ()

@@ -37,6 +37,7 @@ from colocated_rl_api.checkpoint import (
 )
 from colocated_rl_api.durable import sync
 from colocated_rl_api.logs import log
+from colocated_rl_api.names import PromptPosition
 from colocated_rl_api.weights import Digest
 from colocated_rl_trainer.protocol.durable import flush, take_place
 from colocated_rl_trainer.protocol.manifest import digests_of
@@ -181,7 +182,7 @@ class Checkpoints:
         *,
         keep: int,
         fill: Callable[[Path], None],
-        prompt_position: int | None = None,
+        prompt_position: PromptPosition | None = None,
     ) -> Saved:
         """Let `fill` write files into an empty directory, make that the checkpoint of `step`, keep the newest `keep`.
 
@@ -213,7 +214,7 @@ class Checkpoints:
         *,
         keep: int,
         digests: Mapping[str, Digest] | None = None,
-        prompt_position: int | None = None,
+        prompt_position: PromptPosition | None = None,
     ) -> Saved:
         """Make the directory that `begin` returned the checkpoint of `step`. Otherwise as `write`.
 
