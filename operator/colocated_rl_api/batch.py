@@ -1,4 +1,4 @@
-"""The file in which a sealed batch reaches a trainer rank: one safetensors file per shard, with a JSON header.
+"""A sealed batch reaches a trainer rank in a file: one safetensors file per shard, with a JSON header.
 
 The rollout controller serves it at `GET /v1/batches/STEP?shard=RANK` on its data port (TLS, data token), any number of
 times, always the same bytes; header `X-Content-SHA256` holds the digest of the body. The header of the batch stands in

@@ -1,4 +1,4 @@
-"""A checkpoint as a directory: its name, the file that lists what it holds, and which of several a job begins from.
+"""A checkpoint is a directory: its name, the file that lists what it holds, and which of several a job begins from.
 
 Written by the trainer; read by the trainer, and by the rollout controller of a job with `spec.restoreFrom`. The other
 files are the trainer's alone.
@@ -25,7 +25,7 @@ class NoSuchCheckpoint(Exception):
 
 
 class Contents(BaseModel):
-    """The file that lists what a checkpoint holds."""
+    """Lists what a checkpoint holds, in a file of it."""
 
     format: int
     step: int

@@ -49,7 +49,7 @@ class Unreadable(Exception):
 
 @dataclass(frozen=True, order=True)
 class Position:
-    """A position in a file; line and column count from 1."""
+    """Names a place in a file; line and column count from 1."""
 
     line: int
     column: int
@@ -57,7 +57,7 @@ class Position:
 
 @dataclass(frozen=True)
 class Document:
-    """One document of a file. places: path of each value to its position, or to its key's where it has a key."""
+    """Holds one document of a file. places: path of each value to its position, or to its key's where it has a key."""
 
     value: Any
     places: dict[Path, Position] = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""Sealed batches: groups become the files of `colocated_rl_api.batch`, and this module knows where the files are.
+"""Seal batches: groups become the files of `colocated_rl_api.batch`, and this module knows where the files are.
 
 Sealing divides a batch among the trainer ranks: whole samples, balanced by tokens. Its files are written and synced
 before the store seals the batch, so a sealed batch always has its files; the next attempt overwrites a file of a batch

@@ -1,4 +1,4 @@
-"""A trainer around one model and one torch optimizer. A person writes only the step.
+"""Make a trainer around one model and one torch optimizer. A person writes only the step.
 
 This module owns everything else that `rank.Loop` asks for: the group of ranks, whose gradients it sums; checkpoints
 with the optimizer's state; the moves between device and host; exports with a probe. Every rank holds the whole model in

@@ -1,4 +1,4 @@
-"""Checkpoints as directories that are there whole or not at all: `step-00000012`, in a volume that the ranks share.
+"""Write and read checkpoints, which are there whole or not at all: `step-00000012`, in a volume that the ranks share.
 
 A checkpoint is filled under another name, hashed, flushed to the disk and renamed, so one under its own name is whole.
 It is verified against its hashes when it is read, each file by one rank; one that does not verify is skipped with a
@@ -60,20 +60,20 @@ class Saved:
 
 @dataclass(frozen=True)
 class Former:
-    """Checkpoints of a former job, of which this one begins from one. step: None for the newest."""
+    """Names the checkpoints of a former job, of which this one begins from one. step: None for the newest."""
 
     directory: Path
     step: int | None = None
 
 
 class Origin(BaseModel):
-    """The file that names the former checkpoint that the job began from, so that no later start takes another."""
+    """Names, in a file, the former checkpoint that the job began from, so that no later start takes another."""
 
     step: int
 
 
 class Ranks(Protocol):
-    """The ranks that verify a checkpoint together (`group.Collectives`)."""
+    """Verifies a checkpoint on all ranks together (`group.Collectives`)."""
 
     rank: int
     size: int
@@ -83,7 +83,7 @@ class Ranks(Protocol):
 
 
 class OneRank:
-    """A rank alone."""
+    """Stands for all ranks where there is one."""
 
     rank, size = 0, 1
 
@@ -103,7 +103,7 @@ class NoneLeft(Exception):
 
 
 class Checkpoints:
-    """The checkpoints of one job. One rank of the newest lineage writes, any number may read."""
+    """Keeps the checkpoints of one job. One rank of the newest lineage writes, any number may read."""
 
     def __init__(
         self,
