@@ -173,8 +173,8 @@ def test_interrupted_layer_gets_to_clean_up(tmp_path: Path) -> None:
     )
     (tmp_path / "run.py").write_text(
         "import pathlib, sys\n"
-        "from setup.session import Session\n"
-        "session = Session(pathlib.Path('log'))\n"
+        "from setup.session import SetupSession\n"
+        "session = SetupSession(pathlib.Path('log'))\n"
         "try:\n"
         "    session.show([sys.executable, 'layer.py'], cwd=pathlib.Path())\n"
         "except KeyboardInterrupt:\n"
