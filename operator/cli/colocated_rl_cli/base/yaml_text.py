@@ -5,7 +5,7 @@ number, `1:30` is not, `0o17` is 15), so they are resolved here. As in the serve
 tab that indents is an error. Like the server's strict validation, this refuses a key that comes twice, text that is not
 YAML, and a number that JSON cannot express.
 
-ruamel.yaml would replace the positions alone: scalars, tabs, merges, limits and errors would still be decided here.
+ruamel.yaml would replace the positions alone: it resolves scalars differently from the server, too (docs/design.md).
 """
 
 from __future__ import annotations
