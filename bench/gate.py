@@ -81,7 +81,7 @@ def event(data: bytes) -> bytes:
     return b"%x\r\n%s\r\n" % (len(text), text)
 
 
-class Upstream(asyncio.Protocol):
+class PromptedUpstream(asyncio.Protocol):
     """Answers `/generate` by what its prompt says, and whatever a router asks with an empty object."""
 
     def connection_made(self, transport: Any) -> None:
@@ -128,7 +128,7 @@ def content_length(head: bytes) -> int:
 
 
 async def serve_upstream(port: int) -> None:
-    server = await asyncio.get_running_loop().create_server(Upstream, "127.0.0.1", port, backlog=4096)
+    server = await asyncio.get_running_loop().create_server(PromptedUpstream, "127.0.0.1", port, backlog=4096)
     await server.serve_forever()
 
 
@@ -185,7 +185,7 @@ async def serve_relay(port: int, upstream: int) -> None:
 
 # ------------------------------------------------------------------------------------------------------------ the load
 @dataclass
-class Times:
+class RequestTimes:
     """Seconds, of every request."""
 
     first: list[float] = field(default_factory=list)
@@ -197,15 +197,20 @@ class Times:
         """Requests a second."""
         return len(self.whole) / self.took_s
 
-    def __add__(self, other: Times) -> Times:
-        return Times(self.first + other.first, self.whole + other.whole, self.took_s + other.took_s)
+    def __add__(self, other: RequestTimes) -> RequestTimes:
+        return RequestTimes(self.first + other.first, self.whole + other.whole, self.took_s + other.took_s)
 
 
-class Caller(asyncio.Protocol):
+class StreamCaller(asyncio.Protocol):
     """Send one request after the other on one connection."""
 
     def __init__(
-        self, request: bytes, left: Iterator[int], times: Times, ended: asyncio.Future[None], begins_after_s: float
+        self,
+        request: bytes,
+        left: Iterator[int],
+        times: RequestTimes,
+        ended: asyncio.Future[None],
+        begins_after_s: float,
     ) -> None:
         self.request, self.left, self.times, self.ended = request, left, times, ended
         self.begins_after_s = begins_after_s
@@ -258,20 +263,22 @@ def asked(*, streams: bool) -> dict[str, Any]:
     return {"text": "pieces" if streams else "whole", "sampling_params": {}} | ({"stream": True} if streams else {})
 
 
-async def load(port: int, body: dict[str, Any], *, concurrency: int, requests: int, spread_s: float = 0.0) -> Times:
+async def load(
+    port: int, body: dict[str, Any], *, concurrency: int, requests: int, spread_s: float = 0.0
+) -> RequestTimes:
     """spread_s: from the first caller's beginning to the last one's."""
     data = json.dumps(body, separators=(",", ":")).encode()
     request = (
         b"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n%s"
         % (len(data), data)
     )
-    times, left, loop = Times(), iter(range(requests)), asyncio.get_running_loop()
+    times, left, loop = RequestTimes(), iter(range(requests)), asyncio.get_running_loop()
     began = time.perf_counter()
     ends = []
     for number in range(concurrency):
         end: asyncio.Future[None] = loop.create_future()
         ends.append(end)
-        caller = partial(Caller, request, left, times, end, number / concurrency * spread_s)
+        caller = partial(StreamCaller, request, left, times, end, number / concurrency * spread_s)
         await loop.create_connection(caller, "127.0.0.1", port)
     await asyncio.gather(*ends)
     times.took_s = time.perf_counter() - began
@@ -380,7 +387,7 @@ def in_turns(
     spread_s: float = 0.0,
 ) -> None:
     """Measure and show everybody, direct first."""
-    found = {name: (Times(), 0.0) for name in who}
+    found = {name: (RequestTimes(), 0.0) for name in who}
     for _ in range(TURNS):
         for name, (port, command) in who.items():
             load_it = partial(load, port, body, concurrency=concurrency, spread_s=spread_s)
@@ -393,8 +400,12 @@ def in_turns(
 
 
 def measure(
-    port: int, command: Command, load_it: Callable[..., Coroutine[Any, Any, Times]], requests: int, concurrency: int
-) -> tuple[Times, float]:
+    port: int,
+    command: Command,
+    load_it: Callable[..., Coroutine[Any, Any, RequestTimes]],
+    requests: int,
+    concurrency: int,
+) -> tuple[RequestTimes, float]:
     """Times, and CPU seconds of 1,000 requests; those of nobody are 0."""
     if not command:
         uvloop.run(load_it(requests=concurrency))
@@ -406,7 +417,7 @@ def measure(
         return times, (cpu_seconds(pid) - before) / requests * 1000
 
 
-def show(what: str, name: str, times: Times, cpu_s: float | None, of_direct: float) -> None:
+def show(what: str, name: str, times: RequestTimes, cpu_s: float | None, of_direct: float) -> None:
     print(
         f"{what:22}  {name:7}  {times.rate:10.1f}  {of_direct:9.3f}  {'' if cpu_s is None else f'{cpu_s:.2f}':>10}"
         f"  {1000 * median(times.whole):6.1f}  {1000 * quantiles(times.whole, n=100)[98]:6.1f}"

@@ -29,7 +29,7 @@ from builders import absent_engine, absent_trainer, pod_facts
 from colocated_rl_api import names
 from colocated_rl_api.descriptors import raise_limit
 from colocated_rl_operator.clients.link import TEXT, Link, connect, make_frame, reach
-from fakes.authority import Authority
+from fakes.authority import FakeAuthority
 
 SERVER_NAME = "members.bench"
 TARGET = json.dumps({"type": "pod", "epoch": 7, "padding": "x" * 400})  # as long as a real one; nothing reads it
@@ -39,7 +39,7 @@ T = TypeVar("T")
 Broadcast = Callable[[], Awaitable[None]]
 
 
-class Barrier:
+class AnswerBarrier:
     """It is over once every member has answered."""
 
     def __init__(self, members: int) -> None:
@@ -79,7 +79,9 @@ async def serve(directory: Path) -> None:
     await asyncio.Event().wait()
 
 
-async def by_link(port: int, members: int, tls: ssl.SSLContext, barrier: Barrier, open_: AsyncExitStack) -> Broadcast:
+async def by_link(
+    port: int, members: int, tls: ssl.SSLContext, barrier: AnswerBarrier, open_: AsyncExitStack
+) -> Broadcast:
     async def one() -> Link:
         return await connect(
             await reach("127.0.0.1", port), tls=tls, server_name=SERVER_NAME, ping_s=PING_S, hear=barrier.hear
@@ -98,7 +100,7 @@ async def by_link(port: int, members: int, tls: ssl.SSLContext, barrier: Barrier
 
 
 async def by_aiohttp(
-    port: int, members: int, tls: ssl.SSLContext, barrier: Barrier, open_: AsyncExitStack
+    port: int, members: int, tls: ssl.SSLContext, barrier: AnswerBarrier, open_: AsyncExitStack
 ) -> Broadcast:
     session = await open_.enter_async_context(aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)))
     tasks: set[asyncio.Task[None]] = set()
@@ -129,7 +131,7 @@ async def connected(one: Callable[[], Awaitable[T]], members: int) -> list[T]:
 async def measure(kind: str, port: int, directory: Path, *, members: int, barriers: int) -> None:
     raise_limit()
     tls = ssl.create_default_context(cafile=str(directory / names.CA_FILE))
-    barrier, before = Barrier(members), memory_kib()
+    barrier, before = AnswerBarrier(members), memory_kib()
     async with AsyncExitStack() as open_:
         by = by_link if kind == "link" else by_aiohttp
         broadcast = await by(port, members, tls, barrier, open_)
@@ -166,7 +168,7 @@ def main() -> int:
 def compare(members: int, barriers: int) -> None:
     sizes = ["--members", str(members), "--barriers", str(barriers)]
     with tempfile.TemporaryDirectory() as directory:
-        Authority().server_context(Path(directory), server_name=SERVER_NAME)
+        FakeAuthority().server_context(Path(directory), server_name=SERVER_NAME)
         me = [sys.executable, "-m", "bench.link", *sizes, "--files", directory]
         with subprocess.Popen([*me, "--as", "members"], stdout=subprocess.PIPE, text=True) as served:
             assert served.stdout is not None

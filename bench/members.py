@@ -38,7 +38,7 @@ INCARNATION = "incarnation-of-this-engine"
 
 
 @dataclass
-class Barrier:
+class BarrierTimes:
     """The times of one rung in one epoch, in seconds of this process's clock."""
 
     first_target: float = 0.0
@@ -47,7 +47,7 @@ class Barrier:
 
 
 @dataclass
-class Journal:
+class MembersJournal:
     """A journal holds what the members of one job are to do, and when targets came and facts went.
 
     batches: how many of them the rollout controller may seal. work_s: of a pod, from a target to standing there.
@@ -55,7 +55,7 @@ class Journal:
 
     batches: int
     work_s: float = 0.0
-    barriers: dict[tuple[int, Rung], Barrier] = field(default_factory=lambda: defaultdict(Barrier))
+    barriers: dict[tuple[int, Rung], BarrierTimes] = field(default_factory=lambda: defaultdict(BarrierTimes))
     epochs: dict[int, int] = field(default_factory=dict)  # of each step, the newest
     sealed_at: dict[int, float] = field(default_factory=dict)  # by step
     messages: int = 0  # both ways
@@ -73,11 +73,11 @@ class Who:
     """One member, by its address."""
 
     hello: Hello
-    journal: Journal
+    journal: MembersJournal
     changed: Callable[[], None]
 
 
-class Member(asyncio.Protocol):
+class ServedMember(asyncio.Protocol):
     """The server's side of one link. by_address: who listens there."""
 
     def __init__(self, by_address: dict[str, Who]) -> None:
@@ -162,7 +162,7 @@ class GpuState:
         self._who = who
         self._stands: Callable[[int], bytes] = first
         self._epoch = 0
-        self._barrier: Barrier | None = None  # that it is on its way to
+        self._barrier: BarrierTimes | None = None  # that it is on its way to
 
     def facts(self) -> bytes:
         facts = self._stands(self._epoch).replace(INCARNATION.encode(), self._who.hello.pod_uid[:26].encode())
@@ -244,5 +244,5 @@ async def listen(by_address: dict[str, Who], addresses: list[str], tls: ssl.SSLC
     """Open one listening socket for each member, on the port that pods have."""
     loop = asyncio.get_running_loop()
     return await loop.create_server(
-        lambda: Member(by_address), addresses, names.CONTROL_PORT, ssl=tls, reuse_address=True, backlog=64
+        lambda: ServedMember(by_address), addresses, names.CONTROL_PORT, ssl=tls, reuse_address=True, backlog=64
     )

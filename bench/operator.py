@@ -33,15 +33,15 @@ import aiohttp
 import uvloop
 
 from bench.gate import cpu_seconds
-from bench.members import Journal
-from bench.scene import Scene, Staged, scene_of
+from bench.members import MembersJournal
+from bench.scene import JobsScene, Staged, scene_of
 from colocated_rl_api import names
 from colocated_rl_api.ladder import TIME_SLICED
 from colocated_rl_api.rungs import Rung
 from colocated_rl_operator.clients.cluster import ClusterAccess
 from colocated_rl_operator.metrics import PREFIX
 from colocated_rl_trainer.conformance.ranks import free_port
-from real_operator import Operator, cluster_without_nodes, kubeconfig_of, running_operator
+from real_operator import RealOperator, cluster_without_nodes, kubeconfig_of, running_operator
 
 T = TypeVar("T")
 SIZES = (8, 64, 256, 1024)
@@ -56,10 +56,10 @@ COUNTED = re.compile(rf'^{PREFIX}(\w+?)(?:_total)?(?:{{.*resource="(\w+)".*}})? 
 
 
 @dataclass
-class Running:
+class MeasuredOperator:
     """An operator's process, and what it says of itself."""
 
-    operator: Operator
+    operator: RealOperator
     port: int
 
     @property
@@ -81,7 +81,7 @@ class Running:
 
 
 @asynccontextmanager
-async def running(access: ClusterAccess, name: str) -> AsyncIterator[Running]:
+async def running(access: ClusterAccess, name: str) -> AsyncIterator[MeasuredOperator]:
     with tempfile.TemporaryDirectory() as folder:
         kubeconfig = Path(folder) / "kubeconfig"
         kubeconfig.write_text(kubeconfig_of(access))
@@ -89,12 +89,12 @@ async def running(access: ClusterAccess, name: str) -> AsyncIterator[Running]:
         with contextlib.redirect_stdout(io.StringIO()):
             async with running_operator(kubeconfig, name, {"METRICS_PORT": str(port)}) as operator:
                 os.sched_setaffinity(operator.process.pid, {OPERATOR_CORE})
-                yield Running(operator, port)
+                yield MeasuredOperator(operator, port)
 
 
 # ------------------------------------------------------------------------------------------------- one job, many sizes
 @dataclass(frozen=True)
-class Figures:
+class JobFigures:
     """The figures of one job, in seconds unless the name has another unit. CPU: for each message, either way."""
 
     members: int
@@ -116,7 +116,7 @@ class Figures:
     def per_member_us(self) -> float:
         return 1e6 * self.least_s / self.members
 
-    def line(self, smallest: Figures) -> str:
+    def line(self, smallest: JobFigures) -> str:
         more = max(1, self.members - smallest.members)
         return (
             f"{self.members:7}  {1e3 * self.barrier_s:10.1f}  {1e3 * self.switch_s:9.1f} ({1e3 * self.least_s:5.0f})"
@@ -127,9 +127,9 @@ class Figures:
         )
 
 
-async def measure(access: ClusterAccess, members: int) -> Figures:
+async def measure(access: ClusterAccess, members: int) -> JobFigures:
     async with scene_of(access) as scene, running(access, f"operator-{members}") as operator:
-        job = await scene.add(f"of-{members}", Journal(ENDLESS), replicas=members, steps=STEPS)
+        job = await scene.add(f"of-{members}", MembersJournal(ENDLESS), replicas=members, steps=STEPS)
         journal = job.journal
         await scene.until(lambda: bool(job.status.get("step")))
         began, own, messages = operator.cpu_s, time.process_time(), journal.messages
@@ -139,7 +139,7 @@ async def measure(access: ClusterAccess, members: int) -> Figures:
         cpu_s, own_s, memory_kib = operator.cpu_s - began, time.process_time() - own, operator.memory_kib
         await scene.remove()
     barriers, switches, epochs = times(journal)
-    return Figures(
+    return JobFigures(
         members=members,
         barrier_s=median(barriers),
         switch_s=median(switches),
@@ -152,7 +152,7 @@ async def measure(access: ClusterAccess, members: int) -> Figures:
     )
 
 
-def times(journal: Journal) -> tuple[list[float], list[float], list[float]]:
+def times(journal: MembersJournal) -> tuple[list[float], list[float], list[float]]:
     """Seconds: of every barrier, of every whole switch after the start, of every epoch's write."""
     barriers, switches, epochs = [], [], []
     for step, epoch in journal.epochs.items():
@@ -169,7 +169,7 @@ def times(journal: Journal) -> tuple[list[float], list[float], list[float]]:
 async def compare_groups(access: ClusterAccess) -> None:
     """A switch of one job alone, and of eight that get their batch at the same moment; from batch to serving."""
     async with scene_of(access) as scene, running(access, "operator-groups") as operator:
-        jobs = [await scene.add(f"g-{n}", Journal(0), replicas=GROUP_SIZE, steps=ENDLESS) for n in range(GROUPS)]
+        jobs = [await scene.add(f"g-{n}", MembersJournal(0), replicas=GROUP_SIZE, steps=ENDLESS) for n in range(GROUPS)]
         await scene.until(lambda: all(job.serves(0) for job in jobs))
         for work_s in (0.0, WORK_S):
             for job in jobs:
@@ -189,7 +189,7 @@ async def compare_groups(access: ClusterAccess) -> None:
         assert operator.operator.process.returncode is None
 
 
-async def _switch(scene: Scene, jobs: list[Staged]) -> list[float]:
+async def _switch(scene: JobsScene, jobs: list[Staged]) -> list[float]:
     """Seconds of each, from its batch to the last pod that serves."""
     steps = [job.status["step"] + 1 for job in jobs]
     for job in jobs:
@@ -198,7 +198,7 @@ async def _switch(scene: Scene, jobs: list[Staged]) -> list[float]:
     return [_seconds(job.journal, step) for job, step in zip(jobs, steps, strict=True)]
 
 
-def _seconds(journal: Journal, step: int) -> float:
+def _seconds(journal: MembersJournal, step: int) -> float:
     return journal.barriers[journal.epochs[step], Rung.SERVING].last_fact - journal.sealed_at[step]
 
 
@@ -207,7 +207,7 @@ async def measure_jobs(access: ClusterAccess, number: int) -> None:
     async with scene_of(access) as scene:
         async with running(access, "operator-jobs") as operator:
             empty_kib, began = operator.memory_kib, time.perf_counter()
-            adding = (scene.add(f"j-{n}", Journal(0), replicas=JOB_SIZE, steps=ENDLESS) for n in range(number))
+            adding = (scene.add(f"j-{n}", MembersJournal(0), replicas=JOB_SIZE, steps=ENDLESS) for n in range(number))
             jobs = await asyncio.gather(*adding)
             await scene.until(lambda: all(job.serves(0) for job in jobs))
             members, memory_kib = sum(job.members for job in jobs), operator.memory_kib
@@ -241,13 +241,13 @@ async def measure_jobs(access: ClusterAccess, number: int) -> None:
             await scene.remove()
 
 
-async def _cpu_of(operator: Running, work: Awaitable[object]) -> float:
+async def _cpu_of(operator: MeasuredOperator, work: Awaitable[object]) -> float:
     began = operator.cpu_s
     await work
     return operator.cpu_s - began
 
 
-async def _first_targets(scene: Scene, jobs: Iterable[Staged], epochs: dict[str, int]) -> list[float]:
+async def _first_targets(scene: JobsScene, jobs: Iterable[Staged], epochs: dict[str, int]) -> list[float]:
     """Return when each job's pods got their first target of a newer epoch."""
 
     def newer(job: Staged) -> list[float]:
@@ -271,10 +271,10 @@ def main(arguments: Sequence[str]) -> int:
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     load = os.getloadavg()[0]
     print(f"{cores} cores: the operator has one, API server, etcd and all members the rest; load before: {load:.1f}")
-    found: list[Figures] = []
+    found: list[JobFigures] = []
     for members in given.members:
         found.append(_on_a_cluster(partial(measure, members=members)))
-        print(*([Figures.HEAD] if len(found) == 1 else []), found[-1].line(found[0]), sep="\n", flush=True)
+        print(*([JobFigures.HEAD] if len(found) == 1 else []), found[-1].line(found[0]), sep="\n", flush=True)
     if len(found) > 1:
         ratio = found[-1].per_member_us / found[-2].per_member_us
         print(f"a member at {found[-1].members} costs {ratio:.2f} of one at {found[-2].members}")

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from bench.rollout_bound import least_rollout_s
 from bench.simulated_engines import PROMPT_TOKENS, Rates
-from bench.simulated_job import Job, Outcome, colocated, synchronous
+from bench.simulated_job import SimulatedJob, SimulatedOutcome, colocated, synchronous
 from bench.traces import near_uniform, reasoning
 from colocated_rl_api.job import Interruption
 from colocated_rl_rollout.store.store import Store
@@ -36,7 +36,7 @@ SOAK_STEPS = 196  # of 512 samples: 100,352
 class Table:
     """A table of one trace shows what each way to run the job takes."""
 
-    def __init__(self, job: Job, loop: Outcome) -> None:
+    def __init__(self, job: SimulatedJob, loop: SimulatedOutcome) -> None:
         self._job = job
         self._loop = loop
 
@@ -46,7 +46,7 @@ class Table:
             CASES
         )
 
-    def line(self, name: str, outcome: Outcome, least_s: float) -> str:
+    def line(self, name: str, outcome: SimulatedOutcome, least_s: float) -> str:
         tokens, steps = outcome.trained_tokens, self._job.steps
         figures = [
             f"{name:34}  {outcome.staleness_mean:9.2f}  {outcome.rollout_s / steps:6.1f}"
@@ -60,7 +60,7 @@ class Table:
         return "".join(figures)
 
 
-def compare(name: str, job: Job, say: Callable[[str], None]) -> None:
+def compare(name: str, job: SimulatedJob, say: Callable[[str], None]) -> None:
     lengths = sorted(job.trace(prompt, number) for prompt in range(200) for number in range(job.group_size))
     full_s = job.tokens / job.engines / job.rates.throughput(job.rates.slots)
     prefill_s = job.steps * job.samples * PROMPT_TOKENS / job.rates.prefill / job.engines
@@ -80,7 +80,7 @@ def compare(name: str, job: Job, say: Callable[[str], None]) -> None:
         say(table.line(f"this, maxStaleness {staleness}", colocated(resumed), least_rollout_s(resumed)))
 
 
-def resent(job: Job, say: Callable[[str], None]) -> None:
+def resent(job: SimulatedJob, say: Callable[[str], None]) -> None:
     """Print how much is prefilled again, by the length of a step."""
     say(
         "\nreasoning, maxStaleness 2: groups of a step, seconds with gates open, tokens prefilled again per trained one"
@@ -91,7 +91,7 @@ def resent(job: Job, say: Callable[[str], None]) -> None:
         say(f"  {groups:4}  {outcome.rollout_s / len(outcome.phases_s):7.1f} s  {share:6.3f}")
 
 
-def held(job: Job) -> list[tuple[int, int]]:
+def held(job: SimulatedJob) -> list[tuple[int, int]]:
     """Memory of this process and the store's files after each step, KiB."""
     seen: list[tuple[int, int]] = []
 
@@ -103,7 +103,7 @@ def held(job: Job) -> list[tuple[int, int]]:
     return seen
 
 
-def soak(job: Job, say: Callable[[str], None]) -> None:
+def soak(job: SimulatedJob, say: Callable[[str], None]) -> None:
     """Print what is held in memory while many short samples go through."""
     began = time.process_time()
     seen = held(job)
@@ -121,7 +121,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--steps", type=int, default=50)
     steps = parser.parse_args(arguments).steps
     began, rates = time.monotonic(), Rates()
-    job = Job(reasoning, steps=steps)
+    job = SimulatedJob(reasoning, steps=steps)
     print(
         f"{steps} steps of {job.batch_size} groups of {job.group_size}, maxConcurrency (maxStaleness + 1) * batchSize; "
         f"{job.engines} engines of {rates.slots}\nslots, {1e3 * rates.base_s:.0f} ms + {1e6 * rates.each_s:.0f} us for "
@@ -133,7 +133,7 @@ def main(arguments: Sequence[str]) -> int:
     for name, trace in TRACES.items():
         compare(name, replace(job, trace=trace), lambda line: print(line, flush=True))
     resent(job, lambda line: print(line, flush=True))
-    few = Job(
+    few = SimulatedJob(
         lambda prompt, number: 1 + reasoning(prompt, number) // 200, SOAK_STEPS, 64, 8, engines=8, max_staleness=2
     )
     soak(few, lambda line: print(line, flush=True))

@@ -27,7 +27,7 @@ from itertools import pairwise
 import numpy as np
 
 from bench.simulated_engines import PROMPT_TOKENS
-from bench.simulated_job import Job
+from bench.simulated_job import SimulatedJob
 
 ALONE = 4  # of the longest samples of a batch, each a class of its own
 CLASSES = 8  # of the others
@@ -42,12 +42,12 @@ class Class:
     tokens: int
 
 
-def least_s(job: Job) -> float:
+def least_s(job: SimulatedJob) -> float:
     """Seconds that the whole job takes at least."""
     return job.steps * job.switch_s + job.tokens * job.train_s + least_rollout_s(job)
 
 
-def least_rollout_s(job: Job) -> float:
+def least_rollout_s(job: SimulatedJob) -> float:
     """Return the seconds with gates open. Variables: the length of each phase, and what each class gets in it."""
     from scipy.optimize import linprog  # takes a second
     from scipy.sparse import lil_matrix
@@ -86,7 +86,7 @@ def least_rollout_s(job: Job) -> float:
     return prefill_s + float(found.fun)
 
 
-def classes_of(job: Job) -> Iterator[Class]:
+def classes_of(job: SimulatedJob) -> Iterator[Class]:
     for step in range(job.steps):
         prompts = range(step * job.batch_size, (step + 1) * job.batch_size)
         lengths = sorted(job.trace(prompt, number) for prompt in prompts for number in range(job.group_size))

@@ -46,7 +46,7 @@ from colocated_rl_rollout.rules.samples import SampleState
 from colocated_rl_rollout.store.store import Store
 from colocated_rl_rollout.worker import Worker
 from colocated_rl_trainer.conformance.ranks import free_port
-from fakes.authority import Authority
+from fakes.authority import FakeAuthority
 
 ENGINES = (10, 100, 1000)
 TOKENS, ANSWER_S = 256, 0.5
@@ -82,7 +82,7 @@ ANSWER = json.dumps(
 WHOLE = HEAD + b"Content-Length: %d\r\n\r\n" % len(ANSWER) + ANSWER
 
 
-class Gate(asyncio.Protocol):
+class CannedGate(asyncio.Protocol):
     def connection_made(self, transport: Any) -> None:
         self._transport = transport
         self._received = b""
@@ -114,14 +114,14 @@ class Gate(asyncio.Protocol):
 async def serve(port: int, engines: int, tls: Path) -> None:
     loop, context = asyncio.get_running_loop(), MemberTls.read(tls).data_context()
     for engine in range(engines):
-        await loop.create_server(Gate, address_of(engine), port, ssl=context, backlog=1024)
+        await loop.create_server(CannedGate, address_of(engine), port, ssl=context, backlog=1024)
     print("listening", flush=True)
     await asyncio.Event().wait()
 
 
 # --------------------------------------------------------------------------------------------------------- controller
 @dataclass(frozen=True)
-class Figures:
+class LimitFigures:
     engines: int
     rate: float  # samples a second
     cpu_s: float  # for a thousand
@@ -131,7 +131,7 @@ class Figures:
         return f"{self.engines:7}  {self.rate:9.0f}  {self.cpu_s:18.2f}  {self.memory_mib:10.0f}"
 
 
-async def measure(engines: int, port: int, directory: Path) -> Figures:
+async def measure(engines: int, port: int, directory: Path) -> LimitFigures:
     in_flight = max(IN_FLIGHT, 2 * engines)
     concurrency = -(-in_flight // GROUP_SIZE)
     rollout = {
@@ -191,7 +191,7 @@ async def measure(engines: int, port: int, directory: Path) -> Figures:
                 task.cancel()
         store.close()
     memory_mib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-    return Figures(engines, samples / took_s, 1000 * spent_s / samples, memory_mib)
+    return LimitFigures(engines, samples / took_s, 1000 * spent_s / samples, memory_mib)
 
 
 def done(store: Store) -> int:
@@ -236,7 +236,7 @@ def compare(sizes: Sequence[int]) -> None:
     print("engines  samples/s  CPU s for a thousand  memory MiB", flush=True)
     with tempfile.TemporaryDirectory() as place:
         directory = Path(place)
-        Authority().member_directory(directory / "tls", job_uid=JOB_UID, token="d" * 32)
+        FakeAuthority().member_directory(directory / "tls", job_uid=JOB_UID, token="d" * 32)
         us = partial("taskset -c {0} {1} -m bench.rollout_limit --directory {2} {3} {4} {5}".format)
         for engines in sizes:
             port = free_port()

@@ -14,13 +14,13 @@ from pathlib import Path
 
 import aiohttp
 
-from bench.members import Journal, Who, listen
+from bench.members import MembersJournal, Who, listen
 from builders import make_manifest
 from colocated_rl_api import names
 from colocated_rl_api.member_wire import Hello
 from colocated_rl_member.tls import MemberTls
 from colocated_rl_operator.clients.cluster import ClusterAccess
-from real_operator import JOBS, NAMESPACE, PODS, Api, Body
+from real_operator import JOBS, NAMESPACE, PODS, AdminApi, Body
 
 SECRETS = f"/api/v1/namespaces/{NAMESPACE}/secrets"
 START_S = 900.0
@@ -31,7 +31,7 @@ class Staged:
     """One job; addresses: of the rollout controller's pod and of each GPU pod."""
 
     name: str
-    journal: Journal
+    journal: MembersJournal
     addresses: list[str]
     body: Body = field(default_factory=dict)  # as the API server has it; empty: gone
     by_address: dict[str, Who] = field(default_factory=dict)
@@ -57,10 +57,10 @@ class Staged:
         return self.phase == "Rollout" and self.status.get("step") == step
 
 
-class Scene:
+class JobsScene:
     """Every job that was added; `changed` after each word of the API server or of a rollout controller."""
 
-    def __init__(self, api: Api, folder: Path) -> None:
+    def __init__(self, api: AdminApi, folder: Path) -> None:
         self.api = api
         self.jobs: dict[str, Staged] = {}
         self.changed = asyncio.Event()
@@ -69,7 +69,7 @@ class Scene:
         self._at_once = asyncio.Semaphore(32)
         self._net, self._places = random.randrange(10, 250), 0
 
-    async def add(self, name: str, journal: Journal, *, replicas: int, steps: int) -> Staged:
+    async def add(self, name: str, journal: MembersJournal, *, replicas: int, steps: int) -> Staged:
         staged = self.jobs[name] = Staged(name, journal, [self._address() for _ in range(replicas + 1)])
         spec: Body = {"replicas": replicas, "steps": steps, "checkpoint": {"everySteps": 1000}}
         async with self._at_once:
@@ -163,11 +163,11 @@ class Scene:
 
 
 @asynccontextmanager
-async def scene_of(access: ClusterAccess) -> AsyncIterator[Scene]:
+async def scene_of(access: ClusterAccess) -> AsyncIterator[JobsScene]:
     connector = aiohttp.TCPConnector(ssl=access.ssl_context())
     with tempfile.TemporaryDirectory() as folder:
         async with aiohttp.ClientSession(connector=connector) as session, asyncio.TaskGroup() as tasks:
-            scene = Scene(Api(access, session), Path(folder))
+            scene = JobsScene(AdminApi(access, session), Path(folder))
             watched = ((PODS, scene.note_pod), (JOBS, scene.note_job), (SECRETS, scene.note_secret))
             watches = [tasks.create_task(scene.api.watch(path, note)) for path, note in watched]
             yield scene

@@ -53,21 +53,21 @@ class Rates:
 
 
 @dataclass(eq=False)
-class _Request:
+class _EngineRequest:
     prefill: int
     length: int  # tokens to the end
     ended: asyncio.Future[int]  # tokens it got
     began: float = 0.0  # progress of the engine
 
 
-class Machine:
+class EngineMachine:
     """One engine. busy_token_s: the time that requests spent decoding."""
 
     def __init__(self, rates: Rates) -> None:
         self.rates = rates
         self.prefilled = 0
-        self._queue: deque[_Request] = deque()
-        self._ends: list[tuple[float, int, _Request]] = []
+        self._queue: deque[_EngineRequest] = deque()
+        self._ends: list[tuple[float, int, _EngineRequest]] = []
         self._count = itertools.count()
         self._progress = 0.0  # tokens that each running request has got since the start
         self._stall_s = 0.0  # of prefill that is left
@@ -76,7 +76,7 @@ class Machine:
 
     async def generate(self, *, prefill: int, length: int) -> int:
         """Tokens that a request of `length` got before its end, or before all were aborted."""
-        request = _Request(prefill, length, loop().create_future())
+        request = _EngineRequest(prefill, length, loop().create_future())
         self._queue.append(request)
         self._go_on()
         return await request.ended
@@ -144,7 +144,7 @@ class SimulatedEngine(EngineClient):
     def __init__(
         self,
         endpoint: Endpoint,
-        machine: Machine,
+        machine: EngineMachine,
         *,
         trace: Trace,
         numbers: Numbers,

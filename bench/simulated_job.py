@@ -19,10 +19,11 @@ from typing import Any
 from prometheus_client import CollectorRegistry
 
 from bench import virtual_time
-from bench.simulated_engines import PROMPT_TOKENS, Machine, Numbers, Rates, SimulatedEngine, Trace
+from bench.simulated_engines import PROMPT_TOKENS, EngineMachine, Numbers, Rates, SimulatedEngine, Trace
 from colocated_rl_api import names
 from colocated_rl_api.job import AtMaxStaleness, ColocatedRLJobSpec, Interruption
 from colocated_rl_api.member_wire import Endpoint
+from colocated_rl_api.names import PromptPosition
 from colocated_rl_api.rungs import WeightVersion
 from colocated_rl_member.room import Bound
 from colocated_rl_rollout.engines.engine_client import EngineClient
@@ -42,7 +43,7 @@ from colocated_rl_rollout.worker import Worker
 
 
 @dataclass(frozen=True)
-class Job:
+class SimulatedJob:
     """switch_s: beside training, each step. train_s: of a token."""
 
     trace: Trace
@@ -71,7 +72,7 @@ class Job:
 
 
 @dataclass
-class Outcome:
+class SimulatedOutcome:
     """took_s: until the last step is trained. phases_s: of it, with gates open, before each step. resent_tokens: that
     were prefilled again."""
 
@@ -95,15 +96,15 @@ class Outcome:
 
 
 # ----------------------------------------------------------------------------------------------------- synchronous
-def synchronous(job: Job) -> Outcome:
+def synchronous(job: SimulatedJob) -> SimulatedOutcome:
     """Each step generates its own batch to the end, and then trains it."""
     return virtual_time.run(_synchronous(job))
 
 
-async def _synchronous(job: Job) -> Outcome:
+async def _synchronous(job: SimulatedJob) -> SimulatedOutcome:
     loop = virtual_time.loop()
-    machines = [Machine(job.rates) for _ in range(job.engines)]
-    outcome = Outcome()
+    machines = [EngineMachine(job.rates) for _ in range(job.engines)]
+    outcome = SimulatedOutcome()
     for step in range(job.steps):
         began, prompts = loop.now, range(step * job.batch_size, (step + 1) * job.batch_size)
         lengths = [job.trace(prompt, number) for prompt in prompts for number in range(job.group_size)]
@@ -120,16 +121,16 @@ async def _synchronous(job: Job) -> Outcome:
 
 
 # ------------------------------------------------------------------------------------------------------ this system
-def colocated(job: Job, *, watch: Callable[[Store], None] = lambda _: None) -> Outcome:
+def colocated(job: SimulatedJob, *, watch: Callable[[Store], None] = lambda _: None) -> SimulatedOutcome:
     """The real worker over simulated engines. watch: called after each step."""
     with tempfile.TemporaryDirectory(dir="/dev/shm" if Path("/dev/shm").is_dir() else None) as directory:
         return virtual_time.run(_colocated(job, Path(directory), watch))
 
 
-async def _colocated(job: Job, directory: Path, watch: Callable[[Store], None]) -> Outcome:
+async def _colocated(job: SimulatedJob, directory: Path, watch: Callable[[Store], None]) -> SimulatedOutcome:
     loop = virtual_time.loop()
-    scene = Scene(job, directory)
-    outcome = Outcome()
+    scene = SimulatedController(job, directory)
+    outcome = SimulatedOutcome()
     async with asyncio.TaskGroup() as group:
         following = group.create_task(scene.engines.run(), name="engines")
         working = group.create_task(scene.worker.run(), name="worker")
@@ -158,10 +159,10 @@ async def _colocated(job: Job, directory: Path, watch: Callable[[Store], None]) 
     return outcome
 
 
-class Scene:
+class SimulatedController:
     """The parts of one rollout controller, put together as `controller` does it."""
 
-    def __init__(self, job: Job, directory: Path) -> None:
+    def __init__(self, job: SimulatedJob, directory: Path) -> None:
         spec = spec_of(job)
         self._changed = asyncio.Event()
         self._registry = CollectorRegistry()
@@ -227,7 +228,7 @@ class Scene:
         return int(sum(found))
 
 
-def spec_of(job: Job) -> ColocatedRLJobSpec:
+def spec_of(job: SimulatedJob) -> ColocatedRLJobSpec:
     rollout: dict[str, Any] = {
         "prompts": {"reasoningGym": {"name": "chain_sum", "size": 1}},
         "maxPromptTokens": 1,
@@ -256,7 +257,7 @@ class PatientStore(Store):
 class SimulatedEngines(Engines):
     """Named at once, and open when the script says so."""
 
-    def __init__(self, job: Job, *, changed: Callable[[], None]) -> None:
+    def __init__(self, job: SimulatedJob, *, changed: Callable[[], None]) -> None:
         self._clients = {}
         self._renamed = asyncio.Event()
         self._named = tuple(Endpoint(pod=f"gpu-{number}", address="", port=1) for number in range(job.engines))
@@ -275,7 +276,7 @@ class SimulatedEngines(Engines):
         job = self._job
         return SimulatedEngine(
             endpoint,
-            Machine(job.rates),
+            EngineMachine(job.rates),
             trace=job.trace,
             numbers=self._numbers,
             keeps=job.interruption is Interruption.RESUME,
@@ -295,7 +296,7 @@ class PromptsInOrder(PromptSource):
         self.problem = None
 
     def take(self) -> Prompt | None:
-        prompt = Prompt(self._position, self._position, (self._position,))
+        prompt = Prompt(PromptPosition(self._position), self._position, (self._position,))
         self._position += 1
         return prompt
 

@@ -17,7 +17,7 @@ Line = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
-class Switch:
+class SwitchTimes:
     """One step's climb, over all pods. Seconds.
 
     whole_s: from the first gate closed to the last gate open. working_s: engine and trainer actions of the pod that
@@ -38,7 +38,7 @@ class Switch:
         return self.added_s / self.whole_s
 
 
-def switches(lines: Iterable[Line]) -> list[Switch]:
+def switches(lines: Iterable[Line]) -> list[SwitchTimes]:
     """Every whole climb of a step after start-up, in order."""
     rungs: dict[int, list[Line]] = defaultdict(list)
     actions: dict[int, list[Line]] = defaultdict(list)
@@ -61,5 +61,5 @@ def switches(lines: Iterable[Line]) -> list[Switch]:
         for line in actions[step]:
             if began <= line["ts"] <= ended:
                 working[line["pod"]] += line["took_s"]
-        found.append(Switch(step, ended - began, max(working.values(), default=0.0)))
+        found.append(SwitchTimes(step, ended - began, max(working.values(), default=0.0)))
     return found

@@ -81,7 +81,7 @@ class NotYet(Exception):
 
 
 @dataclass
-class Api:
+class AdminApi:
     """An Api sends requests to the API server as its administrator."""
 
     access: ClusterAccess
@@ -128,7 +128,7 @@ class Api:
 
 
 @dataclass
-class Operator:
+class RealOperator:
     process: asyncio.subprocess.Process
     lines: list[Body] = field(default_factory=list)
 
@@ -168,7 +168,7 @@ def kubeconfig_of(access: ClusterAccess) -> str:
 @asynccontextmanager
 async def running_operator(
     kubeconfig: Path, name: str, variables: Mapping[str, str], heard: Callable[[], None] = lambda: None
-) -> AsyncIterator[Operator]:
+) -> AsyncIterator[RealOperator]:
     """heard: called with each line of its log."""
     environment = (
         os.environ
@@ -186,7 +186,7 @@ async def running_operator(
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "colocated_rl_operator"), env=environment, stdout=PIPE, stderr=STDOUT
     )
-    operator = Operator(process)
+    operator = RealOperator(process)
     reader = asyncio.create_task(operator.read(heard))
     try:
         yield operator

@@ -20,16 +20,16 @@ import pytest
 from builders import make_job, make_manifest
 from colocated_rl_api.member_wire import Goal
 from colocated_rl_operator.clients.cluster import ClusterAccess
-from fakes.group import Group
+from fakes.group import ModelGroup
 from fakes.member import FakeKubelet
 from real_operator import (
     JOBS,
     NAMESPACE,
     OPERATORS,
     PODS,
-    Api,
+    AdminApi,
     Body,
-    Operator,
+    RealOperator,
     kubeconfig_of,
     running_operator,
 )
@@ -41,9 +41,9 @@ LEASE = {"LEASE_DURATION_S": "90", "LEASE_RENEW_DEADLINE_S": "60", "LEASE_RETRY_
 
 
 @dataclass
-class World:
-    api: Api
-    group: Group
+class RealWorld:
+    api: AdminApi
+    group: ModelGroup
     kubelet: FakeKubelet
     kubeconfig: Path  # of operators
     job: Body = field(default_factory=dict)
@@ -85,7 +85,7 @@ class World:
             pytest.fail(f"did not happen in {deadline_s} s; status {json.dumps(self.status, indent=1)}")
 
     @asynccontextmanager
-    async def operator(self, lease: Mapping[str, str] = LEASE) -> AsyncIterator[Operator]:
+    async def operator(self, lease: Mapping[str, str] = LEASE) -> AsyncIterator[RealOperator]:
         """Run an operator until the context ends, by a kill. The next has its name, as a
         container started again, and so its Lease.
         """
@@ -109,14 +109,14 @@ class World:
 @asynccontextmanager
 async def open_real_world(
     access: ClusterAccess, directory: Path, spec: Body, *, operators: ClusterAccess | None = None
-) -> AsyncIterator[World]:
+) -> AsyncIterator[RealWorld]:
     """A job on the cluster, with a kubelet for its pods; afterwards nothing of it is left.
 
     operators: another way to the API server, for the operators alone.
     """
     connector = aiohttp.TCPConnector(ssl=access.ssl_context())
     async with aiohttp.ClientSession(connector=connector) as session, asyncio.TaskGroup() as tasks:
-        api = Api(access, session)
+        api = AdminApi(access, session)
 
         async def set_status(pod: Body, status: Body) -> None:
             path = f"{PODS}/{pod['metadata']['name']}/status"
@@ -130,11 +130,11 @@ async def open_real_world(
         async def ended(pod: Body) -> None:
             return None  # the server forgets a pod without a node at once
 
-        group = Group(make_job(**spec))
+        group = ModelGroup(make_job(**spec))
         kubelet = FakeKubelet(
             group, directory, read_secret=read_secret, set_status=set_status, ended=ended, tasks=tasks
         )
-        world = World(api, group, kubelet, _write_kubeconfig(operators or access, directory / "kubeconfig"))
+        world = RealWorld(api, group, kubelet, _write_kubeconfig(operators or access, directory / "kubeconfig"))
         watches = [
             tasks.create_task(api.watch(PODS, world.note_pod)),
             tasks.create_task(api.watch(JOBS, world.note_job)),
@@ -155,7 +155,7 @@ def _write_kubeconfig(access: ClusterAccess, path: Path) -> Path:
     return path
 
 
-async def _clean(api: Api) -> None:
+async def _clean(api: AdminApi) -> None:
     for job in await api.all(JOBS):
         path = f"{JOBS}/{job['metadata']['name']}"
         await api.call("PATCH", path, {"metadata": {"finalizers": None}}, "application/merge-patch+json")

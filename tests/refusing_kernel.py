@@ -18,7 +18,7 @@ import sys
 from typing import NamedTuple
 
 
-class Refused(NamedTuple):
+class RefusedCall(NamedTuple):
     """A system call by its number on x86_64, what it answers, and one of its arguments that has one of these bits."""
 
     number: int
@@ -29,10 +29,10 @@ class Refused(NamedTuple):
 
 FSYNC, FDATASYNC, PWRITE64, OPENAT, CLONE, FORK, VFORK, CLONE3 = 74, 75, 18, 257, 56, 57, 58, 435
 TROUBLES = {
-    "forks": tuple(Refused(number, errno.EAGAIN) for number in (CLONE, FORK, VFORK, CLONE3)),
-    "fsync": (Refused(FSYNC, errno.EIO), Refused(FDATASYNC, errno.EIO)),
-    "quota": (Refused(PWRITE64, errno.EDQUOT),),
-    "inodes": (Refused(OPENAT, errno.ENOSPC, argument=2, bits=os.O_CREAT),),
+    "forks": tuple(RefusedCall(number, errno.EAGAIN) for number in (CLONE, FORK, VFORK, CLONE3)),
+    "fsync": (RefusedCall(FSYNC, errno.EIO), RefusedCall(FDATASYNC, errno.EIO)),
+    "quota": (RefusedCall(PWRITE64, errno.EDQUOT),),
+    "inodes": (RefusedCall(OPENAT, errno.ENOSPC, argument=2, bits=os.O_CREAT),),
 }
 
 _LOAD, _EQUAL, _BITS, _RETURN = 0x20, 0x15, 0x45, 0x06  # of BPF
@@ -40,7 +40,7 @@ _ALLOW, _ERRNO = 0x7FFF0000, 0x00050000
 _SECCOMP, _SET_FILTER, _ALL_THREADS, _NO_NEW_PRIVILEGES = 317, 1, 1, 38
 
 
-def refuse(calls: tuple[Refused, ...]) -> None:
+def refuse(calls: tuple[RefusedCall, ...]) -> None:
     """Refuse these calls to all threads of this process, and to what it starts, for good. Raises OSError."""
     program: list[tuple[int, int, int, int]] = []
     for call in calls:

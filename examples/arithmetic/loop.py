@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 
 from colocated_rl_trainer.grpo.loss import group_advantage, importance_ratio, policy_loss
 from examples.arithmetic.sampling import Response, encode_prompt, exact_match, response_logp, sample, score
-from examples.arithmetic.task import Problem, problems
+from examples.arithmetic.task import SumQuestion, problems
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Options:
 
 
 @dataclass(frozen=True)
-class Sample:
+class BatchRow:
     """One row of a batch."""
 
     prompt: list[int]
@@ -51,7 +51,7 @@ class Sample:
 
 
 @dataclass(frozen=True)
-class Evaluated:
+class EvaluatedStep:
     step: int
     exact_match: float
 
@@ -61,7 +61,7 @@ Report = Callable[[str], None]
 
 def learn(
     model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, options: Options, report: Report = lambda _: None
-) -> list[Evaluated]:
+) -> list[EvaluatedStep]:
     """Train the model in place; its held-out exact match before the first step, every few steps and after the last."""
     generator = torch.Generator().manual_seed(options.seed)
     held_out = problems(options.held_out, seed=5, held_out=True)
@@ -69,11 +69,11 @@ def learn(
     optimizer = torch.optim.AdamW(model.parameters(), lr=options.learning_rate, betas=(0.9, 0.95), weight_decay=0.0)
     past = deque([copy.deepcopy(model.state_dict())], maxlen=options.staleness + 1)
     sampler = copy.deepcopy(model)
-    curve: list[Evaluated] = []
+    curve: list[EvaluatedStep] = []
 
     def evaluate(step: int) -> None:
         share = exact_match(model, tokenizer, held_out, generator=torch.Generator().manual_seed(step))
-        curve.append(Evaluated(step, share))
+        curve.append(EvaluatedStep(step, share))
         report(f"step {step:3d}: held-out exact match {share:.3f}")
 
     evaluate(0)
@@ -90,7 +90,7 @@ def learn(
     return curve
 
 
-def _prompts(options: Options) -> Iterator[list[Problem]]:
+def _prompts(options: Options) -> Iterator[list[SumQuestion]]:
     pool = problems(options.steps * options.batch_size, seed=50_000_000 + 1_000_000 * options.seed)
     for start in range(0, len(pool), options.batch_size):
         yield pool[start : start + options.batch_size]
@@ -99,10 +99,10 @@ def _prompts(options: Options) -> Iterator[list[Problem]]:
 def _sample_batch(
     sampler: Qwen3ForCausalLM,
     tokenizer: PreTrainedTokenizerFast,
-    chosen: list[Problem],
+    chosen: list[SumQuestion],
     options: Options,
     generator: torch.Generator,
-) -> list[Sample]:
+) -> list[BatchRow]:
     rows = [problem for problem in chosen for _ in range(options.group_size)]
     prompts = [ids for problem in chosen for ids in [encode_prompt(tokenizer, problem)] * options.group_size]
     responses = sample(sampler, prompts, end=tokenizer.eos_token_id, generator=generator)
@@ -111,10 +111,10 @@ def _sample_batch(
     mean = groups.mean(1, keepdim=True).expand_as(groups).flatten()
     spread = groups.std(1, keepdim=True, unbiased=False).expand_as(groups).flatten()
     advantages = group_advantage(rewards, mean, spread, torch.full_like(rewards, options.group_size))
-    return [Sample(*row) for row in zip(prompts, responses, advantages.tolist(), rewards.tolist(), strict=True)]
+    return [BatchRow(*row) for row in zip(prompts, responses, advantages.tolist(), rewards.tolist(), strict=True)]
 
 
-def _train(model: Qwen3ForCausalLM, optimizer: torch.optim.Optimizer, batch: list[Sample], options: Options) -> None:
+def _train(model: Qwen3ForCausalLM, optimizer: torch.optim.Optimizer, batch: list[BatchRow], options: Options) -> None:
     """One step: one pass over the batch, groups dealt to the minibatches in turn."""
     model.train()
     proximal = _token_logp(model, batch)[0].detach()
@@ -140,7 +140,7 @@ def _train(model: Qwen3ForCausalLM, optimizer: torch.optim.Optimizer, batch: lis
         optimizer.step()
 
 
-def _token_logp(model: Qwen3ForCausalLM, rows: list[Sample]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _token_logp(model: Qwen3ForCausalLM, rows: list[BatchRow]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Policy and behaviour log-probabilities, mask of real tokens, [rows, tokens]; advantages, [rows, 1]."""
     logp, mask = response_logp(model, [row.prompt for row in rows], [row.response.tokens for row in rows])
     behaviour = torch.zeros_like(logp)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedTokenizerFast, Qwen3ForCausalLM
 
-from examples.arithmetic.task import Problem, reward
+from examples.arithmetic.task import SumQuestion, reward
 
 MAX_RESPONSE_TOKENS = 48
 ROWS_AT_ONCE = 256
@@ -26,7 +26,7 @@ class Response(NamedTuple):
     ended: bool
 
 
-def encode_prompt(tokenizer: PreTrainedTokenizerFast, problem: Problem) -> list[int]:
+def encode_prompt(tokenizer: PreTrainedTokenizerFast, problem: SumQuestion) -> list[int]:
     """Token ids of the question in the chat template, ready for the answer."""
     message = [{"role": "user", "content": problem.question}]
     text = tokenizer.apply_chat_template(message, add_generation_prompt=True, tokenize=False)
@@ -84,7 +84,7 @@ def response_logp(
 def exact_match(
     model: Qwen3ForCausalLM,
     tokenizer: PreTrainedTokenizerFast,
-    asked: Sequence[Problem],
+    asked: Sequence[SumQuestion],
     *,
     generator: torch.Generator,
 ) -> float:
@@ -98,7 +98,7 @@ def exact_match(
     return right / len(asked)
 
 
-def score(tokenizer: PreTrainedTokenizerFast, response: Response, problem: Problem) -> float:
+def score(tokenizer: PreTrainedTokenizerFast, response: Response, problem: SumQuestion) -> float:
     """Reward of a response: as the task's, and 0.0 if it was cut off."""
     text = str(tokenizer.decode(response.tokens, skip_special_tokens=True))
     return reward(text, problem) if response.ended else 0.0

@@ -21,7 +21,7 @@ ANSWER_AFTER = "Answer:"
 
 
 @dataclass(frozen=True)
-class Problem:
+class SumQuestion:
     """One question, its right answer, and the numbers and signs that it is made of."""
 
     question: str
@@ -50,23 +50,23 @@ class Problem:
         return "\n".join([*lines, f"{ANSWER_AFTER} {total}"])
 
 
-def problems(count: int, *, seed: int, held_out: bool = False) -> list[Problem]:
+def problems(count: int, *, seed: int, held_out: bool = False) -> list[SumQuestion]:
     """`count` different problems from one side of the split; the same for the same arguments."""
     return list(islice(_distinct(seed, held_out), count))
 
 
-def reward(response: str, problem: Problem) -> float:
+def reward(response: str, problem: SumQuestion) -> float:
     """1.0 if reasoning-gym's verifier gives full marks to what follows the last `Answer:`, else 0.0."""
     _, marker, answer = response.rpartition(ANSWER_AFTER)
     score: float = _verifier().score_answer(answer.strip(), {"answer": problem.answer})
     return float(bool(marker) and score == 1.0)
 
 
-def _distinct(seed: int, held_out: bool) -> Iterator[Problem]:
+def _distinct(seed: int, held_out: bool) -> Iterator[SumQuestion]:
     seen: set[str] = set()
     size = 1_000_000  # problems are made one by one as they are asked for: the number costs nothing
     for entry in import_reasoning_gym().create_dataset("chain_sum", seed=seed, size=size, **CHAIN_SUM):
-        problem = Problem(entry["question"], entry["answer"], entry["metadata"]["expression"])
+        problem = SumQuestion(entry["question"], entry["answer"], entry["metadata"]["expression"])
         if problem.is_held_out == held_out and problem.question not in seen:
             seen.add(problem.question)
             yield problem

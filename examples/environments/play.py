@@ -39,7 +39,7 @@ class JobEnded(Exception):
     """Nobody answers at the gateway's address any more."""
 
 
-class Gateway:
+class GatewayClient:
     """A client of a job's gateway, for everything but completions."""
 
     def __init__(self, address: str, http: httpx.AsyncClient) -> None:
@@ -78,7 +78,7 @@ class Gateway:
 class Player:
     """Play one environment against one job."""
 
-    def __init__(self, environment: Any, gateway: Gateway, *, model: str, group_size: int) -> None:
+    def __init__(self, environment: Any, gateway: GatewayClient, *, model: str, group_size: int) -> None:
         self._environment = environment
         self._gateway = gateway
         self._group_size = group_size
@@ -145,7 +145,7 @@ async def run(config: dict[str, Any], address: str, *, groups: int, passes: int 
     environment = load_environment(resolve_env_config(config["env"]))
     taskset = environment.taskset.select(vf.SelectConfig(**config.get("select", {})))
     async with httpx.AsyncClient(timeout=60, trust_env=False) as http:
-        gateway = Gateway(address, http)
+        gateway = GatewayClient(address, http)
         group_size = (await gateway.sessions())["group_size"]
         player = Player(environment, gateway, model=await gateway.model(), group_size=group_size)
         rounds = itertools.count() if passes is None else range(passes)

@@ -12,7 +12,7 @@ import sys
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 
-class Judge(BaseHTTPRequestHandler):
+class JudgeHandler(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         right = str(asked["fields"]["answer"]) in asked["response"]
@@ -25,4 +25,4 @@ class Judge(BaseHTTPRequestHandler):
 
 if __name__ == "__main__":
     port = int(sys.argv[1]) if sys.argv[1:] else 8000
-    ThreadingHTTPServer(("", port), Judge).serve_forever()
+    ThreadingHTTPServer(("", port), JudgeHandler).serve_forever()

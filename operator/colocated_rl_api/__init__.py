@@ -1,4 +1,6 @@
-"""The contract between operator, members, trainers and people. Standard library and pydantic only.
+"""This package is the contract between operator, members, trainers and people.
+
+It needs only the standard library and pydantic.
 
 Each module imports only those before it: `rungs` (words of a switch), `wire` (base of all messages), `facts` (what
 members report), `ladder` (the order of a switch), `job` (the resource), `member_wire` (what operator and members say to

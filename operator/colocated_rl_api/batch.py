@@ -1,4 +1,4 @@
-"""The file in which a sealed batch reaches a trainer rank: one safetensors file per shard, with a JSON header.
+"""A sealed batch reaches a trainer rank in a file: one safetensors file per shard, with a JSON header.
 
 The rollout controller serves it at `GET /v1/batches/STEP?shard=RANK` on its data port (TLS, data token), any number of
 times, always the same bytes; header `X-Content-SHA256` holds the digest of the body. The header of the batch stands in
@@ -28,6 +28,7 @@ Columns (n samples, T tokens of all of them, prompt and response, one after anot
 
 from __future__ import annotations
 
+from colocated_rl_api.names import PromptPosition
 from colocated_rl_api.wire import Wire
 
 HEADER_KEY = "colocated_rl_batch"
@@ -45,7 +46,7 @@ class BatchHeader(Wire):
     loss_tokens: int  # of the whole batch: the normalizer of a token-level loss
     temperature: float  # of sampling: trainer logits, and those of a reference, are divided by it
     seed: int
-    prompt_position: int | None = None  # where a job that has only a checkpoint goes on in the prompts; None: unknown
+    prompt_position: PromptPosition | None = None  # a job with only a checkpoint goes on there; None: unknown
     has_experts: bool = False  # engines reported the experts that tokens were routed to: column experts
     has_reference: bool = False  # a reference on devices of its own has scored the batch: column reference_logp
     figures: tuple[str, ...] = ()  # names of the figures that came beside rewards: column figures

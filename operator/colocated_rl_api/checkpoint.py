@@ -1,4 +1,4 @@
-"""A checkpoint as a directory: its name, the file that lists what it holds, and which of several a job begins from.
+"""A checkpoint is a directory: its name, the file that lists what it holds, and which of several a job begins from.
 
 Written by the trainer; read by the trainer, and by the rollout controller of a job with `spec.restoreFrom`. The other
 files are the trainer's alone.
@@ -12,6 +12,7 @@ from pathlib import Path
 from pydantic import BaseModel, ValidationError
 
 from colocated_rl_api.logs import in_words
+from colocated_rl_api.names import PromptPosition
 from colocated_rl_api.weights import Digest
 
 FORMAT = 2
@@ -24,13 +25,13 @@ class NoSuchCheckpoint(Exception):
 
 
 class Contents(BaseModel):
-    """The file that lists what a checkpoint holds."""
+    """Lists what a checkpoint holds, in a file of it."""
 
     format: int
     step: int
     lineage: int = 0  # of the trainers that wrote the checkpoint
     digests: dict[str, Digest]  # of every other file, by file name
-    prompt_position: int | None = None  # `BatchHeader.prompt_position` of its last batch; None: of an older trainer
+    prompt_position: PromptPosition | None = None  # of its last batch's header; None: of an older trainer
 
     @classmethod
     def read(cls, checkpoint: Path) -> Contents:

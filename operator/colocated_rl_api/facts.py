@@ -17,7 +17,7 @@ from colocated_rl_api.wire import Version, Wire
 
 # ---------------------------------------------------------------------------------------------- facts of a GPU pod
 class TagState(StrEnum):
-    """One memory tag of one engine incarnation. UNKNOWN after a call whose outcome nobody saw (I6)."""
+    """Names the state of a memory tag of an engine incarnation: UNKNOWN after a call whose outcome nobody saw (I6)."""
 
     MAPPED = "Mapped"
     KEPT = "Kept"  # mapped for as long as the engine lives: the job does not offload it
@@ -36,7 +36,7 @@ class EngineState(StrEnum):
 
 
 class RejectedWeights(Wire):
-    """Weights that no engine of the pod serves: two in a row failed the check of them, and none starts on them."""
+    """No engine of the pod serves these weights: two in a row failed the check of them, and none starts on them."""
 
     version: Version
     message: str = Field(max_length=1024)  # the result of the second check
@@ -94,7 +94,7 @@ class EngineFacts(Wire):
 
 
 class GateFacts(Wire):
-    """The pod's data path. `settled`: closed, and every request that was let in has ended."""
+    """Describes the pod's data path. `settled`: closed, and every request that was let in has ended."""
 
     open: bool
     settled: bool
@@ -137,7 +137,7 @@ class TrainerFacts(Wire):
 
 
 class DeviceFacts(Wire):
-    """Memory of one GPU, as the runner reads it. None: unmeasured, for instance without a GPU."""
+    """Holds the memory of one GPU, as the runner reads it. None: unmeasured, for instance without a GPU."""
 
     index: int
     total_bytes: int | None = None
@@ -178,7 +178,7 @@ class PodFacts(Wire):
 
 # ------------------------------------------------------------------------------------- facts of the rollout controller
 class SealedBatch(Wire):
-    """A batch that training may consume: immutable from here on."""
+    """Describes a batch that training may consume: it is immutable from here on."""
 
     step: int
     groups: int
@@ -194,7 +194,7 @@ class BestOf(Wire):
 
 
 class EvaluationResult(Wire):
-    """Mean reward of one weights version on one set of prompts. `stderr` is the standard error of `mean`."""
+    """Holds the mean reward of one weights version on one set of prompts. `stderr` is the standard error of `mean`."""
 
     name: str = "held-out"  # of the set; a store of an older program has no other
     step: int

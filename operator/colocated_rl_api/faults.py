@@ -1,4 +1,4 @@
-"""Faults that a person injects into a GPU pod: what they are, and the body of `POST /v1/faults` on its pages port.
+"""Define the faults that a person injects into a GPU pod, and the body of `POST /v1/faults` on its pages port.
 
 The route exists only in pods that were made while the chart allowed it (`faultInjection.enabled`). Whoever may forward
 a pod's port may ask: nobody gets a right from it that was not there before.

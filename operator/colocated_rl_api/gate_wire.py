@@ -31,7 +31,7 @@ class GateState(Wire):
 
 
 class Closed(Wire):
-    """Body of a 503. The caller keeps its request and sends it again when a gate is open."""
+    """This is the body of a 503. The caller keeps its request and sends it again when a gate is open."""
 
     error: str = "closed"
     epoch: int

@@ -1,4 +1,4 @@
-"""The `ColocatedRLJob` resource, v1alpha1: the single source of the CRD, the reference page and every parser.
+"""Define the `ColocatedRLJob` resource, v1alpha1: the single source of the CRD, the reference page and every parser.
 
 A field stands here together with its behaviour, never before. Bounds, defaults and rules over several fields go into
 the schema; the rules are evaluated here too, from the same text (`cel`). A corpus of manifests gets the same verdict

@@ -1,4 +1,4 @@
-"""The status of a `ColocatedRLJob`: what the operator knows. Written by the operator alone."""
+"""Define the status of a `ColocatedRLJob`: what the operator knows. Only the operator writes it."""
 
 from __future__ import annotations
 

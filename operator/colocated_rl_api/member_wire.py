@@ -50,7 +50,7 @@ class Rendezvous(Wire):
 
 
 class Endpoint(Wire):
-    """A member's data port. TLS name: `names.member_server_name(job uid)`."""
+    """Names a member's data port. TLS name: `names.member_server_name(job uid)`."""
 
     pod: str
     address: str
@@ -96,7 +96,7 @@ class RolloutTarget(Wire):
 
 
 class Hello(Wire):
-    """First message of a member."""
+    """A member sends this message first."""
 
     type: Literal["hello"] = "hello"
     wire: int = WIRE_VERSION
@@ -110,7 +110,7 @@ class Hello(Wire):
 
 
 class Refusal(Wire):
-    """A target that the member does not accept. `StaleEpoch`: someone newer decides, never retry."""
+    """The member does not accept a target. `StaleEpoch`: someone newer decides, never retry."""
 
     type: Literal["refusal"] = "refusal"
     epoch: int

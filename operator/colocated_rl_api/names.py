@@ -7,6 +7,7 @@ from typing import NewType
 
 JobUid = NewType("JobUid", str)
 PodUid = NewType("PodUid", str)
+PromptPosition = NewType("PromptPosition", int)  # of a prompt of rollout, counted over all passes of the data
 
 GROUP = "rl.colocate.dev"
 VERSION = "v1alpha1"

@@ -11,7 +11,7 @@ _VERSION = re.compile(r"(0|[1-9][0-9]{0,8})-(0|[1-9][0-9]{0,8})")  # one spellin
 
 
 class WeightVersion(NamedTuple):
-    """Name of one set of weights: the optimizer step that made it, in the lineage that made it.
+    """Names one set of weights: the optimizer step that made it, in the lineage that made it.
 
     `lineage` counts how often the job's trainers were started together. It rises at each reload of a checkpoint, so
     weights that were computed twice for the same step never pass for one another.

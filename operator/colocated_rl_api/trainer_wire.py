@@ -37,7 +37,7 @@ PROTOCOL = 1  # rises when who speaks an older one can't be understood any more
 
 
 class TrainerEnvironment(StrEnum):
-    """Environment variables that a trainer process starts with."""
+    """Names the environment variables that a trainer process starts with."""
 
     SOCKET = "COLOCATE_TRAINER_SOCKET"  # path to listen on
     CONFIG = "COLOCATE_TRAINER_CONFIG"  # JSON file: spec.trainer.config

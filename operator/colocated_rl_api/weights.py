@@ -1,4 +1,4 @@
-"""The files in which weights travel from trainer to engine, and how to distinguish a whole export from a torn one.
+"""Weights travel from trainer to engine in files; this module distinguishes a whole export from a torn one.
 
 An export is a directory in Hugging Face format (config.json, tokenizer files, *.safetensors) named by its
 `WeightVersion`, plus `MANIFEST`, which is written last: a directory without it is torn and never loaded. Engines
@@ -57,7 +57,7 @@ class TensorEntry(Wire):
 
 
 class Probe(Wire):
-    """A fixed token sequence and the trainer's log-probabilities of it. With `verify: Probe` the engine must agree.
+    """Holds a fixed token sequence and the trainer's log-probabilities of it, with which an engine must agree.
 
     `logp[i]`, nats, is of `input_ids[i + 1]` given `input_ids[:i + 1]`, temperature 1.
     """

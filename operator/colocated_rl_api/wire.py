@@ -1,4 +1,4 @@
-"""The base of every message between the parts, and how a weights version is written in one."""
+"""Define the base of every message between the parts, and how a weights version is written in one."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from colocated_rl_api.rungs import WeightVersion
 
 
 class Wire(BaseModel):
-    """Base of every message: camelCase on the wire, immutable, unknown fields ignored so that versions can meet.
+    """Every message has this base: camelCase on the wire, immutable, unknown fields ignored so that versions can meet.
 
     Every number is finite: JSON has no other, so that one could be received and never be sent on.
     """

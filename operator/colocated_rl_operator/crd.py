@@ -1,4 +1,4 @@
-"""The CustomResourceDefinition and the field reference, both made from the models of `colocated_rl_api.job`.
+"""Make the CustomResourceDefinition and the field reference from the models of `colocated_rl_api.job`.
 
 pydantic writes JSON Schema; an API server takes only *structural* schemas: no `$ref`, no `anyOf` with null, no title,
 nothing that can't be pruned by. `structural_schema` translates, and refuses what it can't translate faithfully: a

@@ -1,4 +1,4 @@
-"""Metrics of the operator. No label without a bound: no job, pod or node names.
+"""Define the operator's metrics. Every label has a bound: none holds names of jobs, pods or nodes.
 
 | metric | meaning |
 |---|---|

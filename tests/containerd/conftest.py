@@ -18,8 +18,8 @@ import yaml
 from cluster import Cluster
 from documents.blocks import blocks, under
 from e2e.conftest import HELM_S, OPERATOR_NAMESPACE, SCENARIOS, command_line, prepare
-from e2e.running_job import Kubectl
-from e2e.terminal import Terminal
+from e2e.running_job import KubectlCall
+from e2e.terminal import RecordedTerminal
 from podman import REPOSITORY, TAG, Podman
 
 from setup.layout import CHECKOUT
@@ -64,7 +64,7 @@ def cluster(podman: Podman, images: dict[str, str], tmp_path_factory: pytest.Tem
 
 
 @pytest.fixture(scope="session")
-def kubectl(cluster: Cluster) -> Kubectl:
+def kubectl(cluster: Cluster) -> KubectlCall:
     return cluster.kubectl
 
 
@@ -73,7 +73,7 @@ def install(cluster: Cluster, place: Path) -> None:
     (place / "charts").symlink_to(CHECKOUT.root / "charts")
     (place / "values.yaml").write_text(yaml.safe_dump(values(TAG)))
     [command] = under("docs/install.md", "The chart")
-    Terminal.opened(place, cluster.kubeconfig)(command)
+    RecordedTerminal.opened(place, cluster.kubeconfig)(command)
     cluster.kubectl(
         *("-n", OPERATOR_NAMESPACE, "rollout", "status", "deployment/colocated-rl", f"--timeout={HELM_S:.0f}s"),
         deadline_s=HELM_S + 30,

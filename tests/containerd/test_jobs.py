@@ -17,8 +17,8 @@ from cluster import Cluster
 from containerd.conftest import NEXT, NODES, kill, runs_anew, values
 from documents.blocks import under
 from e2e.conftest import HELM_S, NAMESPACE, OPERATOR_NAMESPACE, SCENARIOS, CommandLine
-from e2e.running_job import Kubectl, RunningJob, wait_for
-from e2e.terminal import Terminal
+from e2e.running_job import KubectlCall, RunningJob, wait_for
+from e2e.terminal import RecordedTerminal
 from podman import REPOSITORY, TAG
 
 from colocated_rl_api import names
@@ -45,7 +45,7 @@ print(json.dumps({
 
 
 @pytest.fixture(scope="module")
-def job(kubectl: Kubectl) -> RunningJob:
+def job(kubectl: KubectlCall) -> RunningJob:
     """Has done two steps without a fault."""
     running = create(kubectl, two_pods())
     running.wait_for_step(2, deadline_s=START_S)
@@ -64,7 +64,7 @@ def two_pods() -> dict[str, Any]:
     return manifest
 
 
-def create(kubectl: Kubectl, manifest: dict[str, Any]) -> RunningJob:
+def create(kubectl: KubectlCall, manifest: dict[str, Any]) -> RunningJob:
     kubectl("-n", NAMESPACE, "create", "-f", "-", stdin=json.dumps(manifest))
     return RunningJob(kubectl, namespace=NAMESPACE, name=manifest["metadata"]["name"])
 
@@ -171,7 +171,7 @@ def uids(pods: list[dict[str, Any]]) -> set[str]:
 
 def test_a_node_is_drained_and_the_job_goes_on_after_it(job: RunningJob, cluster: Cluster, tmp_path: Path) -> None:
     """The commands of the runbook drain it, and nothing suspends the job before."""
-    terminal = Terminal.opened(tmp_path, cluster.kubeconfig)
+    terminal = RecordedTerminal.opened(tmp_path, cluster.kubeconfig)
     _, drain, back = under("docs/runbooks/operations.md", "Preemption, maintenance, spot nodes")
     [evicted] = [pod for pod in working(job) if pod["spec"]["nodeName"] == NODES[1]]
     restarts = job.status["restarts"]
@@ -190,7 +190,7 @@ def test_it_completes_after_its_last_step(job: RunningJob) -> None:
 
 
 def test_a_job_whose_image_has_another_digest_says_so_and_is_deleted_like_any_other(
-    kubectl: Kubectl, images: dict[str, str]
+    kubectl: KubectlCall, images: dict[str, str]
 ) -> None:
     manifest = two_pods()
     manifest["metadata"]["name"] = "elsewhere"

@@ -74,7 +74,7 @@ class ApiServer:
         self._connection.close()
 
 
-class Command:
+class CommandLine:
     """A command line program, of which people read what it prints."""
 
     def __init__(self, binary: Path, program: str, kubeconfig: Path | None) -> None:
@@ -105,7 +105,7 @@ class Command:
         )
 
 
-class Kubectl(Command):
+class Kubectl(CommandLine):
     def __init__(self, binary: Path, kubeconfig: Path) -> None:
         super().__init__(binary, "kubectl", kubeconfig)
         self.kubeconfig = kubeconfig
@@ -116,7 +116,7 @@ class Kubectl(Command):
         self("-n", namespace, "wait", "--for=create", "serviceaccount/default", "--timeout=60s")
 
 
-class Helm(Command):
+class Helm(CommandLine):
     """Helm can only render without a kubeconfig."""
 
     def __init__(self, binary: Path, kubeconfig: Path | None = None) -> None:

@@ -54,7 +54,7 @@ for file in files:
 """
 
 
-class Terminal:
+class PageShell:
     """Runs lines of a page in a shell whose kubectl finds the objects of one folder."""
 
     def __init__(self, place: Path) -> None:
@@ -79,8 +79,8 @@ class Terminal:
 
 
 @pytest.fixture
-def terminal(tmp_path: Path) -> Terminal:
-    return Terminal(tmp_path)
+def terminal(tmp_path: Path) -> PageShell:
+    return PageShell(tmp_path)
 
 
 def secret(name: str, namespace: str, files: dict[str, bytes]) -> dict[str, Any]:
@@ -104,7 +104,7 @@ def fingerprint(printed: str) -> str:
     return line.partition("=")[2]
 
 
-def test_commands_tell_whom_a_job_trusts_and_until_when(terminal: Terminal) -> None:
+def test_commands_tell_whom_a_job_trusts_and_until_when(terminal: PageShell) -> None:
     before, present, now = Authority.new(), Authority.new(), datetime.now(UTC)
     terminal.put(SECRET_NAME, secret(SECRET_NAME, "colocated-rl-system", present.files()))
     terminal.put("older", keys_of_a_job(before, "older"))
@@ -119,7 +119,7 @@ def test_commands_tell_whom_a_job_trusts_and_until_when(terminal: Terminal) -> N
     assert "research older-tls\n" == terminal(export, others)
 
 
-def test_an_authority_is_restored_from_the_two_files_of_the_page(terminal: Terminal) -> None:
+def test_an_authority_is_restored_from_the_two_files_of_the_page(terminal: PageShell) -> None:
     lost = Authority.new()
     terminal.put(SECRET_NAME, secret(SECRET_NAME, "colocated-rl-system", lost.files()))
     backup = [command for command in under(RUNBOOK, "Replace the authority") if command.endswith((".crt", ".key"))]
@@ -149,7 +149,7 @@ def test_images_of_the_chart_are_listed_as_the_page_says(tmp_path: Path) -> None
     assert [*ours, f"own/gpu@sha256:{'0' * 64}"] == listed.stdout.split()
 
 
-def test_images_of_running_pods_are_listed_as_the_page_says(terminal: Terminal) -> None:
+def test_images_of_running_pods_are_listed_as_the_page_says(terminal: PageShell) -> None:
     job, images = make_job(), PodImages(agent="agent:1", rollout="rollout:1", gpu="gpu:1", pull_policy="IfNotPresent")
     for seat in job.seats.all:
         terminal.put(seat, resources.pod(job, seat, 0, images))

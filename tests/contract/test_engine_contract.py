@@ -66,7 +66,7 @@ FLAGS = ("--max-total-tokens", str(POOL_TOKENS), "--max-running-requests", str(M
 
 
 @dataclass(frozen=True)
-class Server:
+class ServedExports:
     """A running engine process and the exports it can load."""
 
     engine: EngineProcess
@@ -80,7 +80,7 @@ class Server:
 
 
 @pytest.fixture(scope="module", params=["fake", "sglang"])
-def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedExports]:
     root = tmp_path_factory.mktemp(request.param)
     exports = root / "weights"
     variables: dict[str, str] = {"SGLANG_HEALTH_CHECK_TIMEOUT": str(int(HEALTH_S))}
@@ -99,13 +99,13 @@ def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         exports / str(OLD), version=OLD, root=root, flags=FLAGS, binaries=binaries, variables=variables
     ) as it:
         it.wait_until_up()
-        yield Server(it, exports, FAKE_VOCABULARY if request.param == "fake" else VOCABULARY)
+        yield ServedExports(it, exports, FAKE_VOCABULARY if request.param == "fake" else VOCABULARY)
 
 
-class Engine(SGLang):
+class ObservedSGLang(SGLang):
     """The agent's driver, and what a caller of the engine sees."""
 
-    def __init__(self, session: aiohttp.ClientSession, server: Server) -> None:
+    def __init__(self, session: aiohttp.ClientSession, server: ServedExports) -> None:
         super().__init__(session, url=server.engine.url, admin_key=ADMIN_KEY, call_s=CALL_S)
         self.session, self.server = session, server
 
@@ -153,11 +153,11 @@ class Engine(SGLang):
 
 
 @pytest.fixture
-async def engine(server: Server) -> AsyncIterator[Engine]:
+async def engine(server: ServedExports) -> AsyncIterator[ObservedSGLang]:
     """Serving version OLD, idle."""
     timeout = aiohttp.ClientTimeout(total=60)
     async with aiohttp.ClientSession(timeout=timeout) as session:
-        it = Engine(session, server)
+        it = ObservedSGLang(session, server)
         yield it
         if server.engine.process.poll() is None:
             await it.continue_()
@@ -170,7 +170,7 @@ def reason_of(answer: dict[str, Any]) -> dict[str, Any]:
     return reason
 
 
-async def test_h40_started_engine_is_what_a_switch_needs_and_names_its_version(engine: Engine) -> None:
+async def test_h40_started_engine_is_what_a_switch_needs_and_names_its_version(engine: ObservedSGLang) -> None:
     info = await engine.require_suitable(memory_saver=False, gpus=0)
     assert "float32" == info.dtype
     assert await engine.weight_version() == OLD
@@ -178,7 +178,7 @@ async def test_h40_started_engine_is_what_a_switch_needs_and_names_its_version(e
     assert await engine.takes_requests()
 
 
-async def test_probe_of_the_trainer_agrees_with_the_engine(engine: Engine, server: Server) -> None:
+async def test_probe_of_the_trainer_agrees_with_the_engine(engine: ObservedSGLang, server: ServedExports) -> None:
     probe = server.probe(OLD)
     found = await engine.input_logprobs(probe.input_ids)
     assert require_agreement(probe.logp, found, dtype="float32") < 1e-4
@@ -186,13 +186,13 @@ async def test_probe_of_the_trainer_agrees_with_the_engine(engine: Engine, serve
         require_agreement(server.probe(NEW).logp, found, dtype="float32")
 
 
-async def test_h41_control_routes_ask_for_the_admin_key(engine: Engine) -> None:
+async def test_h41_control_routes_ask_for_the_admin_key(engine: ObservedSGLang) -> None:
     for path in ("/pause_generation", "/release_memory_occupation", "/abort_request", "/update_weights_from_disk"):
         assert 401 == await engine.post(path, {}, key="wrong")
     assert await engine.takes_requests()
 
 
-async def test_h23_h59_chunks_are_cumulative_and_only_the_last_one_has_spans(engine: Engine) -> None:
+async def test_h23_h59_chunks_are_cumulative_and_only_the_last_one_has_spans(engine: ObservedSGLang) -> None:
     limits = {"max_new_tokens": 20, "ignore_eos": True, "stream_interval": 4}
     chunks = [chunk async for chunk in engine.stream(input_ids=PROMPT, return_logprob=True, sampling_params=limits)]
     lengths = [len(chunk["output_ids"]) for chunk in chunks]
@@ -208,14 +208,14 @@ async def test_h23_h59_chunks_are_cumulative_and_only_the_last_one_has_spans(eng
     assert chunks[-1]["output_ids"] == [token for _, token, _ in last["output_token_logprobs"]]
 
 
-async def test_h4_abort_by_id_ends_every_request_whose_id_begins_so(engine: Engine) -> None:
+async def test_h4_abort_by_id_ends_every_request_whose_id_begins_so(engine: ObservedSGLang) -> None:
     first = await engine.until_running(engine.stream(input_ids=PROMPT, rid="a" * 31, sampling_params=LONG))
     second = await engine.until_running(engine.stream(input_ids=PROMPT, rid="a" * 32, sampling_params=LONG))
     await engine.abort("a" * 31)
     assert "abort" == reason_of(await first)["type"] == reason_of(await second)["type"]
 
 
-async def test_abort_of_all_hands_back_what_was_generated(engine: Engine) -> None:
+async def test_abort_of_all_hands_back_what_was_generated(engine: ObservedSGLang) -> None:
     requests = [
         await engine.until_running(engine.stream(input_ids=PROMPT, return_logprob=True, sampling_params=LONG))
         for _ in range(3)
@@ -228,14 +228,14 @@ async def test_abort_of_all_hands_back_what_was_generated(engine: Engine) -> Non
         assert 0 == answer["meta_info"]["num_retractions"], "as resume.read_preemptions reads it"
 
 
-async def test_h11_idle_pause_shows_by_ready(engine: Engine) -> None:
+async def test_h11_idle_pause_shows_by_ready(engine: ObservedSGLang) -> None:
     await engine.pause()
     assert (True, False) == (await engine.is_up(), await engine.takes_requests())
     await engine.continue_()
     assert await engine.takes_requests()
 
 
-async def test_h5_abort_is_harmless_however_often_it_is_sent(engine: Engine) -> None:
+async def test_h5_abort_is_harmless_however_often_it_is_sent(engine: ObservedSGLang) -> None:
     running = await engine.until_running(engine.stream(input_ids=PROMPT, sampling_params=LONG))
     for _ in range(3):
         await engine.abort_all()
@@ -244,14 +244,14 @@ async def test_h5_abort_is_harmless_however_often_it_is_sent(engine: Engine) -> 
     await engine.flush()
 
 
-async def test_h11_pause_is_not_counted(engine: Engine) -> None:
+async def test_h11_pause_is_not_counted(engine: ObservedSGLang) -> None:
     await engine.pause()
     await engine.pause()
     await engine.continue_()
     assert await engine.takes_requests()
 
 
-async def test_h55_pause_with_work_in_flight_takes_a_second_or_more(engine: Engine) -> None:
+async def test_h55_pause_with_work_in_flight_takes_a_second_or_more(engine: ObservedSGLang) -> None:
     running = await engine.until_running(engine.stream(input_ids=PROMPT, sampling_params=LONG))
     started = time.monotonic()
     await engine.pause()
@@ -259,7 +259,7 @@ async def test_h55_pause_with_work_in_flight_takes_a_second_or_more(engine: Engi
     assert "abort" == reason_of(await running)["type"]
 
 
-async def test_h3_request_aborted_while_paused_runs_after_continue(engine: Engine) -> None:
+async def test_h3_request_aborted_while_paused_runs_after_continue(engine: ObservedSGLang) -> None:
     await engine.pause()
     parked = asyncio.create_task(
         engine.generate(rid="p" * 32, sampling_params={"max_new_tokens": 8, "ignore_eos": True})
@@ -271,7 +271,7 @@ async def test_h3_request_aborted_while_paused_runs_after_continue(engine: Engin
     assert {"type": "length", "length": 8} == reason_of(await parked)
 
 
-async def test_h12_flush_waits_for_work_and_refuses_past_its_timeout(engine: Engine) -> None:
+async def test_h12_flush_waits_for_work_and_refuses_past_its_timeout(engine: ObservedSGLang) -> None:
     running = await engine.until_running(engine.stream(input_ids=PROMPT, sampling_params=LONG))
     assert 400 == await engine.post("/flush_cache?timeout=0.2", {})
     await engine.abort_all()
@@ -279,14 +279,14 @@ async def test_h12_flush_waits_for_work_and_refuses_past_its_timeout(engine: Eng
     await engine.flush()
 
 
-async def test_engine_stops_working_for_a_client_that_left_a_stream(engine: Engine) -> None:
+async def test_engine_stops_working_for_a_client_that_left_a_stream(engine: ObservedSGLang) -> None:
     request = engine.stream(input_ids=PROMPT, sampling_params=LONG)
     await anext(request)
     await request.aclose()  # type: ignore[attr-defined]
     await engine.flush()
 
 
-async def test_whole_switch_changes_the_weights_and_their_name(engine: Engine, server: Server) -> None:
+async def test_whole_switch_changes_the_weights_and_their_name(engine: ObservedSGLang, server: ServedExports) -> None:
     for version in (NEW, OLD):
         await engine.pause()
         await engine.flush()
@@ -306,7 +306,7 @@ async def test_whole_switch_changes_the_weights_and_their_name(engine: Engine, s
 
 @pytest.mark.parametrize("gives_up", [(KV_CACHE,), (KV_CACHE, CUDA_GRAPH), (WEIGHTS, KV_CACHE)])
 async def test_engine_goes_through_a_switch_in_which_it_keeps_the_rest(
-    engine: Engine, server: Server, gives_up: tuple[str, ...]
+    engine: ObservedSGLang, server: ServedExports, gives_up: tuple[str, ...]
 ) -> None:
     for version in (NEW, OLD):
         await engine.pause()
@@ -325,7 +325,7 @@ async def test_engine_goes_through_a_switch_in_which_it_keeps_the_rest(
 
 
 async def test_f52_h52_checksum_is_of_the_weights_and_not_of_their_name(
-    engine: Engine, server: Server, tmp_path: Path
+    engine: ObservedSGLang, server: ServedExports, tmp_path: Path
 ) -> None:
     """The checksum can be read while the KV cache is released too, which is when the agent reads it."""
     started_on = (await engine.checksum())[0]
@@ -355,14 +355,14 @@ def lacking_a_tensor(export: Path, directory: Path) -> Path:
     return directory
 
 
-async def test_h51_update_from_a_directory_without_weights_is_refused(engine: Engine, tmp_path: Path) -> None:
+async def test_h51_update_from_a_directory_without_weights_is_refused(engine: ObservedSGLang, tmp_path: Path) -> None:
     await engine.pause()
     with pytest.raises(CallRefused):
         await engine.update(tmp_path, NEW)
     assert OLD == await engine.weight_version()
 
 
-async def test_bad_request_in_a_stream_is_an_error_with_its_code(engine: Engine) -> None:
+async def test_bad_request_in_a_stream_is_an_error_with_its_code(engine: ObservedSGLang) -> None:
     answer = await engine.generate(sampling_params={"max_new_tokens": 100_000})
     assert 400 == answer["error"]["code"]
 
@@ -392,7 +392,7 @@ async def close(gate: Gate) -> None:
 
 
 @pytest.fixture
-async def gate(engine: Engine, hearing: Hearing) -> AsyncIterator[str]:
+async def gate(engine: ObservedSGLang, hearing: Hearing) -> AsyncIterator[str]:
     """The URL of an open gate in front of the engine."""
     async with DataPort(hearing.serve).listening("127.0.0.1", 0) as port:
         hearing.open(Backend(engine.url, "incarnation", OLD, engine.abort, await engine.vocabulary()))
@@ -400,12 +400,12 @@ async def gate(engine: Engine, hearing: Hearing) -> AsyncIterator[str]:
         await close(hearing)
 
 
-async def ask(engine: Engine, url: str, **body: Any) -> tuple[int, dict[str, Any]]:
+async def ask(engine: ObservedSGLang, url: str, **body: Any) -> tuple[int, dict[str, Any]]:
     async with engine.session.post(url, json=body) as answer:
         return answer.status, await answer.json()
 
 
-async def streamed(engine: Engine, url: str, **body: Any) -> list[dict[str, Any]]:
+async def streamed(engine: ObservedSGLang, url: str, **body: Any) -> list[dict[str, Any]]:
     async with engine.session.post(url, json={**body, "stream": True}) as answer:
         assert answer.status == 200
         received = [event async for event in events(answer.content)]
@@ -413,7 +413,7 @@ async def streamed(engine: Engine, url: str, **body: Any) -> list[dict[str, Any]
     return [json.loads(event) for event in received]
 
 
-async def test_gate_forwards_counts_and_hands_back(engine: Engine, gate: str) -> None:
+async def test_gate_forwards_counts_and_hands_back(engine: ObservedSGLang, gate: str) -> None:
     limits = {"max_new_tokens": 12, "ignore_eos": True}
     status, answer = await ask(
         engine, f"{gate}/generate", input_ids=PROMPT, return_logprob=True, sampling_params=limits
@@ -429,7 +429,9 @@ async def test_gate_forwards_counts_and_hands_back(engine: Engine, gate: str) ->
     assert answer["error"]
 
 
-async def test_what_an_engine_dies_of_is_refused_at_the_gate(engine: Engine, gate: str, server: Server) -> None:
+async def test_what_an_engine_dies_of_is_refused_at_the_gate(
+    engine: ObservedSGLang, gate: str, server: ServedExports
+) -> None:
     """The engine keeps all other requests that it works on."""
     tokens = await engine.vocabulary()
     assert server.vocabulary == tokens
@@ -450,7 +452,7 @@ async def test_what_an_engine_dies_of_is_refused_at_the_gate(engine: Engine, gat
         assert expected == status, asked
 
 
-async def test_what_the_rollout_controller_asks_through_a_gate_is_understood(engine: Engine, gate: str) -> None:
+async def test_what_the_rollout_controller_asks_through_a_gate_is_understood(engine: ObservedSGLang, gate: str) -> None:
     """Stop string, seed and stream of a client's turn. An engine ignores what it does not know."""
     request = GenerateRequest(PROMPT, 24, 0.0, [END_TOKEN])
     async with engine.session.post(f"{gate}/generate", data=request.body(), headers=JSON) as answer:
@@ -469,7 +471,7 @@ async def test_what_the_rollout_controller_asks_through_a_gate_is_understood(eng
 
 
 async def test_log_probabilities_are_of_the_whole_distribution_whatever_is_left_to_draw_from(
-    engine: Engine, gate: str
+    engine: ObservedSGLang, gate: str
 ) -> None:
     """Tokens drawn by top-k, top-p or min-p must therefore not be trained: the only
     token that is left here has probability 1.
@@ -502,7 +504,7 @@ OPENAI: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("path", OPENAI)
 async def test_h44_gate_makes_a_whole_of_what_the_openai_routes_stream_whatever_the_models_name(
-    engine: Engine, gate: str, path: str
+    engine: ObservedSGLang, gate: str, path: str
 ) -> None:
     request = {"model": "m", "max_tokens": 12, "ignore_eos": True, "temperature": 0.0, **OPENAI[path]}
     status, answer = await ask(engine, gate + path, **request)
@@ -520,7 +522,9 @@ async def test_h44_gate_makes_a_whole_of_what_the_openai_routes_stream_whatever_
 
 
 @pytest.mark.parametrize("path", OPENAI)
-async def test_abort_ends_the_openai_routes_with_what_was_generated(engine: Engine, gate: str, path: str) -> None:
+async def test_abort_ends_the_openai_routes_with_what_was_generated(
+    engine: ObservedSGLang, gate: str, path: str
+) -> None:
     request = {**ENDLESS, **OPENAI[path]}
     asking = asyncio.create_task(ask(engine, gate + path, **request))
     beside = await engine.until_running(engine.stream(input_ids=PROMPT, sampling_params=LONG), tokens=20)
@@ -535,7 +539,9 @@ async def test_abort_ends_the_openai_routes_with_what_was_generated(engine: Engi
 
 
 @pytest.fixture
-async def client(engine: Engine, server: Server, hearing: Hearing, tmp_path: Path) -> AsyncIterator[openai.AsyncOpenAI]:
+async def client(
+    engine: ObservedSGLang, server: ServedExports, hearing: Hearing, tmp_path: Path
+) -> AsyncIterator[openai.AsyncOpenAI]:
     """Yield a client of the gateway of a rollout controller that has the engine, behind its gate."""
     job, model = JobOnDisk.write(tmp_path, make_spec()), tmp_path / "model"
     for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
@@ -577,7 +583,7 @@ async def test_prompt_that_is_too_long_is_refused_in_words_that_the_gateway_know
     assert "context_length_exceeded" == refused.value.code
 
 
-async def test_h6_request_that_is_aborted_in_the_queue_has_no_tokens(engine: Engine) -> None:
+async def test_h6_request_that_is_aborted_in_the_queue_has_no_tokens(engine: ObservedSGLang) -> None:
     running = [
         await engine.until_running(engine.stream(input_ids=PROMPT, sampling_params=LONG)) for _ in range(MAX_RUNNING)
     ]
@@ -595,7 +601,7 @@ async def test_h6_request_that_is_aborted_in_the_queue_has_no_tokens(engine: Eng
     await asyncio.gather(*running)
 
 
-async def test_pool_and_memory_of_an_engine_are_reported(engine: Engine) -> None:
+async def test_pool_and_memory_of_an_engine_are_reported(engine: ObservedSGLang) -> None:
     info = await engine.require_suitable(memory_saver=False, gpus=0)
     assert POOL_TOKENS == info.pool_tokens
     both = info.mapped_bytes((WEIGHTS, KV_CACHE))  # on a CPU the weights alone are lost in what other programs take
@@ -603,7 +609,7 @@ async def test_pool_and_memory_of_an_engine_are_reported(engine: Engine) -> None
     assert both > 0
 
 
-async def test_h56_failed_health_probe_leaves_the_engine_unready_until_it_is_repaired(engine: Engine) -> None:
+async def test_h56_failed_health_probe_leaves_the_engine_unready_until_it_is_repaired(engine: ObservedSGLang) -> None:
     await engine.pause()
     async with engine.session.get(f"{engine.url}/health_generate") as answer:
         assert 503 == answer.status
@@ -619,7 +625,7 @@ async def test_h56_failed_health_probe_leaves_the_engine_unready_until_it_is_rep
 
 
 async def test_h2_release_while_busy_kills_the_engine_and_the_stream_keeps_what_it_has(
-    engine: Engine, gate: str, hearing: Hearing, server: Server
+    engine: ObservedSGLang, gate: str, hearing: Hearing, server: ServedExports
 ) -> None:
     """Last: the engine is gone afterwards."""
     running = asyncio.create_task(ask(engine, f"{gate}/generate", input_ids=PROMPT, sampling_params=LONG))

@@ -58,7 +58,7 @@ torch.cuda.cudart = Runtime
 
 
 @dataclass
-class Scene:
+class ExpertsScene:
     engine: SGLang
     gate: Gate
     exports: Path
@@ -81,7 +81,7 @@ class Scene:
 
 
 @pytest.fixture
-async def scene(tmp_path: Path) -> AsyncIterator[Scene]:
+async def scene(tmp_path: Path) -> AsyncIterator[ExpertsScene]:
     """A gateway over a gate and the real engine."""
     exports, root = tmp_path / "weights", tmp_path / "engine"
     for version in VERSIONS:
@@ -101,13 +101,13 @@ async def scene(tmp_path: Path) -> AsyncIterator[Scene]:
             engine = SGLang(session, url=it.url, admin_key=ADMIN_KEY, call_s=60)
             endpoint = Endpoint(pod="job-gpu-0-0", address="127.0.0.1", port=port)
             async with controller_running(job, [endpoint]) as (_, _, client):
-                scene = Scene(engine, gate, exports, client)
+                scene = ExpertsScene(engine, gate, exports, client)
                 scene.open(OLD)
                 yield scene
             gate.close()
 
 
-async def test_experts_that_the_gateway_reports_are_those_that_torch_finds(scene: Scene) -> None:
+async def test_experts_that_the_gateway_reports_are_those_that_torch_finds(scene: ExpertsScene) -> None:
     extras = {"return_token_ids": True, "return_routed_experts": True}
     asking = asyncio.create_task(
         scene.client.completions.create(model="job", prompt=PROMPT, max_tokens=LIMIT, temperature=0, extra_body=extras)

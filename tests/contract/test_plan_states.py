@@ -19,8 +19,8 @@ from colocated_rl_api.rungs import Placement
 from colocated_rl_operator.planner.reasons import Cause
 from fakes.explore import all_must_be_well, bounds_of, explore, must_walk_to_the_end
 from fakes.left_out import must_mean_the_same, searched
-from fakes.model import FAULTS, MORTAL, Model
-from fakes.model_pod import Broken
+from fakes.model import FAULTS, MORTAL, JobModel
+from fakes.model_pod import InvariantBroken
 from fakes.several_engines import SeveralEngines, is_of_all
 
 MOST_STATES = 2_000_000
@@ -47,7 +47,7 @@ def test_every_state_is_safe_and_leads_to_an_end(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     job = make_job(replicas=replicas, steps=1, checkpoint={"everySteps": 1}, rollout=rollout)
-    check(Model(job, deaths=deaths, of=of, suspensions=suspensions), capsys)
+    check(JobModel(job, deaths=deaths, of=of, suspensions=suspensions), capsys)
 
 
 @pytest.mark.parametrize("placement", [Placement.TIME_SLICED, Placement.RESIDENT])
@@ -55,7 +55,7 @@ def test_every_state_of_a_job_that_fails_twice_and_is_retried_twice_is_safe_and_
     placement: Placement, capsys: pytest.CaptureFixture[str]
 ) -> None:
     job = make_job(replicas=1, steps=1, checkpoint={"everySteps": 1}, backoffLimit=0, **PLACED[placement])
-    check(Model(job, deaths=2, of=("agent", "pod", "trainer"), retries=2), capsys)
+    check(JobModel(job, deaths=2, of=("agent", "pod", "trainer"), retries=2), capsys)
 
 
 def test_what_a_search_leaves_out_where_nothing_is_trained_differs_in_nothing_from_what_it_looks_at() -> None:
@@ -77,7 +77,7 @@ def test_what_a_search_leaves_out_of_three_pods_differs_in_nothing_from_what_it_
 def test_every_state_of_three_pods_is_safe_and_leads_to_an_end(mortal: str, capsys: pytest.CaptureFixture[str]) -> None:
     """One parameter for each that may die covers every case with one death."""
     job = make_job(replicas=3, steps=1, checkpoint={"everySteps": 1})
-    check(Model(job, deaths=1, of=(mortal,)), capsys)
+    check(JobModel(job, deaths=1, of=(mortal,)), capsys)
 
 
 @pytest.mark.parametrize("rollout", [ROLLOUT, RESIDENT_ROLLOUT], ids=["time-sliced", "resident"])
@@ -93,7 +93,7 @@ def test_every_state_of_a_job_with_a_reference_is_safe_and_leads_to_an_end(
     replicas: int, deaths: int, of: tuple[str, ...], rollout: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
     job = make_job(replicas=replicas, steps=1, checkpoint={"everySteps": 1}, rollout=rollout, reference={})
-    check(Model(job, deaths=deaths, of=of), capsys)
+    check(JobModel(job, deaths=deaths, of=of), capsys)
 
 
 @pytest.mark.parametrize("offload", [["KVCache"], ["Weights", "KVCache"]], ids="-".join)
@@ -102,7 +102,7 @@ def test_every_state_of_a_job_whose_engines_keep_memory_is_safe_and_leads_to_an_
     replicas: int, deaths: int, offload: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     job = make_job(replicas=replicas, steps=1, checkpoint={"everySteps": 1}, rollout=ROLLOUT | {"offload": offload})
-    check(Model(job, deaths=deaths), capsys)
+    check(JobModel(job, deaths=deaths), capsys)
 
 
 @pytest.mark.parametrize("placement", Placement)
@@ -111,7 +111,7 @@ def test_every_state_of_a_job_whose_engines_keep_memory_is_safe_and_leads_to_an_
 def test_walks_at_random_are_safe_and_end(replicas: int, deaths: int, reference: bool, placement: Placement) -> None:
     spec: dict[str, Any] = {**PLACED[placement], "reference": {} if reference else None}
     job = make_job(replicas=replicas, steps=1, checkpoint={"everySteps": 1}, **spec)
-    model = Model(job, deaths=deaths, in_all_orders=True)  # knows what it has planned
+    model = JobModel(job, deaths=deaths, in_all_orders=True)  # knows what it has planned
     for seed in range(12):
         must_walk_to_the_end(model, seed=seed)
 
@@ -123,13 +123,13 @@ def test_every_state_of_one_pod_in_which_any_two_things_die_or_fail_is_safe_and_
 ) -> None:
     """Calls, before their effect or after it, and deadlines too: weights that two engines were not shown to hold."""
     job = make_job(replicas=1, steps=1, checkpoint={"everySteps": 1}, **PLACED[placement])
-    check(Model(job, deaths=2, of=FAULTS), capsys)
+    check(JobModel(job, deaths=2, of=FAULTS), capsys)
 
 
 @pytest.mark.parametrize("placement", [each for each in Placement if each is not Placement.ROLLOUT_ONLY])
 def test_walks_of_one_pod_in_which_eight_things_die_or_fail_are_safe_and_end(placement: Placement) -> None:
     job = make_job(replicas=1, steps=3, checkpoint={"everySteps": 1}, backoffLimit=20, **PLACED[placement])
-    model = Model(job, deaths=8, of=FAULTS, in_all_orders=True)  # knows what it has planned
+    model = JobModel(job, deaths=8, of=FAULTS, in_all_orders=True)  # knows what it has planned
     for seed in range(20):
         must_walk_to_the_end(model, seed=seed)
 
@@ -141,7 +141,7 @@ def test_every_state_of_one_pod_under_a_failure_policy_is_safe_and_leads_to_an_e
 ) -> None:
     rules = [{"onCauses": ["TrainerDied", "RungDeadlineExceeded"], "action": action}, *ELSEWHERE]
     spec: dict[str, Any] = {**PLACED[placement], "failurePolicy": {"rules": rules}}
-    check(Model(make_job(replicas=1, steps=1, checkpoint={"everySteps": 1}, **spec), deaths=1), capsys)
+    check(JobModel(make_job(replicas=1, steps=1, checkpoint={"everySteps": 1}, **spec), deaths=1), capsys)
 
 
 @pytest.mark.parametrize("rollout", [ROLLOUT, RESIDENT_ROLLOUT], ids=["time-sliced", "resident"])
@@ -152,7 +152,7 @@ def test_every_state_under_a_failure_policy_is_safe_and_leads_to_an_end(
     policy = {"rules": [{"onCauses": ["TrainerDied", "RungDeadlineExceeded"], "action": action}]}
     often = {"everySteps": 1}
     job = make_job(replicas=2, steps=1, checkpoint=often, rollout=rollout, failurePolicy=policy)
-    check(Model(job, deaths=1, of=("trainer",)), capsys)
+    check(JobModel(job, deaths=1, of=("trainer",)), capsys)
 
 
 @pytest.mark.parametrize(
@@ -186,7 +186,7 @@ def test_every_state_of_a_job_with_engines_in_pods_of_their_own_is_safe_and_lead
 ) -> None:
     rollout = OWN_ROLLOUT | {"replicas": engines}
     job = make_job(replicas=trainers, steps=1, checkpoint={"everySteps": 1}, rollout=rollout, **spec)
-    check(Model(job, deaths=deaths, suspensions=suspensions), capsys)
+    check(JobModel(job, deaths=deaths, suspensions=suspensions), capsys)
 
 
 SEVERAL = [  # engines in a pod, deaths, of whom
@@ -234,7 +234,7 @@ def test_trainers_beside_an_engine_that_starts_again_are_noticed(monkeypatch: py
     explored = explore(two_engines(deaths=1), limit=MOST_STATES)
     all_must_be_well(explored)
     monkeypatch.setattr(engines, "_of_pod", _of_pod_as_one_engine_likes)
-    with pytest.raises(Broken, match="while engine memory is mapped"):
+    with pytest.raises(InvariantBroken, match="while engine memory is mapped"):
         explore(two_engines(deaths=1), limit=MOST_STATES)
 
 
@@ -246,7 +246,7 @@ def _of_pod_as_one_engine_likes(
             yield EngineChoice(0, action)
 
 
-def check(model: Model, capsys: pytest.CaptureFixture[str]) -> None:
+def check(model: JobModel, capsys: pytest.CaptureFixture[str]) -> None:
     explored = explore(model, limit=MOST_STATES)
     with capsys.disabled():
         sys.stdout.write(f"\n{bounds_of(model)}, {explored.words()}\n")

@@ -21,7 +21,7 @@ from colocated_rl_api import names
 from colocated_rl_api.member_wire import Endpoint, JobFile
 from colocated_rl_api.reference_wire import MAX_SAMPLE_BYTES, SCORE_PATH, ScoreError
 from colocated_rl_member.tls import MemberTls
-from fakes.authority import Authority
+from fakes.authority import FakeAuthority
 from fakes.reference import FakeReference
 from fakes.tiny_model import VOCABULARY, write_tiny_model
 
@@ -31,7 +31,7 @@ SAMPLE = (3, 1, 4, 1, 5, 9, 2, 6)
 
 
 @dataclass(frozen=True)
-class Asked:
+class AskedReference:
     """A reference, and how its callers get there."""
 
     endpoint: Endpoint
@@ -72,7 +72,7 @@ def tls(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, names.JobUid]:
     folder = tmp_path_factory.mktemp("job")
     settings = only_rank(folder, folder, {}, has_reference=True, is_apart=True)
     uid = JobFile.read(settings.job.read_bytes()).uid
-    return Authority().member_directory(folder / "tls", job_uid=uid, token=TOKEN), uid
+    return FakeAuthority().member_directory(folder / "tls", job_uid=uid, token=TOKEN), uid
 
 
 @pytest.fixture(scope="module")
@@ -88,25 +88,25 @@ def real(tls: tuple[Path, names.JobUid], tmp_path_factory: pytest.TempPathFactor
 
 
 @pytest.fixture(params=["fake", "real"])
-async def reference(request: pytest.FixtureRequest, tls: tuple[Path, names.JobUid]) -> AsyncIterator[Asked]:
+async def reference(request: pytest.FixtureRequest, tls: tuple[Path, names.JobUid]) -> AsyncIterator[AskedReference]:
     own = MemberTls.read(tls[0])
     way = own.client_context(), names.member_server_name(tls[1]), own.authorization
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=ANSWER_S)) as session:
         if request.param == "real":
-            yield Asked(request.getfixturevalue("real").endpoint, *way, session)
+            yield AskedReference(request.getfixturevalue("real").endpoint, *way, session)
             return
         async with FakeReference("fake", own, vocabulary=VOCABULARY).listening() as fake:
-            yield Asked(fake.endpoint, *way, session)
+            yield AskedReference(fake.endpoint, *way, session)
 
 
-async def test_every_token_from_the_start_on_has_a_log_probability(reference: Asked) -> None:
+async def test_every_token_from_the_start_on_has_a_log_probability(reference: AskedReference) -> None:
     for start in range(1, len(SAMPLE)):
         logp = await reference.logp(*SAMPLE, start=start)
         assert len(SAMPLE) - start == len(logp)
         assert (logp < 0).all()
 
 
-async def test_an_answer_follows_from_the_question_alone(reference: Asked) -> None:
+async def test_an_answer_follows_from_the_question_alone(reference: AskedReference) -> None:
     """Therefore it may be sent again, to any pod, from any place, while others send theirs."""
     alone = await reference.logp(*SAMPLE)
     again = await asyncio.gather(*(reference.logp(*SAMPLE, start=start) for start in range(1, len(SAMPLE))))
@@ -114,14 +114,14 @@ async def test_an_answer_follows_from_the_question_alone(reference: Asked) -> No
         np.testing.assert_allclose(alone[start - 1 :], logp, rtol=1e-5, atol=1e-5)
 
 
-async def test_other_temperature_and_other_tokens_have_other_answers(reference: Asked) -> None:
+async def test_other_temperature_and_other_tokens_have_other_answers(reference: AskedReference) -> None:
     one = await reference.logp(*SAMPLE)
     assert not np.allclose(one, await reference.logp(*SAMPLE, temperature=0.5), atol=1e-3)
     assert not np.allclose(one, await reference.logp(*SAMPLE[::-1]), atol=1e-3)
 
 
 @pytest.mark.parametrize("token", ["Bearer another-token-than-ours", "Bearer ", TOKEN, "-"])
-async def test_nobody_without_the_token_is_answered(reference: Asked, token: str) -> None:
+async def test_nobody_without_the_token_is_answered(reference: AskedReference, token: str) -> None:
     headers = {"Authorization": token} if token != "-" else {"Accept": "*/*"}
     path = f"{SCORE_PATH}?start=1&temperature=1"
     assert (401, "TokenNeeded") == refusal(*await reference.ask(path, bytes(64), **headers))
@@ -145,7 +145,7 @@ async def test_nobody_without_the_token_is_answered(reference: Asked, token: str
     ],
 )
 async def test_question_that_means_nothing_is_the_samples_fault(
-    request: pytest.FixtureRequest, reference: Asked, query: str, body: bytes, words: str
+    request: pytest.FixtureRequest, reference: AskedReference, query: str, body: bytes, words: str
 ) -> None:
     """400 says so: no other pod is asked. Its words are the real one's alone."""
     status, kind, answer = await reference.ask(SCORE_PATH + query, body)
@@ -153,11 +153,11 @@ async def test_question_that_means_nothing_is_the_samples_fault(
     assert words in ScoreError.model_validate_json(answer).message or "[fake" in request.node.name
 
 
-async def test_other_paths_are_named(reference: Asked) -> None:
+async def test_other_paths_are_named(reference: AskedReference) -> None:
     assert (404, "NotFound") == refusal(*await reference.ask("/v1/other?start=1&temperature=1", bytes(16)))
 
 
-async def test_body_larger_than_any_sample_is_refused_before_it_is_read(reference: Asked) -> None:
+async def test_body_larger_than_any_sample_is_refused_before_it_is_read(reference: AskedReference) -> None:
     async with asyncio.timeout(ANSWER_S):
         reader, writer = await asyncio.open_connection(
             "127.0.0.1", reference.endpoint.port, ssl=reference.context, server_hostname=reference.server_name
@@ -175,11 +175,13 @@ async def test_body_larger_than_any_sample_is_refused_before_it_is_read(referenc
     assert b"connection: close" in answer.lower()
 
 
-async def test_refusals_do_not_cost_a_caller_its_connection(reference: Asked) -> None:
+async def test_refusals_do_not_cost_a_caller_its_connection(reference: AskedReference) -> None:
     """They come one behind the other on it, as many as samples: what was sent with each is read."""
     one = aiohttp.TCPConnector(limit=1)
     async with aiohttp.ClientSession(connector=one, timeout=reference.session.timeout) as session:
-        caller = Asked(reference.endpoint, reference.context, reference.server_name, reference.authorization, session)
+        caller = AskedReference(
+            reference.endpoint, reference.context, reference.server_name, reference.authorization, session
+        )
         for _ in range(3):
             assert HTTPStatus.BAD_REQUEST == (await caller.ask(f"{SCORE_PATH}?start=9&temperature=1", bytes(32)))[0]
             assert HTTPStatus.NOT_FOUND == (await caller.ask("/v1/other", bytes(32)))[0]

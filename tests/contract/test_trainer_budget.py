@@ -12,8 +12,8 @@ import torch.distributed as dist
 import transformers
 import yaml
 from allocations import allocated_by
-from contract.trainer_in_process import OneRank
-from contract.trainer_ranks_in_process import Watched, in_ranks
+from contract.trainer_in_process import RankInProcess
+from contract.trainer_ranks_in_process import UnwatchedTrainer, in_ranks
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
 from bench.sizes import FILLED, HEAD, MEMORY, MODELS, PAGE, row
@@ -62,7 +62,7 @@ def assert_near(found: int, config: PreTrainedConfig, of: Pass) -> None:
 @pytest.mark.parametrize("recomputes", [True, False], ids=["recomputing", "keeping"])
 def test_pass_of_a_trained_model_on_one_rank(tmp_path: Path, recomputes: bool) -> None:
     model = CHECKOUT.trained_model
-    trainer = OneRank(tmp_path, model, dtype="bfloat16", activationCheckpointing=recomputes)
+    trainer = RankInProcess(tmp_path, model, dtype="bfloat16", activationCheckpointing=recomputes)
 
     found = held(trainer.loop, tokens=128)
 
@@ -89,7 +89,7 @@ def test_pass_of_ranks_that_share_a_model(tmp_path: Path, recomputes: bool) -> N
         assert (1 - NEAR) * expected < found < (1 + NEAR) * expected + copied + 4 * layer
 
 
-def held_by_rank(trainer: Watched, *, tokens: int, reduced: int) -> tuple[int, int]:
+def held_by_rank(trainer: UnwatchedTrainer, *, tokens: int, reduced: int) -> tuple[int, int]:
     """Return the bytes of a pass, and those that gloo allocates to reduce so many numbers in float32."""
     found = held(trainer, tokens=tokens)
     whole, part = torch.zeros(reduced), torch.zeros(reduced // 2)
@@ -101,7 +101,7 @@ def test_memory_of_a_sample_grows_with_its_tokens_and_not_with_their_square(tmp_
     model = write_tiny_model(tmp_path / "model", positions=32_768)
     config = AutoConfig.from_pretrained(model)
 
-    assert_near(held(OneRank(tmp_path, model).loop, tokens=2048), config, Pass(2048, torch.float32))
+    assert_near(held(RankInProcess(tmp_path, model).loop, tokens=2048), config, Pass(2048, torch.float32))
 
     short, long = (pass_bytes(config, Pass(tokens, torch.float32)) for tokens in (2048, 32_768))
     assert short is not None
@@ -134,10 +134,10 @@ def test_trainer_and_its_step_take_what_the_budget_says(
         torch.manual_seed(0)
         AutoModelForCausalLM.from_config(transformers.Qwen3MoeConfig(**EXPERTS)).save_pretrained(tmp_path / model)
     samples = [Example([1], [3] * 299, [-1.0] * 299, reward, 0, 0) for reward in (0.0, 1.0)]
-    trainers: list[OneRank] = []
+    trainers: list[RankInProcess] = []
 
     def start_and_train() -> None:
-        trainers.append(OneRank(tmp_path, tmp_path / model, longest=300, microBatchTokens=1, **options))
+        trainers.append(RankInProcess(tmp_path, tmp_path / model, longest=300, microBatchTokens=1, **options))
         trainers[0].train(samples)
 
     found = allocated_by(start_and_train).peak

@@ -11,8 +11,8 @@ import pytest
 import torch
 import transformers
 from contract.test_trainer_weights import EXPERTS, SMALL
-from contract.trainer_in_process import OneRank
-from contract.trainer_ranks_in_process import Watched, in_ranks
+from contract.trainer_in_process import RankInProcess
+from contract.trainer_ranks_in_process import UnwatchedTrainer, in_ranks
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -115,7 +115,7 @@ def expected_gradient(model: Path, *, replays: bool) -> dict[str, Tensor]:
     return {name: tensor.grad for name, tensor in plain.named_parameters() if tensor.grad is not None}
 
 
-def train_once(trainer: Watched, *, named: bool) -> dict[str, Tensor]:
+def train_once(trainer: UnwatchedTrainer, *, named: bool) -> dict[str, Tensor]:
     """The gradient, by how far SGD has gone."""
     folder = trainer._settings.checkpoints.parent / f"rank-{trainer.rank}"
     folder.mkdir()
@@ -155,7 +155,7 @@ def test_ranks_train_a_mixture_alike_with_the_experts_of_the_batch_where_it_name
     ids=str,
 )
 def test_how_a_batch_is_divided_changes_no_choice(model: Path, tmp_path: Path, options: dict[str, object]) -> None:
-    trainer = OneRank(tmp_path, model, replays=True, **CONFIG | options)
+    trainer = RankInProcess(tmp_path, model, replays=True, **CONFIG | options)
     begin = trainer.weights
 
     trainer.train(samples(), finish=name_experts)
@@ -170,7 +170,7 @@ def test_choices_are_replayed_before_the_first_update_too(model: Path, tmp_path:
 
     def mismatch(folder: str, *, minibatches: int, named: bool) -> float:
         (tmp_path / folder).mkdir()
-        trainer = OneRank(tmp_path / folder, model, replays=True, **CONFIG | {"minibatches": minibatches})
+        trainer = RankInProcess(tmp_path / folder, model, replays=True, **CONFIG | {"minibatches": minibatches})
         return trainer.train(samples(), finish=name_experts if named else lambda shard: None)["mismatch_mean"]
 
     expected = mismatch("at once", minibatches=1, named=True)
@@ -179,7 +179,7 @@ def test_choices_are_replayed_before_the_first_update_too(model: Path, tmp_path:
 
 
 def test_a_job_without_replay_leaves_named_experts_alone(model: Path, tmp_path: Path) -> None:
-    trainer = OneRank(tmp_path, model, **CONFIG)
+    trainer = RankInProcess(tmp_path, model, **CONFIG)
     begin = trainer.weights
 
     trainer.train(samples(), finish=name_experts)
@@ -191,7 +191,7 @@ def test_a_job_without_replay_leaves_named_experts_alone(model: Path, tmp_path: 
 def test_the_reference_chooses_its_own_experts(model: Path, tmp_path: Path) -> None:
     """It is another policy. At the start it has the same weights, and differs by the replayed choice alone."""
     config = CONFIG | {"klCoefficient": 0.1, "learningRate": 0.0}
-    trainer = OneRank(tmp_path, model, has_reference=True, replays=True, **config)
+    trainer = RankInProcess(tmp_path, model, has_reference=True, replays=True, **config)
 
     assert trainer.train(samples())["kl"] == pytest.approx(0, abs=1e-6)
     assert trainer.train(samples(), finish=name_experts)["kl"] > 1e-3
@@ -206,7 +206,7 @@ def test_the_reference_chooses_its_own_experts(model: Path, tmp_path: Path) -> N
     ],
 )
 def test_experts_that_the_model_has_not_are_refused(model: Path, tmp_path: Path, chosen: Tensor, message: str) -> None:
-    trainer = OneRank(tmp_path, model, replays=True, **CONFIG)
+    trainer = RankInProcess(tmp_path, model, replays=True, **CONFIG)
 
     def spoil(shard: Path) -> None:
         name_experts(shard)
@@ -275,4 +275,4 @@ def test_a_model_whose_choice_cannot_be_replayed_is_refused(
         AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
 
     with pytest.raises(ConfigError, match=message):
-        OneRank(tmp_path, tmp_path / "model", replays=True)
+        RankInProcess(tmp_path, tmp_path / "model", replays=True)

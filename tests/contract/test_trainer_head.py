@@ -11,7 +11,7 @@ import torch
 import transformers
 from allocations import allocated_by
 from contract.test_trainer_sharding import train_one
-from contract.trainer_in_process import OneRank
+from contract.trainer_in_process import RankInProcess
 from contract.trainer_ranks_in_process import in_ranks
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedConfig
@@ -182,7 +182,7 @@ def test_ranks_that_share_a_head_train_it_as_one_that_has_it(tmp_path: Path, tie
 
 
 def test_trainers_model_computes_no_whole_logits(tmp_path: Path) -> None:
-    trainer = OneRank(tmp_path, write_tiny_model(tmp_path / "model"))
+    trainer = RankInProcess(tmp_path, write_tiny_model(tmp_path / "model"))
 
     assert isinstance(trainer.loop.model.forward, ScoringForward)
     assert isinstance(load_model(tmp_path / "model").forward, ScoringForward)

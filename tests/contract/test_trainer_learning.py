@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from contract.trainer_in_process import OneRank
+from contract.trainer_in_process import RankInProcess
 
 from colocated_rl_trainer.conformance.shards import Example
 from fakes.tiny_model import VOCABULARY, write_tiny_model
@@ -47,7 +47,7 @@ def test_without_learning_rate_nothing_is_learned(model: Path, tmp_path: Path) -
 
 def run(folder: Path, model: Path, config: dict[str, object], *, staleness: int = 0) -> list[float]:
     """Mean reward of each step's batch."""
-    trainer = OneRank(folder, model, **config)
+    trainer = RankInProcess(folder, model, **config)
     policies = deque([deepcopy(trainer.loop.model)], maxlen=staleness + 1)
     chance = torch.Generator().manual_seed(0)
     rewards = []

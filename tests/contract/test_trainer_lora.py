@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 from contract.peer import run_peer
-from contract.trainer_in_process import OneRank
-from contract.trainer_ranks_in_process import Watched, in_ranks
+from contract.trainer_in_process import RankInProcess
+from contract.trainer_ranks_in_process import UnwatchedTrainer, in_ranks
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, Qwen2Config
@@ -50,7 +50,7 @@ def samples(step: int) -> list[Example]:
     return made
 
 
-def exported(trainer: OneRank, folder: Path) -> Path:
+def exported(trainer: RankInProcess, folder: Path) -> Path:
     folder.mkdir()
     trainer.loop.export(folder)
     return folder
@@ -75,12 +75,12 @@ def ask_peft(folder: Path, model: Path, adapter: Path, batch: Sequence[Example],
     return load_file(folder / "peft.safetensors")
 
 
-class Scene:
+class LoraScene:
     """Two steps of the trainer, and what peft computes from where the second begins."""
 
     def __init__(self, folder: Path) -> None:
         self.model = write_tiny_model(folder / "model", tied=False)
-        trainer = OneRank(folder, self.model, **CONFIG)
+        trainer = RankInProcess(folder, self.model, **CONFIG)
         trainer.train(samples(1))
         self.export = exported(trainer, folder / "export")
         self.adapters = trainer.gradients.keys()
@@ -99,12 +99,12 @@ class Scene:
 
 
 @pytest.fixture(scope="module")
-def scene(tmp_path_factory: pytest.TempPathFactory) -> Scene:
-    return Scene(tmp_path_factory.mktemp("lora"))
+def scene(tmp_path_factory: pytest.TempPathFactory) -> LoraScene:
+    return LoraScene(tmp_path_factory.mktemp("lora"))
 
 
 # ------------------------------------------------------------------------------------------------------ equal to peft's
-def test_peft_reads_the_adapters_that_the_model_of_a_job_has_beside_its_weights(scene: Scene) -> None:
+def test_peft_reads_the_adapters_that_the_model_of_a_job_has_beside_its_weights(scene: LoraScene) -> None:
     written = load_file(scene.export / ADAPTERS / "adapter_model.safetensors")
 
     assert written.keys() == scene.of_theirs("read").keys()
@@ -113,11 +113,11 @@ def test_peft_reads_the_adapters_that_the_model_of_a_job_has_beside_its_weights(
     assert all(tensor.any() for tensor in written.values()), "after a step no adapter is zero"
 
 
-def test_by_default_the_layers_of_peft_all_linear_are_adapted(scene: Scene) -> None:
+def test_by_default_the_layers_of_peft_all_linear_are_adapted(scene: LoraScene) -> None:
     assert scene.of_theirs("new").keys() == scene.of_theirs("read").keys()
 
 
-def test_exported_weights_are_those_that_peft_merges(scene: Scene) -> None:
+def test_exported_weights_are_those_that_peft_merges(scene: LoraScene) -> None:
     ours, theirs = load_file(scene.export / "model.safetensors"), scene.of_theirs("merged")
     begin = load_file(scene.model / "model.safetensors")
 
@@ -128,7 +128,7 @@ def test_exported_weights_are_those_that_peft_merges(scene: Scene) -> None:
         assert is_adapted != torch.equal(ours[name], begin[name]), name
 
 
-def test_gradient_is_that_of_peft(scene: Scene) -> None:
+def test_gradient_is_that_of_peft(scene: LoraScene) -> None:
     theirs = {name.removeprefix(PREFIX): each for name, each in scene.of_theirs("gradient").items()}
 
     assert theirs.keys() == scene.gradient.keys()
@@ -136,7 +136,7 @@ def test_gradient_is_that_of_peft(scene: Scene) -> None:
         assert (scene.gradient[name] - tensor).norm() < 1e-5 * tensor.norm(), name
 
 
-def test_only_adapters_are_trained(scene: Scene) -> None:
+def test_only_adapters_are_trained(scene: LoraScene) -> None:
     begin = load_file(scene.model / "model.safetensors")
 
     assert all(name.endswith((f"{A}.weight", f"{B}.weight")) for name in scene.adapters)
@@ -145,7 +145,7 @@ def test_only_adapters_are_trained(scene: Scene) -> None:
 
 
 # ----------------------------------------------------------------------------------------------------------- more ranks
-def train_two(trainer: Watched) -> dict[str, dict[str, list[float]]]:
+def train_two(trainer: UnwatchedTrainer) -> dict[str, dict[str, list[float]]]:
     """Gradient of the second step, the weights that are exported before it, and the state after it."""
     folder = trainer._settings.checkpoints.parent / f"rank-{trainer.rank}"
     (folder / "export").mkdir(parents=True)
@@ -170,7 +170,7 @@ def listed(tensors: Mapping[str, Tensor]) -> dict[str, list[float]]:
 
 @pytest.mark.parametrize("state", ["Sharded", "Replicated"])
 def test_two_ranks_compute_the_same_whether_they_share_the_frozen_weights_or_not(
-    scene: Scene, tmp_path: Path, state: str
+    scene: LoraScene, tmp_path: Path, state: str
 ) -> None:
     first, second = in_ranks(2, tmp_path, scene.model, train_two, trainingState=state, **CONFIG)
 
@@ -183,7 +183,7 @@ def test_two_ranks_compute_the_same_whether_they_share_the_frozen_weights_or_not
         torch.testing.assert_close(torch.tensor(first["export"][name]), tensor.flatten(), rtol=0, atol=1e-5)
 
 
-def bytes_held(trainer: Watched) -> tuple[int, int, set[torch.dtype], set[torch.dtype]]:
+def bytes_held(trainer: UnwatchedTrainer) -> tuple[int, int, set[torch.dtype], set[torch.dtype]]:
     """Bytes of the state on this rank and of its checkpoint; dtypes of frozen and of trained parameters."""
     train_two(trainer)
     parameters = [*trainer.model.parameters()]
@@ -219,7 +219,7 @@ def test_each_rank_holds_its_part_of_frozen_weights_in_bfloat16_and_float32_stat
 def test_probe_is_that_of_the_exported_weights(tmp_path: Path, dtype: str) -> None:
     """Merged weights are rounded once more: with the adapters beside the weights a probe would not be the engine's."""
     model = write_tiny_model(tmp_path / "model")
-    trainer = OneRank(tmp_path, model, dtype=dtype, **CONFIG)
+    trainer = RankInProcess(tmp_path, model, dtype=dtype, **CONFIG)
     trainer.train(samples(1))
     (tmp_path / "export").mkdir()
     made = trainer.loop.export(tmp_path / "export")
@@ -235,7 +235,7 @@ def test_probe_is_that_of_the_exported_weights(tmp_path: Path, dtype: str) -> No
 
 def test_merging_rounds_the_sum_and_not_the_change(tmp_path: Path) -> None:
     model = write_tiny_model(tmp_path / "model")
-    trainer = OneRank(tmp_path, model, dtype="bfloat16", **CONFIG)
+    trainer = RankInProcess(tmp_path, model, dtype="bfloat16", **CONFIG)
     trainer.train(samples(1))
     export = exported(trainer, tmp_path / "export")
     begin, weights = load_file(model / "model.safetensors"), trainer.weights
@@ -252,7 +252,7 @@ def test_the_reference_is_the_model_without_adapters_and_costs_no_memory(tmp_pat
     scores = {}
     for name, config in (("lora", CONFIG), ("all", {**CONFIG, "lora": None})):
         (tmp_path / name).mkdir()
-        trainer = OneRank(tmp_path / name, model, has_reference=True, klCoefficient=0.1, **config)
+        trainer = RankInProcess(tmp_path / name, model, has_reference=True, klCoefficient=0.1, **config)
         trainer.train(samples(1))
         metrics = trainer.train(samples(2))
         assert metrics["kl"] > 1e-3, "it is no longer the policy"
@@ -271,11 +271,11 @@ def test_going_on_from_a_checkpoint_is_going_on(tmp_path: Path, dropout: float) 
     ends = []
     for name in ("straight", "resumed"):
         (tmp_path / name).mkdir()
-        trainer = OneRank(tmp_path / name, model, **config)
+        trainer = RankInProcess(tmp_path / name, model, **config)
         trainer.train(samples(1))
         trainer.save()
         if name == "resumed":
-            trainer = OneRank(tmp_path / name, model, **config)
+            trainer = RankInProcess(tmp_path / name, model, **config)
             assert 1 == trainer.step
         trainer.train(samples(2))
         ends.append(trainer.loop._state.saved())
@@ -289,7 +289,7 @@ def test_dropout_drops_inputs_of_adapters_while_gradients_are_computed(tmp_path:
     gradients = {}
     for dropout in (0.0, 0.5):
         (tmp_path / str(dropout)).mkdir()
-        trainer = OneRank(tmp_path / str(dropout), model, **CONFIG | {"lora": LORA | {"dropout": dropout}})
+        trainer = RankInProcess(tmp_path / str(dropout), model, **CONFIG | {"lora": LORA | {"dropout": dropout}})
         seen: dict[str, Tensor] = {}
         trainer.at_update = lambda seen=seen, trainer=trainer: seen.update(trainer.gradients)  # type: ignore[misc]
         trainer.train(samples(1))
@@ -314,7 +314,7 @@ def test_a_checkpoint_of_other_adapters_or_another_model_is_refused(
     tmp_path: Path, changes: dict[str, Any], message: str
 ) -> None:
     model = write_tiny_model(tmp_path / "model")
-    trainer = OneRank(tmp_path, model, **CONFIG)
+    trainer = RankInProcess(tmp_path, model, **CONFIG)
     trainer.train(samples(1))
     trainer.save()
     if changes.pop("model", None):
@@ -323,18 +323,18 @@ def test_a_checkpoint_of_other_adapters_or_another_model_is_refused(
         save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
 
     with pytest.raises(ConfigError, match=message):
-        OneRank(tmp_path, model, **CONFIG | changes)
+        RankInProcess(tmp_path, model, **CONFIG | changes)
 
 
 def test_the_same_model_under_another_path_is_the_same(tmp_path: Path) -> None:
     model = write_tiny_model(tmp_path / "model")
-    trainer = OneRank(tmp_path, model, **CONFIG)
+    trainer = RankInProcess(tmp_path, model, **CONFIG)
     trainer.train(samples(1))
     trainer.save()
     shutil.copytree(model, tmp_path / "copy")
     (tmp_path / "copy" / "README.md").write_text("a model card")
 
-    assert 1 == OneRank(tmp_path, tmp_path / "copy", **CONFIG).step
+    assert 1 == RankInProcess(tmp_path, tmp_path / "copy", **CONFIG).step
 
 
 # --------------------------------------------------------------------------------------------------------------- layers
@@ -350,7 +350,7 @@ def test_only_named_layers_are_adapted_and_peft_is_told_their_shortest_names(
     tmp_path: Path, targets: list[str], named: list[str]
 ) -> None:
     model = write_tiny_model(tmp_path / "model")
-    trainer = OneRank(tmp_path, model, **CONFIG | {"lora": LORA | {"targetModules": targets}})
+    trainer = RankInProcess(tmp_path, model, **CONFIG | {"lora": LORA | {"targetModules": targets}})
     export = exported(trainer, tmp_path / "export")
 
     adapted = {name.removesuffix(f".{A}.weight") for name in trainer.gradients if name.endswith(f".{A}.weight")}
@@ -364,7 +364,7 @@ def test_a_name_that_no_linear_layer_has_is_refused_with_those_that_there_are(tm
     model = write_tiny_model(tmp_path / "model", tied=False)
 
     with pytest.raises(ConfigError, match=rf"no linear layer is named {target}; there are: down_proj, .*, v_proj"):
-        OneRank(tmp_path, model, **CONFIG | {"lora": LORA | {"targetModules": ["q_proj", target]}})
+        RankInProcess(tmp_path, model, **CONFIG | {"lora": LORA | {"targetModules": ["q_proj", target]}})
 
 
 # --------------------------------------------------------------------------------------------------------------- budget

@@ -11,7 +11,7 @@ import torch
 from allocations import allocated_by
 from contract.test_trainer_sharding import resident
 from contract.test_trainer_weights import ARCHITECTURES
-from contract.trainer_ranks_in_process import Watched, in_ranks
+from contract.trainer_ranks_in_process import UnwatchedTrainer, in_ranks
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -28,7 +28,7 @@ HIDDEN, LAYERS = 256, 12
 
 
 # ------------------------------------------------------------------------------------------- weights while they compute
-def weights_held(trainer: Watched, *, with_gradient: bool) -> tuple[int, int, int]:
+def weights_held(trainer: UnwatchedTrainer, *, with_gradient: bool) -> tuple[int, int, int]:
     """Bytes of a forward pass over six tokens at its peak; parameters of the largest layer, and of the whole model."""
     folder = trainer._settings.checkpoints.parent / f"rank-{trainer.rank}"
     folder.mkdir()
@@ -73,7 +73,7 @@ def test_forward_pass_of_ranks_that_share_a_model_has_a_layer_whole_in_bfloat16_
 
 
 # ------------------------------------------------------------------------------------------------------------- loading
-def load_again(trainer: Watched) -> tuple[int, int]:
+def load_again(trainer: UnwatchedTrainer) -> tuple[int, int]:
     """Growth of this process at its highest, in bytes, pages of files included; parameters of the model."""
     before = resident("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # the peak is counted from here
@@ -91,7 +91,7 @@ def test_each_rank_loads_its_part_of_each_tensor_and_no_more(tmp_path: Path) -> 
         assert grown < 4 * parameters / 3 + 2 * parameters < 4 * parameters
 
 
-def differing_tensors(trainer: Watched) -> list[str]:
+def differing_tensors(trainer: UnwatchedTrainer) -> list[str]:
     """Names of those that are not as one rank loads them, buffers that no file holds included."""
     alone = load_model(trainer._settings.model)
     wanted = dict(alone.named_parameters()) | dict(alone.named_buffers())

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from contract.trainer_in_process import OneRank
+from contract.trainer_in_process import RankInProcess
 from safetensors.torch import load_file
 
 from colocated_rl_trainer.conformance.ranks import TrainerGroup, TrainerKind, UnexpectedStatus
@@ -48,7 +48,7 @@ class Pair:
     """Two ranks, and one rank that does the same steps."""
 
     two: TrainerGroup
-    one: OneRank
+    one: RankInProcess
 
     def train(self, samples: list[Example], split: list[int]) -> tuple[Mapping[str, float], list[Mapping[str, float]]]:
         """The metrics of the one, and of each of the two."""
@@ -60,7 +60,7 @@ class Pair:
 @pytest.fixture(scope="module")
 def pair(kind: TrainerKind, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     with TrainerGroup(kind, tmp_path_factory.mktemp("two"), size=2) as two:
-        one = OneRank(tmp_path_factory.mktemp("one"), kind.model, **CONFIG)
+        one = RankInProcess(tmp_path_factory.mktemp("one"), kind.model, **CONFIG)
         two.wait_loaded()
         two.onload()
         yield Pair(two, one)

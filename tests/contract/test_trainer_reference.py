@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from contract.trainer_in_process import OneRank, only_rank
+from contract.trainer_in_process import RankInProcess, only_rank
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
@@ -53,7 +53,7 @@ def own_forward(model: torch.nn.Module, shard: Shard) -> torch.Tensor:
     return torch.where(shard.loss_mask, logp, torch.nan)
 
 
-def scored(trainer: OneRank, samples: list[Example]) -> torch.Tensor:
+def scored(trainer: RankInProcess, samples: list[Example]) -> torch.Tensor:
     """Score the next step's batch now, and return the scores that are kept."""
     step = trainer.step + 1
     (file,) = write_shards(trainer.folder, samples, step=step, split=1, temperature=TEMPERATURE)
@@ -66,7 +66,7 @@ def test_scores_are_those_of_the_trainers_own_forward_over_the_starting_weights(
     model: Path, tmp_path: Path, config: dict[str, object]
 ) -> None:
     """They are the same after the policy has left these weights."""
-    trainer = OneRank(
+    trainer = RankInProcess(
         tmp_path, model, has_reference=True, learningRate=1e-2, klCoefficient=0.1, microBatchTokens=40, **config
     )
     for seed in (1, 2):
@@ -81,7 +81,7 @@ def test_scores_are_those_of_the_trainers_own_forward_over_the_starting_weights(
 
 def test_samples_that_teach_nothing_are_not_scored(model: Path, tmp_path: Path) -> None:
     """The scores would not be used without a penalty."""
-    found = scored(OneRank(tmp_path, model, has_reference=True), make_samples(1))
+    found = scored(RankInProcess(tmp_path, model, has_reference=True), make_samples(1))
 
     (file,) = tmp_path.glob("step-1-*.safetensors")
     shard = Shard.read(file, step=1, shard=0, shards=1)
@@ -92,10 +92,10 @@ def test_samples_that_teach_nothing_are_not_scored(model: Path, tmp_path: Path) 
 
 def test_scores_that_are_there_after_a_restart_cost_no_second_pass(model: Path, tmp_path: Path) -> None:
     config: dict[str, object] = {"learningRate": 1e-2, "klCoefficient": 0.1}
-    first = OneRank(tmp_path, model, has_reference=True, **config)
+    first = RankInProcess(tmp_path, model, has_reference=True, **config)
     first.train(make_samples(1))
     passes = first.progressed
-    again = OneRank(tmp_path, model, has_reference=True, **config)
+    again = RankInProcess(tmp_path, model, has_reference=True, **config)
 
     again.train(make_samples(1))
 
@@ -124,12 +124,12 @@ def test_scores_that_are_not_whole_or_not_of_this_batch_are_made_again(
     model: Path, tmp_path: Path, harm: object
 ) -> None:
     assert callable(harm)
-    trainer = OneRank(tmp_path, model, has_reference=True, klCoefficient=0.1)
+    trainer = RankInProcess(tmp_path, model, has_reference=True, klCoefficient=0.1)
     right = scored(trainer, make_samples(1))
     (file,) = tmp_path.glob("*.scores")
     harm(file)
 
-    again = scored(OneRank(tmp_path, model, has_reference=True, klCoefficient=0.1), make_samples(1))
+    again = scored(RankInProcess(tmp_path, model, has_reference=True, klCoefficient=0.1), make_samples(1))
 
     torch.testing.assert_close(again, right, rtol=0, atol=0, equal_nan=True)
     assert [file] == [path for path in tmp_path.iterdir() if "scores" in path.name], "no draft is left"

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 from contract.test_trainer_reference import TEMPERATURE, make_samples, own_forward, scored
-from contract.trainer_in_process import OneRank, only_rank
+from contract.trainer_in_process import RankInProcess, only_rank
 from numpy.typing import NDArray
 from real_reference import START_S, RunningReference
 
@@ -28,7 +28,7 @@ from colocated_rl_trainer.protocol.settings import TrainerConfig
 from colocated_rl_trainer.ref_policy.score_queue import QueuedSample
 from colocated_rl_trainer.ref_policy.scorer import Scorer
 from colocated_rl_trainer.state.weights import load_model
-from fakes.authority import Authority
+from fakes.authority import FakeAuthority
 from fakes.tiny_model import write_tiny_model
 
 TOKEN = "a-token-of-this-test"
@@ -42,7 +42,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def start(folder: Path, model: Path, config: dict[str, object]) -> RunningReference:
     settings = only_rank(folder, model, {"threads": 1} | config, has_reference=True, is_apart=True)
     job = JobFile.read(settings.job.read_bytes())
-    tls = Authority().member_directory(folder / "tls", job_uid=job.uid, token=TOKEN)
+    tls = FakeAuthority().member_directory(folder / "tls", job_uid=job.uid, token=TOKEN)
     return RunningReference(folder, settings.job, model=model, config=settings.config, tls=tls)
 
 
@@ -77,7 +77,7 @@ def test_answers_are_those_of_the_trainers_own_forward_whoever_else_asks(
     scores = torch.where(shard.loss_mask, scores, torch.nan)
 
     torch.testing.assert_close(scores, own_forward(load_model(model), shard), rtol=1e-5, atol=1e-5, equal_nan=True)
-    trainers = scored(OneRank(tmp_path, model, has_reference=True, klCoefficient=0.1), samples)
+    trainers = scored(RankInProcess(tmp_path, model, has_reference=True, klCoefficient=0.1), samples)
     torch.testing.assert_close(scores, trainers, rtol=1e-5, atol=1e-5, equal_nan=True)
 
 
@@ -103,8 +103,8 @@ def test_batch_that_was_sealed_with_scores_is_trained_as_one_that_the_trainer_sc
     samples = make_samples(3)
     for place in ("own", "apart"):
         (tmp_path / place).mkdir()
-    own = OneRank(tmp_path / "own", model, has_reference=True, **config)
-    apart = OneRank(tmp_path / "apart", model, reference_apart=True, **config)
+    own = RankInProcess(tmp_path / "own", model, has_reference=True, **config)
+    apart = RankInProcess(tmp_path / "apart", model, reference_apart=True, **config)
     none = own.weights
     with_trainers_scores = own.train(samples, temperature=TEMPERATURE)
 
@@ -122,7 +122,7 @@ def test_batch_that_was_sealed_with_scores_is_trained_as_one_that_the_trainer_sc
 
 
 def test_batch_without_the_scores_that_the_job_has_is_refused(model: Path, tmp_path: Path) -> None:
-    apart = OneRank(tmp_path, model, reference_apart=True, klCoefficient=0.5)
+    apart = RankInProcess(tmp_path, model, reference_apart=True, klCoefficient=0.5)
 
     with pytest.raises(BadShard, match="sealed without scores of the job's reference"):
         apart.train(make_samples(1))

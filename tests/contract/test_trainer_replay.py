@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from contract.trainer_in_process import OneRank
-from contract.trainer_ranks_in_process import Watched, in_ranks
+from contract.trainer_in_process import RankInProcess
+from contract.trainer_ranks_in_process import UnwatchedTrainer, in_ranks
 
 from colocated_rl_rollout.store.batches import shard_path, take_places
 from colocated_rl_rollout.store.recording import deal_anew, take_batch
@@ -41,7 +41,7 @@ def record(folder: Path, *, seed: int) -> Path:
 def replay(folder: Path, recording: Path, model: Path) -> dict[str, torch.Tensor]:
     """Replay the recording with one rank, which takes the place of two."""
     folder.mkdir()
-    trainer = OneRank(folder, model, learningRate=1e-3)
+    trainer = RankInProcess(folder, model, learningRate=1e-3)
     for step in range(1, STEPS + 1):
         take_batch(recording, folder / "batches", step=step, shards=1)
         trainer.loop.train(step, shard_path(folder / "batches", step, 0), trainer)
@@ -65,7 +65,7 @@ def test_another_recording_leaves_others(model: Path, tmp_path: Path) -> None:
 
 
 # ------------------------------------------------------------------------------------------------- more or fewer ranks
-def train_to(trainer: Watched, last: int) -> dict[str, torch.Tensor]:
+def train_to(trainer: UnwatchedTrainer, last: int) -> dict[str, torch.Tensor]:
     """Train to a step on the files of the trainer's job. Returns whole parameters and moments."""
     batches = trainer._settings.checkpoints.parent / "batches"
     for step in range(trainer.step + 1, last + 1):
@@ -76,11 +76,11 @@ def train_to(trainer: Watched, last: int) -> dict[str, torch.Tensor]:
     return {name: whole(tensor).clone() for name, tensor in trainer._state.saved().items()}
 
 
-def train_one(trainer: Watched) -> None:
+def train_one(trainer: UnwatchedTrainer) -> None:
     train_to(trainer, 1)
 
 
-def train_all(trainer: Watched) -> dict[str, list[float]]:
+def train_all(trainer: UnwatchedTrainer) -> dict[str, list[float]]:
     return {name: tensor.flatten().tolist() for name, tensor in train_to(trainer, STEPS).items()}
 
 

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from contract.trainer_in_process import OneRank
-from contract.trainer_ranks_in_process import Watched, in_ranks
+from contract.trainer_in_process import RankInProcess
+from contract.trainer_ranks_in_process import UnwatchedTrainer, in_ranks
 from full_disk import no_file_above
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -42,7 +42,7 @@ def samples(step: int) -> list[Example]:
     ]
 
 
-def train(trainer: Watched, steps: int = 1) -> None:
+def train(trainer: UnwatchedTrainer, steps: int = 1) -> None:
     folder = trainer._settings.checkpoints.parent
     for step in range(trainer.step + 1, trainer.step + steps + 1):
         ranks = trainer._settings.world_size
@@ -52,13 +52,13 @@ def train(trainer: Watched, steps: int = 1) -> None:
     trainer.step += steps
 
 
-def state_of(trainer: Watched) -> dict[str, list[float]]:
+def state_of(trainer: UnwatchedTrainer) -> dict[str, list[float]]:
     """All of it, whole."""
     return {name: whole(tensor).flatten().tolist() for name, tensor in trainer._state.saved().items()}
 
 
 # ------------------------------------------------------------------------------------------------------ what each holds
-def bytes_held(trainer: Watched) -> tuple[int, int]:
+def bytes_held(trainer: UnwatchedTrainer) -> tuple[int, int]:
     train(trainer)
     parts = [part_of(parameter) for parameter in trainer.model.parameters()]
     return trainer._state.size_bytes, sum(part.numel() for part in parts)
@@ -84,7 +84,7 @@ def test_each_rank_has_everything_where_state_is_replicated(tmp_path: Path) -> N
 
 
 # --------------------------------------------------------------------------------------------------------------- steps
-def train_one(trainer: Watched) -> dict[str, list[float]]:
+def train_one(trainer: UnwatchedTrainer) -> dict[str, list[float]]:
     train(trainer)
     return state_of(trainer)
 
@@ -121,7 +121,7 @@ def test_ranks_that_compute_in_bfloat16_keep_and_update_the_state_in_float32(tmp
 
 
 # -------------------------------------------------------------------------------------------------------------- exports
-def export_in_small_files(trainer: Watched) -> None:
+def export_in_small_files(trainer: UnwatchedTrainer) -> None:
     directory = trainer._settings.checkpoints.parent / f"export-{trainer.rank}"
     directory.mkdir()
     write_model(trainer.model, directory, origin=trainer._settings.model, dtype=trainer._dtype, file_bytes=20_000)
@@ -148,7 +148,7 @@ def test_every_pod_gets_the_whole_export(tmp_path: Path, tied: bool, dtype: str)
         }
 
 
-def export_and_measure(trainer: Watched) -> int:
+def export_and_measure(trainer: UnwatchedTrainer) -> int:
     """Growth of this process at its highest, in bytes."""
     directory = trainer._settings.checkpoints.parent / f"export-{trainer.rank}"
     directory.mkdir()
@@ -173,12 +173,12 @@ def test_memory_of_an_export_is_bounded_by_its_files_not_by_the_model(tmp_path: 
         assert grown < 8 * FILE_BYTES
 
 
-def disk_of(trainer: Watched) -> AbstractContextManager[None]:
+def disk_of(trainer: UnwatchedTrainer) -> AbstractContextManager[None]:
     """Full for rank 1."""
     return no_file_above(1000) if trainer.rank == 1 else nullcontext()
 
 
-def export_beside_a_full_volume(trainer: Watched) -> str:
+def export_beside_a_full_volume(trainer: UnwatchedTrainer) -> str:
     directory = trainer._settings.checkpoints.parent / f"export-{trainer.rank}"
     directory.mkdir()
     origin = trainer._settings.model
@@ -197,7 +197,7 @@ def test_rank_whose_volume_is_full_leaves_the_exports_of_its_peers_whole(tmp_pat
     assert re.fullmatch(r"[3-9] files", str(outcomes[0]))
 
 
-def export_beside_a_full_volume_and_go_on(trainer: Watched) -> str:
+def export_beside_a_full_volume_and_go_on(trainer: UnwatchedTrainer) -> str:
     directory = trainer._settings.checkpoints.parent / f"export-{trainer.rank}"
     directory.mkdir()
     outcome = "exported"
@@ -218,7 +218,7 @@ def test_rank_whose_volume_is_full_keeps_no_peer_waiting(tmp_path: Path) -> None
 
 
 # ---------------------------------------------------------------------------------------------------- what a job leaves
-def train_and_leave(trainer: Watched) -> dict[str, list[float]]:
+def train_and_leave(trainer: UnwatchedTrainer) -> dict[str, list[float]]:
     train(trainer)
     folder = trainer._settings.checkpoints
     export_in_small_files(trainer)
@@ -248,7 +248,7 @@ def test_model_that_sharded_ranks_leave_is_an_ordinary_one(tmp_path: Path) -> No
 
 
 # ---------------------------------------------------------------------------------------------------------- checkpoints
-def train_and_save(trainer: Watched) -> dict[str, list[float]]:
+def train_and_save(trainer: UnwatchedTrainer) -> dict[str, list[float]]:
     train(trainer)
     trainer.offload()
     trainer.save(trainer.step, 2)
@@ -265,12 +265,12 @@ def test_checkpoint_is_gone_on_from_by_another_number_of_ranks(tmp_path: Path, a
         assert saved == state
 
     further, *_ = in_ranks(again, tmp_path, model, train_and_save, learningRate=1e-2)
-    alone = OneRank(tmp_path, model)
+    alone = RankInProcess(tmp_path, model)
     assert 2 == alone.step
     assert further == {name: tensor.flatten().tolist() for name, tensor in alone.loop._state.saved().items()}
 
 
-def save_to_a_full_volume(trainer: Watched) -> tuple[str, int]:
+def save_to_a_full_volume(trainer: UnwatchedTrainer) -> tuple[str, int]:
     """Return the error, and the checkpoint that existed then; once there is room, all ranks save."""
     train(trainer)
     try:
@@ -291,7 +291,7 @@ def test_checkpoint_that_one_rank_cannot_write_is_nobodys_until_there_is_room(tm
     assert ["step-00000001"] == [path.name for path in (tmp_path / "checkpoints").iterdir()]
 
 
-def save_what_one_rank_cannot_read_back(trainer: Watched) -> tuple[str, int]:
+def save_what_one_rank_cannot_read_back(trainer: UnwatchedTrainer) -> tuple[str, int]:
     """Return the error, and the steps that are saved once the rank can read them back."""
     train(trainer)
     write = trainer._write_checkpoint
@@ -320,7 +320,7 @@ def test_checkpoint_that_one_rank_cannot_read_back_keeps_no_peer_waiting(tmp_pat
     assert "[Errno 21] Is a directory" in outcomes[1][0]
 
 
-def read_what_one_rank_does_not_see(trainer: Watched, *, blind: int) -> None:
+def read_what_one_rank_does_not_see(trainer: UnwatchedTrainer, *, blind: int) -> None:
     train_and_save(trainer)
     saved = trainer._settings.checkpoints / "step-00000001"
     trainer._read_checkpoint(saved / "nowhere" if trainer.rank == blind else saved)
@@ -337,7 +337,7 @@ def test_checkpoint_that_one_rank_cannot_read_keeps_no_peer_waiting(tmp_path: Pa
 
 
 # ----------------------------------------------------------------------------------------------------------- lost peers
-def lose_a_peer_in_a_pass(trainer: Watched) -> None:
+def lose_a_peer_in_a_pass(trainer: UnwatchedTrainer) -> None:
     if trainer.rank == 1:
         trainer.model.model.layers[1].register_forward_pre_hook(lambda *_: os._exit(1))
     train(trainer)

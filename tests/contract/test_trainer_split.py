@@ -41,7 +41,7 @@ def make_samples() -> list[Example]:
     return samples
 
 
-class Steps:
+class DividedSteps:
     """One step of each division, done once."""
 
     def __init__(self, folder: Path) -> None:
@@ -81,8 +81,8 @@ class Steps:
 
 
 @pytest.fixture(scope="module")
-def steps(tmp_path_factory: pytest.TempPathFactory) -> Steps:
-    return Steps(tmp_path_factory.mktemp("split"))
+def steps(tmp_path_factory: pytest.TempPathFactory) -> DividedSteps:
+    return DividedSteps(tmp_path_factory.mktemp("split"))
 
 
 @pytest.mark.parametrize("loss", LOSSES)
@@ -98,7 +98,7 @@ def steps(tmp_path_factory: pytest.TempPathFactory) -> Steps:
     ids=lambda division: " ".join(map(str, division.values())),
 )
 def test_gradient_and_step_are_those_of_one_rank_and_one_pass(
-    steps: Steps, loss: str, division: dict[str, object]
+    steps: DividedSteps, loss: str, division: dict[str, object]
 ) -> None:
     gradient, weights = steps.of(loss, **division)  # type: ignore[arg-type]
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from contract.trainer_in_process import OneRank, only_rank
+from contract.trainer_in_process import RankInProcess, only_rank
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from colocated_rl_api.batch import BatchHeader
@@ -116,7 +116,7 @@ def plain_step(
 @pytest.mark.parametrize("average", ["Tokens", "Sequences", "Limit"])
 def test_step_is_that_of_the_plain_implementation(model: Path, tmp_path: Path, advantages: str, average: str) -> None:
     options = {"minibatches": 2, "microBatchTokens": 60, "advantage": advantages, "average": average}
-    trainer = OneRank(tmp_path, model, learningRate=1e-2, weightDecay=0.1, **options)
+    trainer = RankInProcess(tmp_path, model, learningRate=1e-2, weightDecay=0.1, **options)
     plain, begin = load_model(model), trainer.weights
     optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1)
     for step in (1, 2, 3):
@@ -138,7 +138,7 @@ def test_penalty_old_tokens_and_further_passes_are_those_of_the_plain_implementa
     model: Path, tmp_path: Path, average: str, estimator: str
 ) -> None:
     """Two steps, so that the policy has left its reference; in the second half of the samples are too old."""
-    trainer = OneRank(
+    trainer = RankInProcess(
         tmp_path, model, learningRate=1e-2, minibatches=2, dataPasses=2, microBatchTokens=60, average=average,
         has_reference=True, klCoefficient=0.5, klEstimator=estimator, maxTokenAge=0,
     )  # fmt: skip
@@ -165,17 +165,17 @@ def test_penalty_old_tokens_and_further_passes_are_those_of_the_plain_implementa
 
 
 def test_reference_is_where_the_job_began_also_after_a_restart(model: Path, tmp_path: Path) -> None:
-    first = OneRank(tmp_path, model, has_reference=True, learningRate=1e-2)
+    first = RankInProcess(tmp_path, model, has_reference=True, learningRate=1e-2)
     assert 0 == pytest.approx(first.train(make_samples(1))["kl"], abs=1e-9)
     first.save()
-    second = OneRank(tmp_path, model, has_reference=True, learningRate=1e-2)
+    second = RankInProcess(tmp_path, model, has_reference=True, learningRate=1e-2)
 
     assert 1e-4 < second.train(make_samples(2))["kl"]
 
 
 def test_progress_is_reported_with_every_micro_batch(model: Path, tmp_path: Path) -> None:
     """Two passes, and those of the reference and of the second minibatch's log-probabilities before them."""
-    trainer = OneRank(tmp_path, model, minibatches=2, dataPasses=2, microBatchTokens=10_000, has_reference=True)
+    trainer = RankInProcess(tmp_path, model, minibatches=2, dataPasses=2, microBatchTokens=10_000, has_reference=True)
 
     trainer.train(make_samples(1))
 
@@ -232,7 +232,7 @@ def test_division_into_micro_batches_changes_nothing_but_rounding(
 
 
 def test_group_without_spread_counts_in_the_normalizer_and_is_not_computed(model: Path, tmp_path: Path) -> None:
-    trainer = OneRank(tmp_path, model, learningRate=1e-3)
+    trainer = RankInProcess(tmp_path, model, learningRate=1e-3)
     samples = make_samples(1)
     same = [Example(s.prompt, s.response, s.logp, 1.0, s.group + 100, s.token_step) for s in make_samples(2)]
 
@@ -253,7 +253,7 @@ def test_state_that_never_fits_is_refused_before_a_weight_is_read(
     transformers.LlamaConfig(**size, **heads).save_pretrained(tmp_path / "model")
 
     with caplog.at_level(logging.INFO), pytest.raises(ConfigError, match=r"take \d{4}\.\d GiB of host memory"):
-        OneRank(tmp_path, tmp_path / "model")
+        RankInProcess(tmp_path, tmp_path / "model")
 
     [records] = [record for record in caplog.records if record.getMessage() == "memory of a step estimated"]
     assert isinstance(records.args, dict)
@@ -265,7 +265,7 @@ def test_state_that_never_fits_is_refused_before_a_weight_is_read(
 
 
 def test_step_that_finds_no_memory_says_what_to_lower(model: Path, tmp_path: Path) -> None:
-    trainer = OneRank(tmp_path, model, microBatchTokens=60)
+    trainer = RankInProcess(tmp_path, model, microBatchTokens=60)
 
     def full(*_: object) -> None:
         raise torch.OutOfMemoryError("Tried to allocate 20.00 GiB. GPU 0 has 79.11 GiB, of which 1.20 GiB are free")
@@ -281,7 +281,7 @@ def test_step_that_finds_no_memory_says_what_to_lower(model: Path, tmp_path: Pat
 
 @pytest.mark.parametrize("samples", [[], [Example([1, 2], [3], [-1.0], 1.0, group, 0) for group in (0, 0, 1, 1)]])
 def test_batch_that_teaches_nothing_still_ends_its_step(model: Path, tmp_path: Path, samples: list[Example]) -> None:
-    trainer = OneRank(tmp_path, model, learningRate=1e-2, weightDecay=0.5)
+    trainer = RankInProcess(tmp_path, model, learningRate=1e-2, weightDecay=0.5)
     before = trainer.weights
 
     metrics = trainer.train(samples)
@@ -293,7 +293,7 @@ def test_batch_that_teaches_nothing_still_ends_its_step(model: Path, tmp_path: P
 
 
 def test_learning_rate_0_changes_no_weight(model: Path, tmp_path: Path) -> None:
-    trainer = OneRank(tmp_path, model, learningRate=0, minibatches=2, weightDecay=0.5)
+    trainer = RankInProcess(tmp_path, model, learningRate=0, minibatches=2, weightDecay=0.5)
     before = trainer.weights
 
     metrics = trainer.train(make_samples(1))
@@ -303,7 +303,7 @@ def test_learning_rate_0_changes_no_weight(model: Path, tmp_path: Path) -> None:
 
 
 def test_learning_rate_rises_over_the_first_steps(model: Path, tmp_path: Path) -> None:
-    trainer = OneRank(tmp_path, model, learningRate=0.4, warmupSteps=4)
+    trainer = RankInProcess(tmp_path, model, learningRate=0.4, warmupSteps=4)
 
     assert [0.1, 0.2, 0.3, 0.4, 0.4] == pytest.approx(
         [trainer.train([])["learning_rate"] for _ in range(5)]
@@ -311,7 +311,7 @@ def test_learning_rate_rises_over_the_first_steps(model: Path, tmp_path: Path) -
 
 
 def test_each_pass_and_minibatch_is_an_update(model: Path, tmp_path: Path) -> None:
-    trainer = OneRank(tmp_path, model, learningRate=1e-3, minibatches=3, dataPasses=2)
+    trainer = RankInProcess(tmp_path, model, learningRate=1e-3, minibatches=3, dataPasses=2)
 
     assert 6 == trainer.train(make_samples(1))["updates"]
     assert [1] * 6 == trainer.updates
@@ -321,7 +321,7 @@ def test_agreement_with_the_engine_is_measured_on_tokens_of_the_present_weights_
     model: Path, tmp_path: Path
 ) -> None:
     """A token of older weights has another log-probability for a good reason."""
-    trainer = OneRank(tmp_path, model, learningRate=0, minibatches=2)
+    trainer = RankInProcess(tmp_path, model, learningRate=0, minibatches=2)
     own = [_with_own_logp(trainer, sample) for sample in make_samples(1)]
     off_by = [Example(s.prompt, s.response, [p - 0.5 for p in s.logp], s.reward, s.group, 1) for s in own]
 
@@ -350,7 +350,7 @@ def test_bypass_clips_against_the_behaviour_policy(model: Path, tmp_path: Path) 
 
 
 def test_temperature_of_sampling_is_that_of_training(model: Path, tmp_path: Path) -> None:
-    trainer = OneRank(tmp_path, model, learningRate=0)
+    trainer = RankInProcess(tmp_path, model, learningRate=0)
     warm = [_with_own_logp(trainer, sample, temperature=0.5) for sample in make_samples(1)]
 
     assert trainer.train(warm, temperature=0.5)["mismatch_max"] < 1e-4
@@ -360,16 +360,16 @@ def test_run_that_was_interrupted_goes_on_to_the_same_bits(model: Path, tmp_path
     config = {"learningRate": 1e-2, "minibatches": 2, "warmupSteps": 5}
     for name in ("whole", "parts"):
         (tmp_path / name).mkdir()
-    whole = OneRank(tmp_path / "whole", model, **config)
+    whole = RankInProcess(tmp_path / "whole", model, **config)
     for step in (1, 2, 3, 4):
         whole.train(make_samples(step))
 
-    first = OneRank(tmp_path / "parts", model, **config)
+    first = RankInProcess(tmp_path / "parts", model, **config)
     first.train(make_samples(1))
     first.train(make_samples(2))
     first.save()
     first.train(make_samples(99))  # lost with its process
-    second = OneRank(tmp_path / "parts", model, **config)
+    second = RankInProcess(tmp_path / "parts", model, **config)
     assert 2 == second.step
     second.train(make_samples(3))
     second.train(make_samples(4))
@@ -380,13 +380,13 @@ def test_run_that_was_interrupted_goes_on_to_the_same_bits(model: Path, tmp_path
 
 def test_checkpoint_is_gone_on_from_with_other_options_where_it_has_what_they_need(model: Path, tmp_path: Path) -> None:
     """A volume may outlive its job: what the next one's options lack there it is told, and not in torch's words."""
-    before = OneRank(tmp_path, model, learningRate=1e-2, optimizer="SGD")
+    before = RankInProcess(tmp_path, model, learningRate=1e-2, optimizer="SGD")
     before.train(make_samples(1))
     before.save()
     fewer = write_tiny_model(tmp_path / "fewer", layers=1)
     for other, optimizer, first in ((model, "AdamW", "first_moment"), (fewer, "SGD", "parameters")):
         with pytest.raises(ConfigError, match=rf"step-00000001 is of another .* differ, first {first}\..*: set spec"):
-            OneRank(tmp_path, other, optimizer=optimizer)
+            RankInProcess(tmp_path, other, optimizer=optimizer)
     config: dict[str, object] = {
         "learningRate": 1e-3,
         "minibatches": 2,
@@ -394,7 +394,7 @@ def test_checkpoint_is_gone_on_from_with_other_options_where_it_has_what_they_ne
         "average": "Sequences",
         "packing": True,
     }
-    after = OneRank(tmp_path, model, optimizer="SGD", **config)
+    after = RankInProcess(tmp_path, model, optimizer="SGD", **config)
     for name, tensor in before.weights.items():
         assert torch.equal(tensor, after.weights[name]), name
     after.train(make_samples(2))
@@ -402,7 +402,7 @@ def test_checkpoint_is_gone_on_from_with_other_options_where_it_has_what_they_ne
 
 
 def test_checkpoint_is_one_that_torchs_own_tools_read(model: Path, tmp_path: Path) -> None:
-    trainer = OneRank(tmp_path, model, learningRate=1e-2)
+    trainer = RankInProcess(tmp_path, model, learningRate=1e-2)
     trainer.train(make_samples(1))
     trainer.save()
 
@@ -431,7 +431,7 @@ def test_what_the_job_does_not_offload_stays(model: Path, tmp_path: Path, offloa
 
 
 def test_batch_with_a_shard_missing_is_refused(model: Path, tmp_path: Path) -> None:
-    trainer = OneRank(tmp_path, model)
+    trainer = RankInProcess(tmp_path, model)
     samples = make_samples(1)
     first_half = columns(samples[:12], {group: [s.reward for s in samples if s.group == group] for group in range(6)})
     header = BatchHeader(
@@ -447,7 +447,7 @@ def test_batch_with_a_shard_missing_is_refused(model: Path, tmp_path: Path) -> N
 def test_gradient_that_is_not_finite_stops_the_trainer_before_the_weights_are_spoilt(
     model: Path, tmp_path: Path
 ) -> None:
-    trainer = OneRank(tmp_path, model, learningRate=1e-2)
+    trainer = RankInProcess(tmp_path, model, learningRate=1e-2)
     next(trainer.loop.model.parameters()).data.fill_(float("nan"))
 
     with pytest.raises(Diverged, match="gradient norm of step 1 is nan"):
@@ -456,7 +456,7 @@ def test_gradient_that_is_not_finite_stops_the_trainer_before_the_weights_are_sp
     assert [] == trainer.updates
 
 
-def _with_own_logp(trainer: OneRank, sample: Example, temperature: float = 1.0) -> Example:
+def _with_own_logp(trainer: RankInProcess, sample: Example, temperature: float = 1.0) -> Example:
     ids = torch.tensor([[*sample.prompt, *sample.response]])
     with torch.no_grad():
         every = torch.log_softmax(trainer.loop.model(input_ids=ids).logits[0] / temperature, -1)
@@ -465,16 +465,18 @@ def _with_own_logp(trainer: OneRank, sample: Example, temperature: float = 1.0) 
     return Example(sample.prompt, sample.response, logp, sample.reward, sample.group, sample.token_step)
 
 
-def _own(trainer: OneRank, samples: Sequence[Example]) -> list[Example]:
+def _own(trainer: RankInProcess, samples: Sequence[Example]) -> list[Example]:
     return [_with_own_logp(trainer, sample) for sample in samples]
 
 
-def _two(folder: Path, model: Path, one: dict[str, object], other: dict[str, object]) -> tuple[OneRank, OneRank]:
+def _two(
+    folder: Path, model: Path, one: dict[str, object], other: dict[str, object]
+) -> tuple[RankInProcess, RankInProcess]:
     for name in ("one", "other"):
         (folder / name).mkdir()
     return (
-        OneRank(folder / "one", model, **{"learningRate": 1e-2} | one),
-        OneRank(folder / "other", model, **{"learningRate": 1e-2} | other),
+        RankInProcess(folder / "one", model, **{"learningRate": 1e-2} | one),
+        RankInProcess(folder / "other", model, **{"learningRate": 1e-2} | other),
     )
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from contract.peer import run_peer
-from contract.trainer_in_process import OneRank, only_rank
+from contract.trainer_in_process import RankInProcess, only_rank
 
 from colocated_rl_trainer.protocol.settings import ConfigError
 from fakes.tiny_model import write_tiny_model
@@ -41,4 +41,4 @@ def test_tracker_whose_library_is_absent_is_refused_with_what_to_install(
     model = write_tiny_model(tmp_path / "model")
 
     with pytest.raises(ConfigError, match=rf"{name} needs the Python package {package}: install it into the image"):
-        OneRank(tmp_path, model, trackers=[name])
+        RankInProcess(tmp_path, model, trackers=[name])

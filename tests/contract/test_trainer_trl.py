@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from contract.peer import run_peer
-from contract.trainer_in_process import OneRank
+from contract.trainer_in_process import RankInProcess
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -108,7 +108,7 @@ class Ours:
 
     def __init__(self, folder: Path, model: Path, config: Mapping[str, object]) -> None:
         folder.mkdir()
-        trainer = OneRank(
+        trainer = RankInProcess(
             folder, model, has_reference="klCoefficient" in config,
             **{"learningRate": 0.05, "dataPasses": 2, "gradientClip": 1e9, "importanceCap": CAP, "microBatchTokens": 40}
             | dict(config),
@@ -118,7 +118,7 @@ class Ours:
         trainer.at_update = lambda: self._look(trainer)
         self.metrics = trainer.train(make_samples())
 
-    def _look(self, trainer: OneRank) -> None:
+    def _look(self, trainer: RankInProcess) -> None:
         self.gradients.append(trainer.gradients)
         self.weights.append(trainer.weights)
 

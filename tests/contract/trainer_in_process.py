@@ -56,7 +56,7 @@ def only_rank(
     )
 
 
-class OneRank:
+class RankInProcess:
     """The default trainer. reference_apart: the job's has devices of its own, and batches come with its scores."""
 
     def __init__(

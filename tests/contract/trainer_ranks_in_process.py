@@ -20,7 +20,7 @@ from fakes.watched_trainer import forking
 ANSWER_S = 300.0
 
 
-class Watched(GRPOTrainer):
+class UnwatchedTrainer(GRPOTrainer):
     """Loaded and onloaded; its steps are watched by nobody."""
 
     def __init__(self, settings: RankSettings, config: Mapping[str, object]) -> None:
@@ -37,7 +37,13 @@ class Watched(GRPOTrainer):
 
 
 def in_ranks(
-    size: int, folder: Path, model: Path, do: Callable[[Watched], object], *, replays: object = False, **config: object
+    size: int,
+    folder: Path,
+    model: Path,
+    do: Callable[[UnwatchedTrainer], object],
+    *,
+    replays: object = False,
+    **config: object,
 ) -> list[Any]:
     """Return what `do`, a function of a module, returned or raised on each rank. replays: as for `only_rank`."""
     settings = replace(
@@ -50,7 +56,7 @@ def in_ranks(
 
 @contextlib.contextmanager
 def _started(
-    settings: RankSettings, do: Callable[[Watched], object], config: Mapping[str, object]
+    settings: RankSettings, do: Callable[[UnwatchedTrainer], object], config: Mapping[str, object]
 ) -> Iterator[Connection]:
     here, there = forking.Pipe()
     process = forking.Process(target=_be, args=(settings, do, config, there), daemon=True)
@@ -72,13 +78,13 @@ def _answer(pipe: Connection) -> object:
 
 
 def _be(
-    settings: RankSettings, do: Callable[[Watched], object], config: Mapping[str, object], pipe: Connection
+    settings: RankSettings, do: Callable[[UnwatchedTrainer], object], config: Mapping[str, object], pipe: Connection
 ) -> None:
     """A rank that fails ends at once, without waiting for its peers. One that is done stays for those that are not: the
     first holds what all have told each other.
     """
     try:
-        pipe.send(do(Watched(settings, config)))
+        pipe.send(do(UnwatchedTrainer(settings, config)))
         pipe.poll(ANSWER_S)  # until the test has all answers, or is gone
     except Exception as error:  # noqa: BLE001 - told to the test
         pipe.send(error)

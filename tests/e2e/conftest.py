@@ -20,8 +20,8 @@ from typing import Any
 import pytest
 import yaml
 from cluster import Cluster, CommandFailed
-from e2e.running_job import Kubectl, RunningJob
-from e2e.terminal import Terminal
+from e2e.running_job import KubectlCall, RunningJob
+from e2e.terminal import RecordedTerminal
 
 from examples.arithmetic.demo import model_volume
 from setup.environments import FRAMEWORKS
@@ -145,7 +145,7 @@ def image_of(name: str) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="session")
-def kubectl(cluster: Cluster | None) -> Kubectl:
+def kubectl(cluster: Cluster | None) -> KubectlCall:
     return _kubectl_of_environment if cluster is None else cluster.kubectl
 
 
@@ -166,12 +166,14 @@ def command_line(cluster: Cluster | None) -> CommandLine:
 
 
 @pytest.fixture(scope="session")
-def terminal(cluster: Cluster | None, kubectl: Kubectl, tmp_path_factory: pytest.TempPathFactory) -> Terminal:
+def terminal(
+    cluster: Cluster | None, kubectl: KubectlCall, tmp_path_factory: pytest.TempPathFactory
+) -> RecordedTerminal:
     """Return a terminal in the namespace of these tests."""
     folder = tmp_path_factory.mktemp("terminal")
     kubeconfig = folder / "kubeconfig"
     kubeconfig.write_text(kubectl("config", "view", "--raw", "--minify", "--flatten"))
-    terminal = Terminal.opened(folder, kubeconfig, is_local=cluster is not None)
+    terminal = RecordedTerminal.opened(folder, kubeconfig, is_local=cluster is not None)
     terminal(f"kubectl config set-context --current --namespace={NAMESPACE}")
     return terminal
 
@@ -187,7 +189,7 @@ def volume(claim_name: str, path: Path, *, namespace: str = NAMESPACE) -> str:
     return yaml.safe_dump_all(model_volume(claim_name, path, namespace=namespace))
 
 
-def apply(kubectl: Kubectl, file: str, **instead: object) -> RunningJob:
+def apply(kubectl: KubectlCall, file: str, **instead: object) -> RunningJob:
     """Create the job of a file beside the tests, with other fields of its spec."""
     manifest = yaml.safe_load((SCENARIOS / file).read_text())
     manifest["spec"] |= instead

@@ -23,7 +23,7 @@ POLL_S = 1.0  # each look starts a kubectl
 T = TypeVar("T")
 
 
-class Kubectl(Protocol):
+class KubectlCall(Protocol):
     """Runs kubectl and returns its standard output; raises when it fails."""
 
     def __call__(self, *args: str, stdin: str | None = None) -> str: ...
@@ -65,7 +65,7 @@ def wait_for(what: str, look: Callable[[], T | None], *, deadline_s: float, expl
 
 
 class RunningJob:
-    def __init__(self, kubectl: Kubectl, *, namespace: str, name: str) -> None:
+    def __init__(self, kubectl: KubectlCall, *, namespace: str, name: str) -> None:
         self._kubectl = kubectl
         self.namespace = namespace
         self.name = name

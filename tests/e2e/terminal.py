@@ -15,7 +15,7 @@ COMMAND_S = 1500.0  # beyond the deadlines that pages write
 
 
 @dataclass(frozen=True)
-class Terminal:
+class RecordedTerminal:
     folder: Path
     environment: dict[str, str]
 

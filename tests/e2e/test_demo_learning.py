@@ -12,7 +12,7 @@ import yaml
 from e2e.conftest import MODEL
 from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 
-from examples.arithmetic.loop import Evaluated, Options, learn
+from examples.arithmetic.loop import EvaluatedStep, Options, learn
 from examples.arithmetic.verdict import ARITHMETIC
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -20,7 +20,7 @@ JOB = ROOT / "examples/arithmetic/job.yaml"
 NOISE = 0.09  # three standard errors of the difference of two evaluations of 400 answers at 0.25
 
 
-def curve(*, learning_rate: float) -> list[Evaluated]:
+def curve(*, learning_rate: float) -> list[EvaluatedStep]:
     torch.set_num_threads(1)
     model = Qwen3ForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
     tokenizer = PreTrainedTokenizerFast.from_pretrained(MODEL)

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 from e2e.conftest import apply
-from e2e.running_job import Kubectl, RunningJob, wait_for
+from e2e.running_job import KubectlCall, RunningJob, wait_for
 
 from colocated_rl_api import names
 from colocated_rl_api.ladder import DISAGGREGATED
@@ -20,7 +20,7 @@ STEPS_S = 900  # another engine too
 
 
 @pytest.fixture(scope="module")
-def job(kubectl: Kubectl) -> Iterator[RunningJob]:
+def job(kubectl: KubectlCall) -> Iterator[RunningJob]:
     running = apply(kubectl, "disaggregated.yaml")
     yield running
     running.delete()

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from e2e.conftest import apply
-from e2e.running_job import Kubectl
+from e2e.running_job import KubectlCall
 
 DONE_S = 1200  # an engine and a trainer start, two steps of episodes
 
 
-def test_job_plays_its_environment_trains_its_episodes_and_evaluates_it(kubectl: Kubectl) -> None:
+def test_job_plays_its_environment_trains_its_episodes_and_evaluates_it(kubectl: KubectlCall) -> None:
     job = apply(kubectl, "environment.yaml")
     job.wait_for_condition("Complete", deadline_s=DONE_S)
     sealed = job.rollout_lines("batch sealed")

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from e2e.conftest import apply
-from e2e.running_job import Kubectl, RunningJob
+from e2e.running_job import KubectlCall, RunningJob
 
 from colocated_rl_api import names
 from colocated_rl_api.facts import TagState
@@ -21,7 +21,7 @@ STEPS_S = 600
 
 
 @pytest.fixture(scope="module")
-def job(kubectl: Kubectl) -> Iterator[RunningJob]:
+def job(kubectl: KubectlCall) -> Iterator[RunningJob]:
     running = apply(kubectl, "kept-weights.yaml", model={"image": {"reference": "colocated-rl/arithmetic-model:dev"}})
     yield running
     running.delete()

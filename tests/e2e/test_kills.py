@@ -29,8 +29,8 @@ from cluster import Cluster, CommandFailed
 from documents.blocks import under
 from e2e.conftest import NAMESPACE, SCENARIOS
 from e2e.pod_network import NetworkFault, faulty, missing_tools
-from e2e.running_job import Kubectl, RunningJob, wait_for
-from e2e.terminal import Terminal
+from e2e.running_job import KubectlCall, RunningJob, wait_for
+from e2e.terminal import RecordedTerminal
 from traces import Process, family, living
 
 from colocated_rl_api import names
@@ -70,13 +70,13 @@ PODS = ("operator", "agent", "rollout controller")  # a process of each pod
 
 
 @dataclass(frozen=True)
-class Fault:
+class KillFault:
     """A signal to a process. second: what is hit while that one is still coming back, or stands still."""
 
     kind: str
     number: signal.Signals
     rung: Rung
-    second: Fault | None = None
+    second: KillFault | None = None
 
     def __str__(self) -> str:
         after = f", then {self.second.number.name} to {self.second.kind}" if self.second else ""
@@ -112,7 +112,7 @@ class Between:
             time.sleep(NETWORK_S)  # it is the fault
 
 
-def faults(seed: int, *, of_network: bool) -> Iterator[Fault | Between]:
+def faults(seed: int, *, of_network: bool) -> Iterator[KillFault | Between]:
     """Every kind comes up, in an order of the seed, before any comes up again."""
     further = random.Random(f"{seed}: what is beside them")
     for number, fault in enumerate(single_faults(seed), 1):
@@ -124,14 +124,14 @@ def faults(seed: int, *, of_network: bool) -> Iterator[Fault | Between]:
             yield Between(further.choice([*NetworkFault]), further.choice(RUNGS))
 
 
-def single_faults(seed: float) -> Iterator[Fault]:
+def single_faults(seed: float) -> Iterator[KillFault]:
     rng = random.Random(seed)
     while True:
         kinds = [*IN_CONTAINERS, *COMPONENTS]
         rng.shuffle(kinds)
         for kind in kinds:
             number = signal.SIGKILL if kind == "cri-node1" else rng.choice((signal.SIGKILL, signal.SIGSTOP))
-            yield Fault(kind, number, rng.choice(RUNGS))
+            yield KillFault(kind, number, rng.choice(RUNGS))
 
 
 @dataclass
@@ -160,7 +160,7 @@ class Witness:
 
 @contextlib.contextmanager
 def under_faults(
-    cluster: Cluster | None, kubectl: Kubectl, name: str, change: Callable[[dict[str, Any]], None]
+    cluster: Cluster | None, kubectl: KubectlCall, name: str, change: Callable[[dict[str, Any]], None]
 ) -> Iterator[RunningJob]:
     """A job of two pods that has begun to train, forgives any number of failures and keeps all batches.
 
@@ -181,7 +181,7 @@ def under_faults(
 
 
 @pytest.fixture(scope="module")
-def job(cluster: Cluster | None, kubectl: Kubectl) -> Iterator[RunningJob]:
+def job(cluster: Cluster | None, kubectl: KubectlCall) -> Iterator[RunningJob]:
     def retry_at_once(spec: dict[str, Any]) -> None:
         spec["failurePolicy"] = {"backoffSeconds": 0}
 
@@ -189,7 +189,9 @@ def job(cluster: Cluster | None, kubectl: Kubectl) -> Iterator[RunningJob]:
         yield running
 
 
-def test_f97_a_person_injects_faults_and_the_job_goes_on(cluster: Cluster, job: RunningJob, terminal: Terminal) -> None:
+def test_f97_a_person_injects_faults_and_the_job_goes_on(
+    cluster: Cluster, job: RunningJob, terminal: RecordedTerminal
+) -> None:
     first, second = job.gpu_pods
     before = job.status
     await_rung(cluster, job, Rung.SERVING)
@@ -245,7 +247,7 @@ def await_rung(cluster: Cluster, job: RunningJob, rung: Rung) -> None:
         follow.kill()
 
 
-def strike(cluster: Cluster, fault: Fault, rng: random.Random) -> Process:
+def strike(cluster: Cluster, fault: KillFault, rng: random.Random) -> Process:
     """Send the fault's signal to a process of its kind; wait for one, as what was hit before may have ended it."""
     victims = await_successor(cluster, fault.kind, set())
     assert victims, f"no process is a {fault.kind}"

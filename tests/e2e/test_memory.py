@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from cluster import Cluster, CommandFailed
-from e2e.running_job import Kubectl, RunningJob, wait_for
+from e2e.running_job import KubectlCall, RunningJob, wait_for
 from e2e.test_kills import NEXT_STEP_S, Witness, assert_trained_once, await_rung, under_faults
 
 from colocated_rl_api import names
@@ -27,7 +27,7 @@ CONCURRENCY = 24  # groups under way
 
 
 @pytest.fixture(scope="module")
-def job(cluster: Cluster | None, kubectl: Kubectl) -> Iterator[RunningJob]:
+def job(cluster: Cluster | None, kubectl: KubectlCall) -> Iterator[RunningJob]:
     """Its back-off is the default, in which kubelet's report comes, after a peer's death."""
     with under_faults(cluster, kubectl, "memory", with_limits) as running:
         yield running

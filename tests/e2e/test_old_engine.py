@@ -10,13 +10,13 @@ from collections.abc import Iterator
 import pytest
 import yaml
 from e2e.conftest import NAMESPACE, SCENARIOS
-from e2e.running_job import Kubectl, RunningJob, wait_for
+from e2e.running_job import KubectlCall, RunningJob, wait_for
 
 START_S = 900  # a trainer and an engine start on two cores
 
 
 @pytest.fixture(scope="module")
-def job(kubectl: Kubectl) -> Iterator[RunningJob]:
+def job(kubectl: KubectlCall) -> Iterator[RunningJob]:
     manifest = yaml.safe_load((SCENARIOS / "one-pod.yaml").read_text())
     manifest["metadata"]["name"] = "old-engine"
     manifest["spec"]["gpus"]["image"] = "colocated-rl/old-engine:dev"

@@ -11,8 +11,8 @@ from collections.abc import Iterator
 import pytest
 from documents.blocks import blocks, under
 from e2e.conftest import apply
-from e2e.running_job import Kubectl, RunningJob, wait_for
-from e2e.terminal import Terminal
+from e2e.running_job import KubectlCall, RunningJob, wait_for
+from e2e.terminal import RecordedTerminal
 
 from colocated_rl_api import names
 
@@ -26,7 +26,7 @@ COPIER_IMAGE = "colocated-rl/rollout:dev"
 
 
 @pytest.fixture(scope="module")
-def recorded(kubectl: Kubectl, terminal: Terminal) -> Iterator[RunningJob]:
+def recorded(kubectl: KubectlCall, terminal: RecordedTerminal) -> Iterator[RunningJob]:
     """Record a job by the page's commands, from the spec of a job that has both sides and no pods."""
     whole = apply(kubectl, "one-side.yaml")
     begin, look = under(PAGE, "Record")
@@ -42,7 +42,7 @@ def recorded(kubectl: Kubectl, terminal: Terminal) -> Iterator[RunningJob]:
 
 
 @pytest.fixture(scope="module")
-def trained(recorded: RunningJob, kubectl: Kubectl, terminal: Terminal) -> Iterator[RunningJob]:
+def trained(recorded: RunningJob, kubectl: KubectlCall, terminal: RecordedTerminal) -> Iterator[RunningJob]:
     begin, of_a_claim = under(PAGE, "Replay")
     whole = recorded.name.removesuffix("-rollout")
     terminal(begin, sums=whole)
@@ -92,7 +92,7 @@ def copier(claim: str) -> str:
 
 
 def test_a_lost_job_goes_on_from_a_copy_of_its_checkpoints_as_if_it_had_never_ended(
-    recorded: RunningJob, trained: RunningJob, kubectl: Kubectl, terminal: Terminal
+    recorded: RunningJob, trained: RunningJob, kubectl: KubectlCall, terminal: RecordedTerminal
 ) -> None:
     """The runbook's commands restore it. The lost job had trained all steps, the new job begins at the oldest copy."""
     steps, uid, known = trained.step, trained.uid, figures(trained)

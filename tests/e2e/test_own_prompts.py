@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 from e2e.conftest import OPERATOR_NAMESPACE, apply
-from e2e.running_job import Kubectl, RunningJob
+from e2e.running_job import KubectlCall, RunningJob
 
 from colocated_rl_api import names
 from colocated_rl_api.ladder import SCORED_TIME_SLICED
@@ -17,7 +17,7 @@ ROWS = 81  # that the function makes
 OF_USERS = ("State the final answer", "Answer:", "CANARY")  # in each prompt, in good responses, in variables of pods
 
 
-def test_job_trains_on_a_mix_and_its_reward_function_gets_no_keys_store_or_answer(kubectl: Kubectl) -> None:
+def test_job_trains_on_a_mix_and_its_reward_function_gets_no_keys_store_or_answer(kubectl: KubectlCall) -> None:
     job = apply(kubectl, "own-prompts.yaml")
     job.wait_for_condition("Complete", deadline_s=DONE_S)
     assert 0 <= job.status["rollout"]["reward"] <= 1
@@ -55,7 +55,7 @@ def assert_scored(job: RunningJob) -> None:
     assert 0 < second, "and has moved by a step"
 
 
-def assert_nothing_of_users_is_shown(job: RunningJob, kubectl: Kubectl) -> None:
+def assert_nothing_of_users_is_shown(job: RunningJob, kubectl: KubectlCall) -> None:
     """No prompt, response or variable reaches what admins read, although a reward function raises all of them."""
     rollout, operator = names.ROLLOUT_CONTAINER, ("-n", OPERATOR_NAMESPACE, "logs", "deploy/colocated-rl")
     shown = {

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from e2e.conftest import NAMESPACE, apply
-from e2e.running_job import Kubectl, RunningJob, wait_for
+from e2e.running_job import KubectlCall, RunningJob, wait_for
 
 import fakes.hub
 from colocated_rl_api import names
@@ -32,7 +32,7 @@ CACHE = "hub-cache"
 
 
 @pytest.fixture(scope="module")
-def hub(kubectl: Kubectl) -> Iterator[str]:
+def hub(kubectl: KubectlCall) -> Iterator[str]:
     """Yield the address of a hub that has the arithmetic model."""
     container = {
         "name": "hub",
@@ -57,7 +57,7 @@ def hub(kubectl: Kubectl) -> Iterator[str]:
 
 
 @pytest.fixture(scope="module")
-def job(kubectl: Kubectl, hub: str) -> Iterator[RunningJob]:
+def job(kubectl: KubectlCall, hub: str) -> Iterator[RunningJob]:
     source = {"name": MODEL, "revision": fakes.hub.COMMIT, "endpoint": hub, "cacheClaimName": CACHE}
     running = apply(kubectl, "resident.yaml", model={"huggingFace": source})
     yield running

@@ -9,13 +9,13 @@ from collections.abc import Iterator
 
 import pytest
 from e2e.conftest import apply
-from e2e.running_job import Kubectl, RunningJob
+from e2e.running_job import KubectlCall, RunningJob
 
 COMPLETE_S = 1200  # two switches of 270 MB each, on two slow cores
 
 
 @pytest.fixture(scope="module")
-def job(kubectl: Kubectl) -> Iterator[RunningJob]:
+def job(kubectl: KubectlCall) -> Iterator[RunningJob]:
     running = apply(kubectl, "trained-model.yaml")
     running.wait_for_condition("Complete", deadline_s=COMPLETE_S)
     yield running

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from cluster import Cluster
-from e2e.terminal import Terminal
+from e2e.terminal import RecordedTerminal
 
 from setup.layout import CHECKOUT
 
@@ -24,7 +24,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 
 def test_every_command_of_the_tutorial_does_what_it_says(cluster: Cluster, tmp_path: Path) -> None:
-    terminal = Terminal.opened(tmp_path, cluster.kubeconfig)
+    terminal = RecordedTerminal.opened(tmp_path, cluster.kubeconfig)
     outputs: list[str] = []
     for block in BLOCKS:
         try:

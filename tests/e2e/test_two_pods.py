@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 from documents.blocks import blocks, under
 from e2e.conftest import OPERATOR_NAMESPACE, CommandLine, apply
-from e2e.running_job import Kubectl, Line, RunningJob, reached, wait_for
-from e2e.terminal import Terminal
+from e2e.running_job import KubectlCall, Line, RunningJob, reached, wait_for
+from e2e.terminal import RecordedTerminal
 
 from colocated_rl_api import names
 from colocated_rl_api.ladder import TIME_SLICED
@@ -46,7 +46,7 @@ WAY_BACK = ["Resume", "Update", "Resume", "Continue", "CheckProbe"]
 
 
 @pytest.fixture(scope="module")
-def job(kubectl: Kubectl) -> RunningJob:
+def job(kubectl: KubectlCall) -> RunningJob:
     """Has done three steps without a fault."""
     running = apply(kubectl, "two-pods.yaml")
     running.wait_for_step(3, deadline_s=START_S)
@@ -293,7 +293,7 @@ def test_an_engine_killed_while_the_trainer_holds_the_gpu_is_absent_until_offloa
     assert min(serving) > reached(joined, victim, Rung.UPDATED), "a gate opened before every pod held the new weights"
 
 
-def test_commands_of_runbooks_and_pages_look_at_the_job(job: RunningJob, terminal: Terminal) -> None:
+def test_commands_of_runbooks_and_pages_look_at_the_job(job: RunningJob, terminal: RecordedTerminal) -> None:
     """The commands run as they stand, after an engine was lost: the first of them
     searches for the line that reports it.
     """
@@ -314,7 +314,7 @@ def test_commands_of_runbooks_and_pages_look_at_the_job(job: RunningJob, termina
 
 
 # ----------------------------------------------------------------------------------------------------- operator faults
-def test_an_operator_killed_in_the_middle_of_a_switch_is_taken_over(job: RunningJob, kubectl: Kubectl) -> None:
+def test_an_operator_killed_in_the_middle_of_a_switch_is_taken_over(job: RunningJob, kubectl: KubectlCall) -> None:
     with trainer_held(job, job.gpu_pods[1]):
         before = job.status
         selector = "app.kubernetes.io/component=operator"
@@ -337,7 +337,7 @@ def test_an_operator_killed_in_the_middle_of_a_switch_is_taken_over(job: Running
 
 # ---------------------------------------------------------------------------------------------------------- suspension
 def test_a_suspended_job_has_no_pods_and_goes_on_in_fewer_with_the_samples_that_it_had(
-    job: RunningJob, terminal: Terminal
+    job: RunningJob, terminal: RecordedTerminal
 ) -> None:
     """The commands of the runbook suspend and resume it."""
     before, admitted = job.status, read_accounts(job)["admitted_ever"]
@@ -383,7 +383,7 @@ def test_deletion_leaves_nothing_but_retained_volumes(job: RunningJob) -> None:
     assert_deleted(job)
 
 
-def test_deletion_does_not_wait_for_members_that_are_dead(kubectl: Kubectl) -> None:
+def test_deletion_does_not_wait_for_members_that_are_dead(kubectl: KubectlCall) -> None:
     job = apply(kubectl, "one-pod.yaml")
     wait_for(
         "pods to run",

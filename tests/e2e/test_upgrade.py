@@ -18,7 +18,7 @@ from cluster import Cluster, CommandFailed
 from documents.blocks import under
 from e2e.conftest import HELM_S, MODEL, OPERATOR_NAMESPACE, SCENARIOS, volume
 from e2e.running_job import RunningJob, wait_for
-from e2e.terminal import Terminal
+from e2e.terminal import RecordedTerminal
 
 from setup.layout import CHECKOUT
 
@@ -103,7 +103,7 @@ def test_an_upgrade_with_the_defaults_of_before_misses_a_new_value_by_name(clust
 
 def test_a_node_is_drained_and_the_job_goes_on_after_it(cluster: Cluster, job: RunningJob, tmp_path: Path) -> None:
     """The commands of the runbook drain it. It is the only node, so the operator goes with it."""
-    terminal = Terminal.opened(tmp_path, cluster.kubeconfig)
+    terminal = RecordedTerminal.opened(tmp_path, cluster.kubeconfig)
     [node] = cluster.get("nodes")["items"]
     leader, restarts = operator(cluster), job.status["restarts"]
     for command in under("docs/runbooks/operations.md", "Preemption, maintenance, spot nodes"):

@@ -21,7 +21,7 @@ def _name(common_name: str) -> x509.Name:
 
 
 @dataclass(frozen=True)
-class Authority:
+class FakeAuthority:
     """Issues certificates that hold for `life`, and from as long before as the operator's."""
 
     key: ec.EllipticCurvePrivateKey = field(default_factory=lambda: ec.generate_private_key(ec.SECP256R1()))

@@ -22,7 +22,7 @@ UNREACHED = 599  # not a status: kubectl itself answers, with 500 and no object
 
 
 @dataclass(frozen=True)
-class Link:
+class OpenPortForward:
     """A port-forward that is open."""
 
     request: web.Request
@@ -42,7 +42,7 @@ class ClusterApi:
     logs: dict[tuple[str, str], str] = field(default_factory=dict)  # by pod and container
     pages: dict[tuple[str, str], str] = field(default_factory=dict)  # by pod and path, as the member answers
     members: dict[str, int] = field(default_factory=dict)  # by pod: the port of a real one, instead of pages
-    links: list[Link] = field(default_factory=list)  # to real ones
+    links: list[OpenPortForward] = field(default_factory=list)  # to real ones
     refused: dict[str, int] = field(default_factory=dict)  # by the end of a path: answered with this status
     asked: list[str] = field(default_factory=list)
     forwarded: list[bytes] = field(default_factory=list)
@@ -135,7 +135,7 @@ class ClusterApi:
         for channel in (DATA, ERROR):
             await link.send_bytes(channel + port.to_bytes(2, "little"))
         if pod in self.members:
-            self.links.append(Link(request))
+            self.links.append(OpenPortForward(request))
             return await self._join(link, self.members[pod])
         message = await link.receive_bytes()
         self.forwarded.append(message)

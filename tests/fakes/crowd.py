@@ -40,7 +40,7 @@ from colocated_rl_rollout.engines.engine_client import (
     GateConnector,
     GenerateRequest,
 )
-from fakes.authority import Authority
+from fakes.authority import FakeAuthority
 from fakes.idle_member import JOB_UID, idle_member
 from fakes.silent import silence
 
@@ -117,7 +117,7 @@ class Crowd:
 
 
 async def callers(directory: Path, files: int, count: int, silent: int) -> dict[str, Any]:
-    authority = Authority()
+    authority = FakeAuthority()
     authority.member_directory(directory / "tls", job_uid=JOB_UID, token="t" * 32)
     tls = MemberTls.read(directory / "tls")
     crowd = Crowd(tls, count)

@@ -13,7 +13,7 @@ GIB = 2**30
 TOTAL_BYTES = 80 * GIB
 
 
-class Device:
+class FakeDevice:
     def __init__(self, root: Path, *, count: int = 1) -> None:
         self._count = count
         self._libraries, self._held = root / "driver", root / "held"

@@ -56,7 +56,7 @@ BODY: web.RequestKey[Any] = web.RequestKey("body", object)
 
 
 @dataclass
-class Sample:
+class EngineRequest:
     """A request from its arrival to its last chunk."""
 
     rid: str
@@ -107,7 +107,7 @@ class FakeEngine:
         self.healthy = True
         self.released: set[str] = set()
         self.stale_cache = False  # it holds what other weights computed
-        self.samples: dict[str, Sample] = {}
+        self.samples: dict[str, EngineRequest] = {}
         self.calls: list[tuple[str, Any]] = []
         self.on_call: Callable[[str], None] = lambda route: None  # before it takes effect
         self.faults: dict[str, str] = {}
@@ -126,11 +126,11 @@ class FakeEngine:
             (Path(directory) / str(os.getpid())).write_text(str(int((CONTEXT_GB + mapped) * 2**30)))
 
     @property
-    def running(self) -> list[Sample]:
+    def running(self) -> list[EngineRequest]:
         """Return the samples that the scheduler has, waiting requests included."""
         return [sample for sample in self.samples.values() if not sample.parked]
 
-    async def generate(self, sample: Sample) -> None:
+    async def generate(self, sample: EngineRequest) -> None:
         """Make tokens until the sample ends."""
         while self.paused:
             sample.parked = True
@@ -150,7 +150,7 @@ class FakeEngine:
         async with self.changed:
             self.changed.notify_all()
 
-    async def make_token(self, sample: Sample) -> None:
+    async def make_token(self, sample: EngineRequest) -> None:
         before = (sample.prompt + sample.output)[-1]
         poisoned = self.weight is None or "kv_cache" in self.released or self.stale_cache
         token = POISON if poisoned else next_token(self.weight or 0.0, before, len(sample.output))
@@ -172,7 +172,7 @@ class FakeEngine:
             reason = {"type": "length", "length": sample.limit}
         await self.end(sample, reason)
 
-    async def end(self, sample: Sample, reason: dict[str, Any] | None) -> None:
+    async def end(self, sample: EngineRequest, reason: dict[str, Any] | None) -> None:
         sample.reason = reason
         async with sample.more:
             sample.more.notify_all()
@@ -394,7 +394,7 @@ class FakeEngine:
             return await self.serve_error(request, body, known)
         if not 0 <= min(prompt) <= max(prompt) < VOCABULARY:
             self.die("index out of range in self")
-        sample = Sample(
+        sample = EngineRequest(
             rid=body.get("rid") or os.urandom(16).hex(),
             prompt=prompt,
             limit=limit,
@@ -427,7 +427,7 @@ class FakeEngine:
         return response
 
     @contextlib.asynccontextmanager
-    async def making(self, sample: Sample) -> AsyncIterator[asyncio.Task[None]]:
+    async def making(self, sample: EngineRequest) -> AsyncIterator[asyncio.Task[None]]:
         """Generate a sample while its request is being served; if the client leaves, the sample is aborted."""
         self.samples[sample.rid] = sample
         made = asyncio.create_task(self.generate(sample))
@@ -442,7 +442,7 @@ class FakeEngine:
         await response.prepare(request)
         return response
 
-    async def chunks(self, sample: Sample, body: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
+    async def chunks(self, sample: EngineRequest, body: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
         """Spaced; the last one is there in any case."""
         sent = -1
         while sample.reason is None or sent < len(sample.output):
@@ -472,7 +472,7 @@ class FakeEngine:
         limit = int(body.get("max_tokens") or 16)
         if len(prompt) + limit > CONTEXT:
             return web.json_response({"object": "error", "message": "too long", "code": 400}, status=400)
-        sample = Sample(
+        sample = EngineRequest(
             body.get("rid") or os.urandom(16).hex(), prompt, limit, ends=not body.get("ignore_eos", False), interval=1
         )
         head = {"id": sample.rid, "object": kind, "created": 0, "model": body.get("model", "default")}
@@ -510,7 +510,7 @@ class FakeEngine:
         text = f"data: {json.dumps(error)}\n\ndata: [DONE]\n\n"
         return web.Response(text=text, content_type="text/event-stream")
 
-    def chunk(self, sample: Sample, body: dict[str, Any]) -> dict[str, Any]:
+    def chunk(self, sample: EngineRequest, body: dict[str, Any]) -> dict[str, Any]:
         """Cumulative, as the engine's are."""
         meta: dict[str, Any] = {
             "id": sample.rid,

@@ -12,7 +12,7 @@ from colocated_rl_rollout.store import tables
 from colocated_rl_rollout.store.database import Statement
 
 
-class Told(Episodes):
+class ScriptedEpisodes(Episodes):
     """begun: rows of the episodes that are under way or have ended. ends: of those to come, in order."""
 
     def __init__(self, *given: Any, **more: Any) -> None:

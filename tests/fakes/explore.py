@@ -17,8 +17,8 @@ from itertools import islice
 from builders import PLACED, make_job
 from colocated_rl_api.rungs import Placement
 from colocated_rl_operator.planner.reasons import Cause
-from fakes.model import FAULTS, MORTAL, Model, State
-from fakes.model_pod import Broken, must
+from fakes.model import FAULTS, MORTAL, JobModel, ModelState
+from fakes.model_pod import InvariantBroken, must
 from fakes.packed import Moves, Packing
 from fakes.values import Values
 
@@ -43,7 +43,7 @@ class Explored:
         return f"states: {self.states}, moves: {self.moves}, never looked at: {self.frontier}, ends: {ends}"
 
 
-def bounds_of(model: Model) -> str:
+def bounds_of(model: JobModel) -> str:
     """Return the bounds of the search, for people."""
     job, who = model.job, ", ".join(model.mortal) or "nobody"
     pods = f"{'with a reference, ' if job.ladder.scores else ''}pods: {len(job.gpu_seats)}"
@@ -57,7 +57,7 @@ def all_must_be_well(explored: Explored) -> None:
     assert {Cause.ALL_STEPS_DONE} == explored.ends.keys()
 
 
-def explore(model: Model, *, limit: int) -> Explored:
+def explore(model: JobModel, *, limit: int) -> Explored:
     """Every state that can be reached, or no more than `limit`. Raises Broken, with the way that led there."""
     search = Search(model)
     search.look(limit)
@@ -70,7 +70,7 @@ class Search:
     anew: one of so many is looked at in full all the same, and what was remembered must be what follows it.
     """
 
-    def __init__(self, model: Model, *, anew: int = ANEW) -> None:
+    def __init__(self, model: JobModel, *, anew: int = ANEW) -> None:
         start = model.start()
         self._anew = anew
         self.model, self._packing = model, Packing(start, may_swap=model.may_swap)
@@ -90,7 +90,7 @@ class Search:
     def frontier(self) -> int:
         return len(self._found) - self.looked_at
 
-    def states(self) -> Iterator[State]:
+    def states(self) -> Iterator[ModelState]:
         return map(self._packing.unpack, self._found)
 
     def look(self, limit: int) -> None:
@@ -103,8 +103,8 @@ class Search:
                 following = self._moves.successors(packed)
                 if number % self._anew == 0:
                     must(following == self._moves.in_full(packed), "what is remembered differs from what is so")
-            except Broken as error:
-                raise Broken(f"{error}, after {'; '.join(self._way(number))}") from error
+            except InvariantBroken as error:
+                raise InvariantBroken(f"{error}, after {'; '.join(self._way(number))}") from error
             if not following and (state := self._packing.unpack(packed)).operator.is_over:
                 assert state.operator.climb is not None
                 self._ends[number] = state.operator.climb.cause
@@ -148,7 +148,7 @@ class Search:
         return way[::-1]
 
 
-def must_walk_to_the_end(model: Model, *, seed: int) -> None:
+def must_walk_to_the_end(model: JobModel, *, seed: int) -> None:
     """One way of all, at random: where there are too many states for a search."""
     rng, state = random.Random(seed), model.start()
     for _ in range(MOST_MOVES):
@@ -173,7 +173,7 @@ def main(arguments: list[str]) -> int:
     bounds = parser.parse_args(arguments)
     spec = {"checkpoint": {"everySteps": 1}, "backoffLimit": 0 if bounds.retries else 6, **PLACED[bounds.placement]}
     job = make_job(replicas=bounds.pods, steps=1, **spec)
-    model = Model(job, deaths=bounds.deaths, of=bounds.of, suspensions=bounds.suspensions, retries=bounds.retries)
+    model = JobModel(job, deaths=bounds.deaths, of=bounds.of, suspensions=bounds.suspensions, retries=bounds.retries)
     search = Search(model)
     while search.frontier and search.looked_at < bounds.limit:
         search.look(min(OFTEN, bounds.limit - search.looked_at))

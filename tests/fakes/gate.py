@@ -32,7 +32,7 @@ Response = Callable[[Sequence[int]], tuple[Sequence[int], Sequence[int]]]
 """This function maps prompt and tokens so far to the whole response and the part of it that was sent."""
 
 
-class Fault(Enum):
+class GateFault(Enum):
     """A Fault happens to the next request instead of an answer."""
 
     ERROR_500 = "error 500"
@@ -86,7 +86,7 @@ class FakeGate:
         self.pace: int | None = None
         self.preemptions = 0  # of each attempt
         self.names_versions = True  # False: somebody else has updated the engine
-        self.faults: deque[Fault] = deque()
+        self.faults: deque[GateFault] = deque()
         self.requests: list[dict[str, Any]] = []
         self.refused = 0
         self.words: str | None = None
@@ -195,14 +195,14 @@ class FakeGate:
         self.requests.append(body)
         fault = self.faults.popleft() if self.faults else None
         match fault:
-            case Fault.ERROR_500:
+            case GateFault.ERROR_500:
                 return web.json_response({"error": {"message": self.words or "internal"}}, status=500)
-            case Fault.BUSY:
+            case GateFault.BUSY:
                 return web.json_response({"error": "16384 requests in flight: send it later"}, status=429)
-            case Fault.REJECTED:
+            case GateFault.REJECTED:
                 words = self.words or "prompt is longer than the context"
                 return web.json_response({"error": {"message": words}}, status=400)
-            case Fault.DROPPED:
+            case GateFault.DROPPED:
                 if request.transport is not None:
                     request.transport.abort()
                 return web.Response()
@@ -210,7 +210,7 @@ class FakeGate:
                 pass
         attempt = self._begin(body)
         try:
-            if fault is Fault.EMPTY:
+            if fault is GateFault.EMPTY:
                 self._end(attempt, {"type": "abort", "message": "Abort in waiting queue"})
             else:
                 self._advance(attempt)
@@ -220,7 +220,7 @@ class FakeGate:
         finally:
             self._attempts.discard(attempt)
         answer = self._answer(attempt, version)
-        if fault is Fault.GARBLED:
+        if fault is GateFault.GARBLED:
             answer["meta_info"]["output_token_logprobs"].pop()
         return web.json_response(answer)
 

@@ -25,7 +25,7 @@ from colocated_rl_rollout.rewards.rewards import TaskProcesses
 from colocated_rl_rollout.settings import read_settings
 from fakes.gate import FakeGate
 from fakes.interface import Checked
-from fakes.rollout import DEADLINE_S, JobOnDisk, OperatorEnd, Scripted, SilentProcesses, make_spec, until
+from fakes.rollout import DEADLINE_S, JobOnDisk, OperatorEnd, ScriptedConversation, SilentProcesses, make_spec, until
 from fakes.tasks import task_processes
 
 QUESTION: ChatCompletionMessageParam = {"role": "user", "content": "Where is it?"}
@@ -118,7 +118,7 @@ async def gateway_running(
         (directory / "model" / "chat_template.jinja").write_text(template)
     registry = CollectorRegistry()
     async with AsyncExitStack() as stack:
-        gate = FakeGate("job-gpu-0-0", job.tls, Scripted(directory / "model", answer))
+        gate = FakeGate("job-gpu-0-0", job.tls, ScriptedConversation(directory / "model", answer))
         await stack.enter_async_context(gate.listening())
         processes: TaskProcesses | None = None
         if tasks:

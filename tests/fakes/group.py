@@ -1,6 +1,6 @@
 """A whole job that moves: pods, agents, trainers, rollout controller and operator, without time or sockets.
 
-`Group` keeps the truth. GPU pods are the values of `fakes.model_pod`, and move by single actions of the real table
+`ModelGroup` keeps the truth. GPU pods are the values of `fakes.model_pod`, and move by single actions of the real table
 (`fakes.model_moves`), which check what must never happen; real operators drive them too (`fakes.member`). `Simulation`
 adds an operator with its real plan: what it sees of members is what they last reported, possibly less than the truth,
 and its targets take their time and may be overtaken. Beside what the moves check:
@@ -50,7 +50,7 @@ from fakes.model_moves import (
 from fakes.model_pod import (
     FIRST,
     OTHER,
-    Pod,
+    ModelPod,
     Target,
     admit,
     agent_restarts,
@@ -91,14 +91,14 @@ class GpuPod(SimPod):
     state: the truth. engine_failures: since it last served. sent: newest target over the present connection.
     """
 
-    def __init__(self, seat: str, attempt: int, uid: str, state: Pod | None = None) -> None:
-        self.state = state or Pod()
+    def __init__(self, seat: str, attempt: int, uid: str, state: ModelPod | None = None) -> None:
+        self.state = state or ModelPod()
         super().__init__(seat, attempt, uid)
         self.target: PodTarget | None = None
         self.engine_failures = 0
         self.sent: PodTarget | None = None
         self.inbox: list[PodTarget] = []
-        self._facts: tuple[Pod, int, PodFacts] | None = None  # the newest, and what they were made of
+        self._facts: tuple[ModelPod, int, PodFacts] | None = None  # the newest, and what they were made of
 
     @property
     def alive(self) -> bool:
@@ -161,7 +161,7 @@ def _rollout_facts(sealed: int, trained: int, epoch: int, evaluated: int | None,
     return rollout_facts(sealed=sealed, trained=trained, epoch=epoch, evaluated=results, stopped=stopped)
 
 
-class Group:
+class ModelGroup:
     """The truth about every pod of a job, and what each may do next."""
 
     def __init__(self, job: Job) -> None:
@@ -175,8 +175,8 @@ class Group:
         self.trained_in: dict[int, list[int]] = {}  # by lineage, in order
         self.served: WeightVersion | None = None  # newest version that every engine served at once
         self.stood: dict[int, dict[str, Rung]] = {}  # by epoch and seat: the highest barrier since it was accepted
-        self._nobody = Pod(alive=False, there=False, rules=rules_for(job.spec))
-        self._former: dict[str, Pod] = {}  # by seat: the last pod, once its object is gone
+        self._nobody = ModelPod(alive=False, there=False, rules=rules_for(job.spec))
+        self._former: dict[str, ModelPod] = {}  # by seat: the last pod, once its object is gone
 
     def resize(self, replicas: int) -> None:
         """A person writes spec.replicas, which the API server takes while there are no pods."""
@@ -192,7 +192,7 @@ class Group:
         return [*self.pods, *self.rollouts]
 
     @property
-    def states(self) -> dict[str, Pod]:
+    def states(self) -> dict[str, ModelPod]:
         """Return the truth about the pod in each GPU seat, also about one that is gone or was never there."""
         found = self._former | {pod.seat: pod.state for pod in self.pods}
         return {seat: found.get(seat, self._nobody) for seat in self.job.gpu_seats}
@@ -205,7 +205,7 @@ class Group:
             self.rollouts.append(rollout)
             return rollout
         spec, is_first = self.job.spec, seat == self.job.lineage_seats[0]
-        state = Pod(
+        state = ModelPod(
             rules=rules_for(spec),
             keeps=kept_tags(spec.rollout.offload),
             role=role_of(seat),
@@ -233,7 +233,7 @@ class Group:
             pod.target = target
         self._change(pod, after)
 
-    def _change(self, pod: GpuPod, after: Pod) -> None:
+    def _change(self, pod: GpuPod, after: ModelPod) -> None:
         """Note where the pod has stood. What it holds of epochs under which nobody acts any more is dropped."""
         if after.stood:
             epoch, rung = after.stood[-1]
@@ -290,7 +290,7 @@ class Group:
             must(not trained or step == trained[-1] + 1, f"{lineage} trained {trained}, then {step}")
             trained.append(step)
 
-    def _peers(self, pod: GpuPod) -> Iterator[Pod]:
+    def _peers(self, pod: GpuPod) -> Iterator[ModelPod]:
         """Other pods with trainers."""
         return (each for seat, each in self.states.items() if seat != pod.seat and seat in self.job.trainer_seats)
 
@@ -371,7 +371,7 @@ class Group:
         return True
 
 
-class Simulation(Group):
+class Simulation(ModelGroup):
     """A group with its operator: the real plan, members that report late, targets that arrive late."""
 
     def __init__(self, job: Job) -> None:

@@ -10,7 +10,7 @@ from functools import cache
 from colocated_rl_operator.planner.observation import Climb, Job
 from colocated_rl_operator.planner.reasons import Cause
 from fakes.explore import Search
-from fakes.model import Model, State, with_first
+from fakes.model import JobModel, ModelState, with_first
 from fakes.packed import rows_of
 
 MOST_STATES = 1_000_000
@@ -18,7 +18,7 @@ MOST_STATES = 1_000_000
 
 def searched(job: Job, *, of: tuple[str, ...], in_all_orders: bool) -> Search:
     """Search with one death among these."""
-    search = Search(Model(job, deaths=bool(of), of=of, in_all_orders=in_all_orders))
+    search = Search(JobModel(job, deaths=bool(of), of=of, in_all_orders=in_all_orders))
     search.look(MOST_STATES)
     assert 0 == search.frontier
     return search
@@ -34,7 +34,7 @@ def must_mean_the_same(few: Search, each: Search) -> None:
     assert _at_the_end(each.states()) == _at_the_end(meant)
 
 
-def _with_first(states: Iterable[State]) -> Iterator[State]:
+def _with_first(states: Iterable[ModelState]) -> Iterator[ModelState]:
     for state in states:
         if state.pods[0].is_first:
             yield state
@@ -42,7 +42,7 @@ def _with_first(states: Iterable[State]) -> Iterator[State]:
             yield from (with_first(state, index) for index in range(len(state.pods)))
 
 
-def _before_the_end(model: Model, states: Iterable[State]) -> set[tuple[object, ...]]:
+def _before_the_end(model: JobModel, states: Iterable[ModelState]) -> set[tuple[object, ...]]:
     """Whichever pod is which, but for that with rank 0. A group's name says which: it is the present one's or not."""
     groups: dict[tuple[object, ...], str | None] = {}
     found = set[tuple[object, ...]]()
@@ -58,7 +58,7 @@ def _before_the_end(model: Model, states: Iterable[State]) -> set[tuple[object, 
     return found
 
 
-def _without_pods(state: State) -> State:
+def _without_pods(state: ModelState) -> ModelState:
     return state._replace(pods=(), stale=(), operator=state.operator._replace(known=(), sent=()))
 
 
@@ -67,11 +67,11 @@ def _named(climb: Climb | None, present: str | None) -> Climb | None:
     return climb and replace(climb, group=climb.group and f"present: {climb.group == present}")
 
 
-def _at_the_end(states: Iterable[State]) -> set[tuple[object, ...]]:
+def _at_the_end(states: Iterable[ModelState]) -> set[tuple[object, ...]]:
     """`stood` aside: what it forgets depends on the others, and no check looks there any more."""
     rows = (row for state in states if _has_ended(state) for row in rows_of(state))
     return {(pod._replace(stood=()), *others) for pod, *others in rows}
 
 
-def _has_ended(state: State) -> bool:
+def _has_ended(state: ModelState) -> bool:
     return state.operator.climb is not None and state.operator.climb.cause is Cause.ALL_STEPS_DONE

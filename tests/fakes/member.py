@@ -20,7 +20,7 @@ from colocated_rl_api import names
 from colocated_rl_api.member_wire import Hello, PodTarget, RolloutTarget
 from colocated_rl_member.server import MemberServer, Ports
 from colocated_rl_member.tls import MemberTls
-from fakes.group import GpuPod, Group, RolloutPod
+from fakes.group import GpuPod, ModelGroup, RolloutPod
 
 Body = dict[str, Any]
 
@@ -32,7 +32,15 @@ class FakeMember:
     """
 
     def __init__(
-        self, group: Group, pod: GpuPod | RolloutPod, *, name: str, job_uid: str, host: str, tls: Path, control: int
+        self,
+        group: ModelGroup,
+        pod: GpuPod | RolloutPod,
+        *,
+        name: str,
+        job_uid: str,
+        host: str,
+        tls: Path,
+        control: int,
     ) -> None:
         self.group = group
         self.pod = pod
@@ -120,7 +128,7 @@ class FakeKubelet:
 
     def __init__(
         self,
-        group: Group,
+        group: ModelGroup,
         directory: Path,
         *,
         read_secret: Callable[[str], Coroutine[None, None, dict[str, str]]],

@@ -1,8 +1,8 @@
 """A job as one value, and every value that can follow: the real plan, action table, journal and fence.
 
-Nothing moves by itself. `Model.successors` lists what may happen next, to anybody: a target or a report that arrives,
-an agent's next action, a collective that fails, and, as long as they last, a death or a suspension; operator and
-rollout controller answer at once to what they hear, which may be long ago. What an operator knows of a pod is some
+Nothing moves by itself. `JobModel.successors` lists what may happen next, to anybody: a target or a report that
+arrives, an agent's next action, a collective that fails, and, as long as they last, a death or a suspension; operator
+and rollout controller answer at once to what they hear, which may be long ago. What an operator knows of a pod is some
 report since the newest one that it heard, because a report arrives when it arrives; a target that was not delivered is
 overtaken by the next one. After a take-over the old leader is still about, with a plan in its hands: its targets may
 arrive at any time, its raise of the epoch may be tried.
@@ -80,8 +80,8 @@ from fakes.model_pod import (
     CALLS,
     FIRST,
     OTHER,
-    Pod,
-    Rank,
+    ModelPod,
+    ModelRank,
     Target,
     admit,
     agent_restarts,
@@ -109,7 +109,7 @@ class _Seen(NamedTuple):
     durable: int
     rung: Rung
     version: WeightVersion | None
-    rank: Rank
+    rank: ModelRank
     stopped: bool
     rejected: WeightVersion | None
 
@@ -126,7 +126,7 @@ class Seen(Hashed, _Seen):
         return self._replace(rank=self.rank.as_first())
 
 
-class Rollout(NamedTuple):
+class ModelRollout(NamedTuple):
     """The rollout controller, which does not die here, and its store."""
 
     goal: Goal = Goal.CLIMB
@@ -141,7 +141,7 @@ class Rollout(NamedTuple):
     there: bool = True  # its pod
 
 
-class Operator(NamedTuple):
+class ModelOperator(NamedTuple):
     """An Operator holds the record in the job's status, and what the leading process has heard and sent."""
 
     climb: Climb | None = None
@@ -152,15 +152,15 @@ class Operator(NamedTuple):
     known: tuple[Seen | None, ...] = ()
     sent: tuple[Target | None, ...] = ()
 
-    def lost(self, index: int) -> Operator:
+    def lost(self, index: int) -> ModelOperator:
         """The connection to a pod is gone."""
         return self._replace(known=put(self.known, index, None), sent=put(self.sent, index, None))
 
 
-class State(NamedTuple):
-    pods: tuple[Pod, ...]
-    rollout: Rollout
-    operator: Operator
+class ModelState(NamedTuple):
+    pods: tuple[ModelPod, ...]
+    rollout: ModelRollout
+    operator: ModelOperator
     saved: int = 0  # newest durable checkpoint
     deaths: int = 0  # that may still come
     stale: tuple[Target | None, ...] = ()  # of a leader that is none any more, on their way
@@ -171,7 +171,7 @@ class State(NamedTuple):
     spec_retries: int = 0
     retries: int = 0  # that may still come
 
-    def with_pod(self, index: int, pod: Pod) -> State:
+    def with_pod(self, index: int, pod: ModelPod) -> ModelState:
         pods = put(self.pods, index, pod)
         oldest = min((each.epoch for each in pods if each.alive), default=0)  # nobody acts under an older one any more
         if any(each.stood and each.stood[0][0] < oldest for each in pods):
@@ -200,7 +200,7 @@ class Shown(NamedTuple):
     rank: _ShownRank
 
     @classmethod
-    def of(cls, pod: Pod) -> Shown:
+    def of(cls, pod: ModelPod) -> Shown:
         rank = _ShownRank(pod.rank.is_alive, pod.rank.lineage, pod.rank.step)
         place = (pod.attempt, pod.alive, pod.there, pod.epoch, pod.gate_open)
         return cls(*place, pod.stood, pod.ladder, pod.exports, pod.is_first, rank)
@@ -215,7 +215,7 @@ class Decided(NamedTuple):
     slowest: Rung
 
 
-class Model:
+class JobModel:
     """deaths, suspensions, retries: how many may happen. of: what may die or fail. in_all_orders: nothing is left out.
 
     The others are what a seeded defect leaves out.
@@ -264,20 +264,20 @@ class Model:
         self._past_deadline = cache(lambda pod: tuple(past_deadline(pod)))
         self._plans: dict[object, Decided] = {}
         self._climbs, self._reported = Values[Climb | None](), Values[Seen]()
-        self._actions: dict[Pod, tuple[do.Action, ...]] = {}
-        self._seen: dict[Pod, Seen] = {}
+        self._actions: dict[ModelPod, tuple[do.Action, ...]] = {}
+        self._seen: dict[ModelPod, Seen] = {}
         self._reports: dict[Seen, PodFacts] = {}  # one that says just that
 
-    def start(self) -> State:
+    def start(self) -> ModelState:
         """Every pod runs, and nobody knows anybody."""
         nobody = (None,) * len(self.job.gpu_seats)
         pods = tuple(self._new_pod(seat, OTHER) for seat in self.job.gpu_seats)
         if not self.may_swap or self._shares_a_volume:
             pods = first_of(pods, 0)
-        return State(
+        return ModelState(
             pods,
-            Rollout(),
-            Operator(known=nobody, sent=nobody),
+            ModelRollout(),
+            ModelOperator(known=nobody, sent=nobody),
             deaths=self.deaths,
             stale=nobody,
             suspensions=self.suspensions,
@@ -289,12 +289,12 @@ class Model:
         """Return whether pods share a volume, to which the pod with rank 0 writes."""
         return self.job.spec.placement is Placement.DISAGGREGATED
 
-    def _new_pod(self, seat: str, rank: Rank) -> Pod:
+    def _new_pod(self, seat: str, rank: ModelRank) -> ModelPod:
         writes = self._shares_a_volume and seat == self.job.trainer_seats[0]
         exports = frozenset[WeightVersion]() if writes else None
-        return Pod(rules=self._rules, keeps=self._keeps, role=role_of(seat), exports=exports, rank=rank)
+        return ModelPod(rules=self._rules, keeps=self._keeps, role=role_of(seat), exports=exports, rank=rank)
 
-    def successors(self, state: State) -> list[tuple[str, State]]:
+    def successors(self, state: ModelState) -> list[tuple[str, ModelState]]:
         """Return the possible moves, each with the state that follows. Raises Broken."""
         if state.operator.is_over:
             return self._as_values(self._retried(state))
@@ -304,29 +304,29 @@ class Model:
             moves = [*self._moves(state), *self._befalls(state)]
         return self._as_values(moves)
 
-    def moves(self, state: State) -> list[tuple[str, State]]:
+    def moves(self, state: ModelState) -> list[tuple[str, ModelState]]:
         """Return the moves in which nobody dies, and no person takes part."""
         if state.operator.is_over:
             return []
         return self._first_chosen(state) or self._as_values(self._moves(state))
 
-    def moves_of(self, state: State, index: int) -> list[tuple[str, State]]:
+    def moves_of(self, state: ModelState, index: int) -> list[tuple[str, ModelState]]:
         """Return the moves of one pod, which depend only on what other pods show."""
         return self._as_values(self._moves_of(state, index))
 
-    def deaths_of(self, state: State, index: int) -> list[tuple[str, State]]:
+    def deaths_of(self, state: ModelState, index: int) -> list[tuple[str, ModelState]]:
         """Likewise."""
         return self._as_values(self._deaths(state, index))
 
-    def befalls_all(self, state: State) -> list[tuple[str, State]]:
+    def befalls_all(self, state: ModelState) -> list[tuple[str, ModelState]]:
         """Return the events that belong to no pod."""
         return self._as_values(self._befalls_all(state))
 
-    def is_quiet(self, state: State) -> bool:
+    def is_quiet(self, state: ModelState) -> bool:
         """Nothing happens at once, which depends on what pods show and operator and rollout controller know alone."""
         return not self._moves_at_once(state)
 
-    def _moves(self, state: State) -> list[tuple[str, State]]:
+    def _moves(self, state: ModelState) -> list[tuple[str, ModelState]]:
         found = self._moves_at_once(state)
         if not found:
             found = [move for index in range(len(state.pods)) for move in self._moves_of(state, index)]
@@ -334,24 +334,24 @@ class Model:
                 found.append(("old leader", decided_on(state._replace(sleeper=None), state.sleeper)))
         return found or [*self._operator_passes(state, late=True)]
 
-    def _moves_at_once(self, state: State) -> list[tuple[str, State]]:
+    def _moves_at_once(self, state: ModelState) -> list[tuple[str, ModelState]]:
         """Nobody gains by waiting."""
         return [*islice(chain(self._rollout_acts(state), self._operator_passes(state, late=False)), 1)]
 
-    def _moves_of(self, state: State, index: int) -> Iterator[tuple[str, State]]:
+    def _moves_of(self, state: ModelState, index: int) -> Iterator[tuple[str, ModelState]]:
         """Yield the moves of one pod."""
         yield from self._targets_arrive(state, index)
         yield from self._reports_arrive(state, index)
         yield from self._agent_acts(state, index)
 
-    def end_alone(self, state: State) -> bool:
+    def end_alone(self, state: ModelState) -> bool:
         """Pods do, each for itself: see above."""
         climb, is_settled = state.operator.climb, not (state.suspend or state.suspensions or state.sleeper)
         has_ended = climb is not None and climb.cause is Cause.ALL_STEPS_DONE
         is_led = not (state.deaths and "operator" in self.mortal)
         return has_ended and is_led and is_settled and not (self.in_all_orders or self._shares_a_volume)
 
-    def _moves_one_by_one(self, state: State) -> list[tuple[str, State]]:
+    def _moves_one_by_one(self, state: ModelState) -> list[tuple[str, ModelState]]:
         """Return the moves of the first pod that has any; pods that have none may still die."""
         if found := self._moves_at_once(state):
             return found + self._befalls(state)
@@ -362,11 +362,11 @@ class Model:
                 return found
         return []
 
-    def _befalls(self, state: State) -> list[tuple[str, State]]:
+    def _befalls(self, state: ModelState) -> list[tuple[str, ModelState]]:
         deaths = [death for index in range(len(state.pods)) for death in self._deaths(state, index)]
         return deaths + self._befalls_all(state)
 
-    def _befalls_all(self, state: State) -> list[tuple[str, State]]:
+    def _befalls_all(self, state: ModelState) -> list[tuple[str, ModelState]]:
         found = []
         if state.deaths and state.operator.climb is not None and "operator" in self.mortal:
             found.append(("operator dies", self._next_leader(state._replace(deaths=state.deaths - 1))))
@@ -376,28 +376,28 @@ class Model:
             found.append(("suspended", state._replace(suspend=True, suspensions=state.suspensions - 1)))
         return found
 
-    def _retried(self, state: State) -> Iterator[tuple[str, State]]:
+    def _retried(self, state: ModelState) -> Iterator[tuple[str, ModelState]]:
         """A person tells a failed job to go on."""
         climb = state.operator.climb
         if state.retries and climb is not None and climb.cause.is_failure:
             retried = state._replace(spec_retries=state.spec_retries + 1, retries=state.retries - 1)
             yield "retried", self._carry_out(retried, self._plan(retried, late=False))
 
-    def _as_values(self, found: Iterable[tuple[str, State]]) -> list[tuple[str, State]]:
+    def _as_values(self, found: Iterable[tuple[str, ModelState]]) -> list[tuple[str, ModelState]]:
         return [(what, self._without_the_refused(after)) for what, after in found]
 
-    def _first_chosen(self, state: State) -> list[tuple[str, State]]:
+    def _first_chosen(self, state: ModelState) -> list[tuple[str, ModelState]]:
         """Whoever may have rank 0, once that makes a difference; else nothing."""
         pods = state.pods
         if pods[0].is_first or not any(map(self.tells_apart, pods)):
             return []
         return [(f"{index} has rank 0", with_first(state, index)) for index in range(len(pods))]
 
-    def tells_apart(self, pod: Pod) -> bool:
+    def tells_apart(self, pod: ModelPod) -> bool:
         """It is lost, or would do something else if it had rank 0."""
         return not pod.alive or self._choices(pod) != self._choices(pod.as_first())
 
-    def _without_the_refused(self, state: State) -> State:
+    def _without_the_refused(self, state: ModelState) -> ModelState:
         """Old targets that would change nothing have arrived, whenever they do."""
         if not self.has_fence or not any(state.stale):
             return state
@@ -408,12 +408,12 @@ class Model:
         return state._replace(stale=stale)
 
     # ----------------------------------------------------------------------------------------------------- the operator
-    def _operator_passes(self, state: State, *, late: bool) -> Iterator[tuple[str, State]]:
+    def _operator_passes(self, state: ModelState, *, late: bool) -> Iterator[tuple[str, ModelState]]:
         after = self._carry_out(state, self._plan(state, late=late))
         if after is not state and after != state:
             yield "operator, late" if late else "operator", after
 
-    def _plan(self, state: State, *, late: bool) -> Decided:
+    def _plan(self, state: ModelState, *, late: bool) -> Decided:
         operator, places = state.operator, tuple((pod.attempt, pod.alive, pod.there) for pod in state.pods)
         climb = self._climbs.number(operator.climb)
         key = (climb, operator[1:-1], state.rollout, places, late, state.suspend, state.spec_retries)
@@ -445,7 +445,7 @@ class Model:
         made = replace(made, climb=self._climbs.kept(made.climb))
         return Decided(made, rollout, tuple(targets), slowest)
 
-    def observe(self, state: State) -> Observation:
+    def observe(self, state: ModelState) -> Observation:
         operator = state.operator
         members = [
             Member(
@@ -493,7 +493,7 @@ class Model:
             seen = replace(seen, memory=replace(memory, died=dead, died_at=0.0))
         return seen
 
-    def _carry_out(self, state: State, decided: Decided) -> State:
+    def _carry_out(self, state: ModelState, decided: Decided) -> ModelState:
         """Record, send, make pods, report. The same state, if all of it has been done."""
         before, made = state.operator, decided.plan
         operator = self._record(before, made)
@@ -513,7 +513,7 @@ class Model:
             operator = operator._replace(trained_step=trained, served=served, is_over=made.is_over)
         return state if operator is state.operator else state._replace(operator=operator)
 
-    def _record(self, operator: Operator, made: Plan) -> Operator:
+    def _record(self, operator: ModelOperator, made: Plan) -> ModelOperator:
         if not made.raises:
             must(made.climb == operator.climb, "the climb changed without a new epoch")
             return operator
@@ -525,7 +525,7 @@ class Model:
             must(made.climb.version in left, "the job ends without its model")
         return operator._replace(climb=made.climb, raised=True)
 
-    def _send(self, state: State, operator: Operator, decided: Decided) -> State:
+    def _send(self, state: ModelState, operator: ModelOperator, decided: Decided) -> ModelState:
         """Send targets. Those that were sent before are on their way, and their recipients were checked then."""
         rollout, sent, climb = state.rollout, operator.sent, operator.climb
         if (target := decided.rollout) is not None:
@@ -551,7 +551,7 @@ class Model:
         assert climb is not None
         return decided_on(state, climb)
 
-    def _make_pods(self, state: State, made: Plan) -> State:
+    def _make_pods(self, state: ModelState, made: Plan) -> ModelState:
         """Create or delete pods."""
         operator, pods, rollout = state.operator, list(state.pods), state.rollout
         for action in made.pods:
@@ -572,7 +572,7 @@ class Model:
         return state._replace(pods=tuple(pods), operator=operator, rollout=rollout)
 
     # --------------------------------------------------------------------------------------------------------- channels
-    def _targets_arrive(self, state: State, index: int) -> Iterator[tuple[str, State]]:
+    def _targets_arrive(self, state: ModelState, index: int) -> Iterator[tuple[str, ModelState]]:
         pod, sent, stale = state.pods[index], state.operator.sent[index], state.stale[index]
         if not pod.alive or pod.stopped:
             return
@@ -585,12 +585,12 @@ class Model:
             gone = state._replace(stale=put(state.stale, index, None))
             yield f"old target {index}", gone.with_pod(index, after)
 
-    def _reports_arrive(self, state: State, index: int) -> Iterator[tuple[str, State]]:
+    def _reports_arrive(self, state: ModelState, index: int) -> Iterator[tuple[str, ModelState]]:
         pod, operator = state.pods[index], state.operator
         if pod.alive and (seen := self.report(pod)) != operator.known[index]:
             yield f"report {index}", state._replace(operator=operator._replace(known=put(operator.known, index, seen)))
 
-    def report(self, pod: Pod) -> Seen:
+    def report(self, pod: ModelPod) -> Seen:
         if (known := self._seen.get(pod)) is not None:
             return known
         rank = pod.rank._replace(
@@ -612,7 +612,7 @@ class Model:
         return seen
 
     # ----------------------------------------------------------------------------------------------------------- agents
-    def _agent_acts(self, state: State, index: int) -> Iterator[tuple[str, State]]:
+    def _agent_acts(self, state: ModelState, index: int) -> Iterator[tuple[str, ModelState]]:
         pod = state.pods[index]
         if not pod.alive or pod.stopped:
             return
@@ -625,13 +625,13 @@ class Model:
             elif is_alone(pod.rank, self._peers(state, index)):
                 yield f"{name} fails", state.with_pod(index, without_peers(pod))
 
-    def _choices(self, pod: Pod) -> tuple[do.Action, ...]:
+    def _choices(self, pod: ModelPod) -> tuple[do.Action, ...]:
         choices = self._actions.get(pod)
         if choices is None:
             choices = self._actions[pod] = chosen(pod)
         return choices
 
-    def _effect(self, state: State, index: int, action: do.Action) -> State | None:
+    def _effect(self, state: ModelState, index: int, action: do.Action) -> ModelState | None:
         """None: it does not end yet, because others are not where it needs them."""
         before, rollout = state.pods[index], state.rollout
         durable = Durable(rollout.dropped, rollout.sealed, state.saved)
@@ -644,14 +644,14 @@ class Model:
         must_rise_together(state.pods, before, pod, action, served=served, standing_of=self._standing_of)
         return after
 
-    def _peers(self, state: State, index: int) -> Iterator[Pod]:
+    def _peers(self, state: ModelState, index: int) -> Iterator[ModelPod]:
         """Other pods with trainers."""
         for other, (seat, pod) in enumerate(zip(self.job.gpu_seats, state.pods, strict=True)):
             if other != index and seat in self.job.trainer_seats:
                 yield pod
 
     # --------------------------------------------------------------------------------------------------------- the rest
-    def _rollout_acts(self, state: State) -> Iterator[tuple[str, State]]:
+    def _rollout_acts(self, state: ModelState) -> Iterator[tuple[str, ModelState]]:
         rollout = state.rollout
         if not rollout.there:
             return
@@ -666,14 +666,14 @@ class Model:
             after = rollout._replace(sealed=sealed, trained=trained, dropped=dropped)
             yield "rollout", state._replace(rollout=after)
 
-    def _deaths(self, state: State, index: int) -> list[tuple[str, State]]:
+    def _deaths(self, state: ModelState, index: int) -> list[tuple[str, ModelState]]:
         """Return the deaths in one pod of those that may die."""
         if not state.deaths:
             return []
         found = self._somebody_dies(state._replace(deaths=state.deaths - 1), index)
         return [death for death in found if death[0].split()[0] in self.mortal]
 
-    def _somebody_dies(self, state: State, index: int) -> Iterator[tuple[str, State]]:
+    def _somebody_dies(self, state: ModelState, index: int) -> Iterator[tuple[str, ModelState]]:
         pod = state.pods[index]
         if not pod.alive or pod.stopped:
             return
@@ -695,7 +695,7 @@ class Model:
             yield f"connection {index} breaks", unheard
         yield f"pod {index} dies", unheard.with_pod(index, pod._replace(alive=False))
 
-    def _next_leader(self, state: State) -> State:
+    def _next_leader(self, state: ModelState) -> ModelState:
         """It knows what is recorded. The old one was only paused, with a plan in its hands."""
         operator, decided, nobody = state.operator, self._plan(state, late=False), (None,) * len(state.pods)
         stale, made = operator.sent, decided.plan
@@ -712,12 +712,12 @@ class Model:
 
 
 # ------------------------------------------------------------------------------------------------------------- plumbing
-def first_of(pods: tuple[Pod, ...], index: int) -> tuple[Pod, ...]:
+def first_of(pods: tuple[ModelPod, ...], index: int) -> tuple[ModelPod, ...]:
     """Return the pods with rank 0 in one of them, which takes the first seat."""
     return (pods[index].as_first(), *pods[:index], *pods[index + 1 :])
 
 
-def with_first(state: State, index: int) -> State:
+def with_first(state: ModelState, index: int) -> ModelState:
     def begin(items: tuple[Any, ...]) -> tuple[Any, ...]:
         return (items[index], *items[:index], *items[index + 1 :])
 
@@ -726,7 +726,7 @@ def with_first(state: State, index: int) -> State:
     return state._replace(pods=first_of(state.pods, index), operator=operator, stale=begin(state.stale))
 
 
-def decided_on(state: State, climb: Climb) -> State:
+def decided_on(state: ModelState, climb: Climb) -> ModelState:
     """A target of this epoch is about."""
     if state.decisions == (climb,):
         return state
@@ -735,7 +735,7 @@ def decided_on(state: State, climb: Climb) -> State:
     return state._replace(decisions=tuple(made.values()))
 
 
-def with_pod_or_without(rollout: Rollout, action: PodAction) -> Rollout:
+def with_pod_or_without(rollout: ModelRollout, action: PodAction) -> ModelRollout:
     """Return the rollout controller after its pod was created or deleted. The store keeps its contents."""
     if isinstance(action, CreatePod):
         must(not rollout.there, "two pods of the store")
@@ -743,7 +743,7 @@ def with_pod_or_without(rollout: Rollout, action: PodAction) -> Rollout:
     return rollout._replace(stopped=True, there=False)
 
 
-def exports_of(state: State) -> frozenset[WeightVersion] | None:
+def exports_of(state: ModelState) -> frozenset[WeightVersion] | None:
     """Return the exports on the volume that pods share; None where they share none."""
     return next((pod.exports for pod in state.pods if pod.exports is not None), None)
 

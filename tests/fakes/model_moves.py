@@ -14,7 +14,7 @@ from colocated_rl_api import names
 from colocated_rl_api.facts import EngineState, TrainerState
 from colocated_rl_api.member_wire import Goal
 from colocated_rl_api.rungs import Rung, WeightVersion
-from fakes.model_pod import Broken, Pod, Rank, act, last_barrier, must, rank_view, standing_of
+from fakes.model_pod import InvariantBroken, ModelPod, ModelRank, act, last_barrier, must, rank_view, standing_of
 
 
 class Durable(NamedTuple):
@@ -30,18 +30,18 @@ class Durable(NamedTuple):
         return self.dropped < step <= self.sealed
 
 
-def acted(pod: Pod, action: do.Action) -> Pod:
+def acted(pod: ModelPod, action: do.Action) -> ModelPod:
     return act(pod, action).noted()
 
 
 def carried_out(
-    before: Pod,
+    before: ModelPod,
     action: do.Action,
     *,
-    peers: Callable[[], Iterable[Pod]],
+    peers: Callable[[], Iterable[ModelPod]],
     durable: Durable,
-    acted: Callable[[Pod, do.Action], Pod] = acted,
-) -> tuple[Pod, int] | None:
+    acted: Callable[[ModelPod, do.Action], ModelPod] = acted,
+) -> tuple[ModelPod, int] | None:
     """Return the pod after its action and the newest checkpoint, or None: the action waits for other pods or a batch.
 
     peers: the other pods with trainers.
@@ -79,11 +79,11 @@ def carried_out(
     return pod, saved
 
 
-def _with_rank(pod: Pod, **changes: object) -> Pod:
+def _with_rank(pod: ModelPod, **changes: object) -> ModelPod:
     return pod._replace(rank=pod.rank._replace(**changes)).noted()  # type: ignore[arg-type]
 
 
-def has_joined(rank: Rank, peers: Iterable[Pod], step: int) -> bool:
+def has_joined(rank: ModelRank, peers: Iterable[ModelPod], step: int) -> bool:
     """Return whether every other rank is in the collective after `step`, or beyond it."""
     return all(
         pod.alive
@@ -94,7 +94,7 @@ def has_joined(rank: Rank, peers: Iterable[Pod], step: int) -> bool:
     )
 
 
-def is_alone(rank: Rank, peers: Iterable[Pod]) -> bool:
+def is_alone(rank: ModelRank, peers: Iterable[ModelPod]) -> bool:
     """Return whether a rank of the group has gone, which ends a collective. One that has not come yet is waited for."""
     return any(
         not pod.alive
@@ -104,12 +104,12 @@ def is_alone(rank: Rank, peers: Iterable[Pod]) -> bool:
     )
 
 
-def without_peers(pod: Pod) -> Pod:
+def without_peers(pod: ModelPod) -> ModelPod:
     """Return the pod after its rank waited in a collective for one that is gone."""
-    return pod._replace(rank=Rank.of(rank_view(pod.rank).broke("nobody answers")))
+    return pod._replace(rank=ModelRank.of(rank_view(pod.rank).broke("nobody answers")))
 
 
-def must_close_late(pods: Sequence[Pod], pod: Pod, action: do.Action) -> None:
+def must_close_late(pods: Sequence[ModelPod], pod: ModelPod, action: do.Action) -> None:
     """Check that a healthy resident engine closes its gate when every pod has the new weights, or for good."""
     is_healthy = pod.engine is not None and pod.belief.state is EngineState.READY and pod.belief.broken is None
     is_climb = pod.target is not None and pod.target.goal is Goal.CLIMB and not pod.ending
@@ -118,13 +118,13 @@ def must_close_late(pods: Sequence[Pod], pod: Pod, action: do.Action) -> None:
 
 
 def must_rise_together(
-    pods: Sequence[Pod],
-    before: Pod,
-    after: Pod,
+    pods: Sequence[ModelPod],
+    before: ModelPod,
+    after: ModelPod,
     action: do.Action,
     *,
     served: WeightVersion | None,
-    standing_of: Callable[[Pod], Rung] = standing_of,
+    standing_of: Callable[[ModelPod], Rung] = standing_of,
 ) -> None:
     """Check that a pod goes beyond a barrier only after every pod has stood at it. served: by all engines at once."""
     was, now = standing_of(before), standing_of(after)
@@ -136,11 +136,11 @@ def must_rise_together(
         must_have_stood(pods, after.epoch, passed, f"{type(action).__name__} led to {now}")
 
 
-def must_have_stood(pods: Sequence[Pod], epoch: int, barrier: Rung | None, what: str) -> None:
+def must_have_stood(pods: Sequence[ModelPod], epoch: int, barrier: Rung | None, what: str) -> None:
     """Check that every pod has stood there, or higher."""
     if barrier is None:
         return
     for index, pod in enumerate(pods):
         stood = dict(pod.stood).get(epoch, Rung.UNKNOWN)
         if not pod.ladder.reaches(stood, barrier):
-            raise Broken(f"{what} in epoch {epoch} before gpu-{index} stood at {barrier}: it stood at {stood}")
+            raise InvariantBroken(f"{what} in epoch {epoch} before gpu-{index} stood at {barrier}: it stood at {stood}")

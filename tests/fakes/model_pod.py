@@ -65,17 +65,17 @@ UNREPEATABLE = (do.Release, do.Resume, do.Update)
 CALLS = (do.StartEngine, do.Pause, do.Flush, do.Continue, *UNREPEATABLE)
 
 
-class Broken(AssertionError):
+class InvariantBroken(AssertionError):
     """An invariant does not hold."""
 
 
 def must(holds: bool, what: str) -> None:
     if not holds:
-        raise Broken(what)
+        raise InvariantBroken(what)
 
 
 # ---------------------------------------------------------------------------------------------------------- its values
-class Engine(NamedTuple):
+class ModelEngine(NamedTuple):
     """The truth about an engine process. `reports`: the version it would name, though its weights may be gone."""
 
     reports: WeightVersion
@@ -122,7 +122,7 @@ class Belief(NamedTuple):
         )
 
 
-class Rank(NamedTuple):
+class ModelRank(NamedTuple):
     """A `RankView`, likewise. A trainer tells its agent the truth."""
 
     number: int  # rank 0 leaves the model
@@ -138,7 +138,7 @@ class Rank(NamedTuple):
     broken: str | None
 
     @classmethod
-    def of(cls, view: RankView) -> Rank:
+    def of(cls, view: RankView) -> ModelRank:
         return cls(
             *(
                 view.rank,
@@ -155,7 +155,7 @@ class Rank(NamedTuple):
             "broken" if view.broken else None,
         )
 
-    def as_first(self) -> Rank:
+    def as_first(self) -> ModelRank:
         return self._replace(number=0)
 
     @property
@@ -193,20 +193,20 @@ class Target(NamedTuple):
 
 NO_ENGINE = Belief.of(EngineView())
 FIRST, OTHER = (
-    Rank.of(RankView(number)) for number in range(2)
+    ModelRank.of(RankView(number)) for number in range(2)
 )  # of a pod that is new; any rank but 0 is like another
 
 
-class _Pod(NamedTuple):
+class _ModelPod(NamedTuple):
     attempt: int = 0
     alive: bool = True
     journal: int = 0
     target: Target | None = None
     gate_open: bool = False
     in_flight: int = 0
-    engine: Engine | None = None
+    engine: ModelEngine | None = None
     belief: Belief = NO_ENGINE
-    rank: Rank = OTHER
+    rank: ModelRank = OTHER
     whole: WeightVersion | None = None
     shards: int | None = None
     stopped: bool = False
@@ -221,7 +221,7 @@ class _Pod(NamedTuple):
     has_failed: bool = False
 
 
-class Pod(Hashed, _Pod):
+class ModelPod(Hashed, _ModelPod):
     """A Pod holds the truth about a GPU pod and what its agent believes.
 
     stood: by epoch, the highest barrier at which its seat has stood under a target of it.
@@ -243,17 +243,17 @@ class Pod(Hashed, _Pod):
     def is_first(self) -> bool:
         return self.rank.number == 0
 
-    def as_first(self) -> Pod:
+    def as_first(self) -> ModelPod:
         return self._replace(rank=self.rank.as_first())
 
     @property
     def durable(self) -> Journal:
         return JOURNALS[self.journal]
 
-    def wrote(self, *records: Record) -> Pod:
+    def wrote(self, *records: Record) -> ModelPod:
         return self._replace(journal=JOURNALS.after(self.journal, *records))
 
-    def noted(self) -> Pod:
+    def noted(self) -> ModelPod:
         """Return the pod with a note of the last barrier that it has reached."""
         if self.target is None or self.target.goal is Goal.STOP:
             return self
@@ -262,14 +262,14 @@ class Pod(Hashed, _Pod):
         stood[self.epoch] = max(passed, stood.get(self.epoch, Rung.UNKNOWN), key=ladder.place)
         return self._replace(stood=tuple(sorted(stood.items())))
 
-    def without_engine(self) -> Pod:
+    def without_engine(self) -> ModelPod:
         """Return the pod without its engine, and without the journal's part about it, which nobody reads any more."""
         journal = JOURNALS.without_engine(self.journal)
         belief = Belief.of(engine_view(self.belief).gone())
         return self._replace(engine=None, belief=belief, gate_open=False, in_flight=0, journal=journal)
 
-    def without_trainer(self) -> Pod:
-        return self._replace(rank=Rank.of(rank_view(self.rank).gone(KILLED)))
+    def without_trainer(self) -> ModelPod:
+        return self._replace(rank=ModelRank.of(rank_view(self.rank).gone(KILLED)))
 
 
 @cache
@@ -327,7 +327,7 @@ def engine_view(belief: Belief) -> EngineView:
 
 
 @cache
-def rank_view(rank: Rank) -> RankView:
+def rank_view(rank: ModelRank) -> RankView:
     return RankView(
         *(rank.number, rank.state, rank.incarnation, rank.lineage, rank.exit_code, NEVER, rank.step),
         scored=rank.scored,
@@ -339,7 +339,7 @@ def rank_view(rank: Rank) -> RankView:
     )
 
 
-def view_of(pod: Pod) -> PodView:
+def view_of(pod: ModelPod) -> PodView:
     target = pod.target
     kept = None if target is None else (target.version, target.weights)
     return _view(*view_key(pod), kept, pod.durable.agreed)
@@ -350,7 +350,7 @@ def _view(
     gate_open: bool,
     in_flight: int,
     belief: Belief,
-    rank: Rank,
+    rank: ModelRank,
     whole: WeightVersion | None,
     shards: int | None,
     stopped: bool,
@@ -375,12 +375,12 @@ def _view(
     )
 
 
-def standing_of(pod: Pod) -> Rung:
+def standing_of(pod: ModelPod) -> Rung:
     """Towards the target that it holds."""
     return Rung.UNKNOWN if pod.target is None else _standing(pod.ladder, view_key(pod), pod.target.version)
 
 
-def view_key(pod: Pod) -> tuple[Any, ...]:
+def view_key(pod: ModelPod) -> tuple[Any, ...]:
     return (*pod[4:6], *pod[7:12], pod.role, pod.exports, pod.ending)
 
 
@@ -394,7 +394,7 @@ def _facts(key: tuple[Any, ...]) -> PodFacts:
     return _view(*key).facts()
 
 
-def facts_of(pod: Pod, *, engine_failures: int = 0) -> PodFacts:
+def facts_of(pod: ModelPod, *, engine_failures: int = 0) -> PodFacts:
     key = view_key(pod)
     if engine_failures:
         return pod_facts((_view(*key),), epoch=pod.epoch, engine_failures=[engine_failures])
@@ -407,7 +407,7 @@ def wire_target(target: Target) -> PodTarget:
     return PodTarget(**target._asdict(), rendezvous=rendezvous, batches=batches)
 
 
-def chosen(pod: Pod, *, now: float = 0.0) -> tuple[do.Action, ...]:
+def chosen(pod: ModelPod, *, now: float = 0.0) -> tuple[do.Action, ...]:
     """Return what the agent does next."""
     view, target = view_of(pod), wire_target(pod.target) if pod.target else None
     view = replace(view, now=now) if now else view
@@ -415,7 +415,7 @@ def chosen(pod: Pod, *, now: float = 0.0) -> tuple[do.Action, ...]:
 
 
 # --------------------------------------------------------------------------------------------------- what may befall it
-def admit(pod: Pod, target: Target, *, has_fence: bool) -> Pod:
+def admit(pod: ModelPod, target: Target, *, has_fence: bool) -> ModelPod:
     """A target arrives."""
     epochs: list[int] = []
     fence = EpochFence(PodTarget, highest_epoch=pod.durable.epoch if has_fence else 0, remember_epoch=epochs.append)
@@ -430,7 +430,7 @@ def admit(pod: Pod, target: Target, *, has_fence: bool) -> Pod:
     return pod.wrote(*(EpochAccepted(epoch=epoch) for epoch in epochs)).noted()
 
 
-def check(pod: Pod, action: do.Action, exports: frozenset[WeightVersion] | None = None) -> None:
+def check(pod: ModelPod, action: do.Action, exports: frozenset[WeightVersion] | None = None) -> None:
     """Check what must hold, whatever the agent believes. exports: on the volume, where pods share one."""
     engine, name = pod.engine, type(action).__name__
     _check_side(pod, action, exports)
@@ -478,7 +478,7 @@ def check(pod: Pod, action: do.Action, exports: frozenset[WeightVersion] | None 
             pass
 
 
-def _check_side(pod: Pod, action: do.Action, exports: frozenset[WeightVersion] | None) -> None:
+def _check_side(pod: ModelPod, action: do.Action, exports: frozenset[WeightVersion] | None) -> None:
     name = type(action).__name__
     if isinstance(action, do.StartEngine | do.Update | do.VerifyExport) and exports is not None:
         must(action.version in exports, f"{name} on an export that is not there")
@@ -493,7 +493,7 @@ def _check_side(pod: Pod, action: do.Action, exports: frozenset[WeightVersion] |
             pass
 
 
-def act(pod: Pod, action: do.Action) -> Pod:  # noqa: C901 - a table
+def act(pod: ModelPod, action: do.Action) -> ModelPod:  # noqa: C901 - a table
     """The action ends well, and the agent knows. Not of those for which other pods are needed."""
     match action:
         case do.CloseGate():
@@ -513,7 +513,7 @@ def act(pod: Pod, action: do.Action) -> Pod:  # noqa: C901 - a table
         case do.KillEngine():
             return pod.without_engine()
         case do.StartTrainers(lineage=lineage):
-            return pod._replace(rank=Rank.of(RankView(pod.rank.number).started("", lineage, start_by=NEVER)))
+            return pod._replace(rank=ModelRank.of(RankView(pod.rank.number).started("", lineage, start_by=NEVER)))
         case do.StopTrainers():
             return pod.without_trainer()
         case do.Onload():
@@ -536,7 +536,7 @@ def act(pod: Pod, action: do.Action) -> Pod:  # noqa: C901 - a table
             return _called(pod, action)
 
 
-def _called(pod: Pod, action: do.Action) -> Pod:
+def _called(pod: ModelPod, action: do.Action) -> ModelPod:
     assert pod.engine is not None
     loads = _loaded(pod, action.version) if isinstance(action, do.Update) else None
     engine, view = call_of(pod.engine, engine_view(pod.belief), action, loads)
@@ -546,7 +546,7 @@ def _called(pod: Pod, action: do.Action) -> Pod:
     return pod.wrote(_intent(action), Outcome(incarnation=ENGINE))
 
 
-def called_unheard(pod: Pod, action: do.Action, *, has_journal: bool) -> Pod:
+def called_unheard(pod: ModelPod, action: do.Action, *, has_journal: bool) -> ModelPod:
     """The call takes effect, and nobody is there to hear its answer."""
     if isinstance(action, do.StartEngine):
         return _with_engine(pod, action.version)
@@ -557,14 +557,14 @@ def called_unheard(pod: Pod, action: do.Action, *, has_journal: bool) -> Pod:
     return pod.wrote(_intent(action)) if has_journal and isinstance(action, UNREPEATABLE) else pod
 
 
-def failed(pod: Pod, action: do.Action, *, has_journal: bool) -> Iterator[Pod]:
+def failed(pod: ModelPod, action: do.Action, *, has_journal: bool) -> Iterator[ModelPod]:
     """The action ends badly: without its effect, or after it, which the agent can't tell apart."""
     view, rank = engine_view(pod.belief), rank_view(pod.rank)
     match action:
         case do.StartEngine():
             yield pod.without_engine()
         case do.StartTrainers(lineage=lineage):
-            yield pod._replace(rank=Rank.of(rank.started("", lineage, start_by=NEVER).gone(127)))
+            yield pod._replace(rank=ModelRank.of(rank.started("", lineage, start_by=NEVER).gone(127)))
         case do.CheckProbe(version=version):
             yield pod._replace(belief=Belief.of(view.was_doubted(version, "it differs", TAGS)))
         case do.AwaitEngine() | do.Pause() | do.Flush() | do.Continue() | do.Release() | do.Resume() | do.Update():
@@ -574,21 +574,21 @@ def failed(pod: Pod, action: do.Action, *, has_journal: bool) -> Iterator[Pod]:
             yield called_unheard(pod, action, has_journal=has_journal)._replace(belief=broken)
         case do.Onload() | do.Offload() | do.Export():
             for after in (pod, act(pod, action)):
-                yield after._replace(rank=Rank.of(rank_view(after.rank).broke("it failed")))
+                yield after._replace(rank=ModelRank.of(rank_view(after.rank).broke("it failed")))
         case do.AwaitTrainers() | do.Score() | do.Train() | do.Save() | do.SaveModel():
-            yield pod._replace(rank=Rank.of(rank.broke("it failed")))
+            yield pod._replace(rank=ModelRank.of(rank.broke("it failed")))
         case _:
             pass  # asked again, or nothing that can fail
 
 
-def past_deadline(pod: Pod) -> Iterator[Pod]:
+def past_deadline(pod: ModelPod) -> Iterator[ModelPod]:
     """Yield the pod after a wait of its agent took longer than it may."""
     for action in chosen(pod, now=2 * NEVER):
         if isinstance(action, do.KillEngine | do.StopTrainers):
             yield act(pod, action)
 
 
-def agent_restarts(pod: Pod) -> Pod:
+def agent_restarts(pod: ModelPod) -> ModelPod:
     """Another one looks at what is there. Its gate is closed, and what it held in memory is gone."""
     return pod._replace(
         target=None,
@@ -602,24 +602,24 @@ def agent_restarts(pod: Pod) -> Pod:
     )
 
 
-def _loaded(pod: Pod, version: WeightVersion) -> tuple[WeightVersion | None, str | None]:
+def _loaded(pod: ModelPod, version: WeightVersion) -> tuple[WeightVersion | None, str | None]:
     """Return the weights that are in memory after a load, and their checksum."""
     if pod.spoilt:
         return None, pod.spoilt[0]
     return version, f"of {version}" if pod.rules.verify is Verify.CHECKSUM else None
 
 
-def _with_engine(pod: Pod, version: WeightVersion) -> Pod:
+def _with_engine(pod: ModelPod, version: WeightVersion) -> ModelPod:
     holds, checksum = _loaded(pod, version)
-    return pod._replace(engine=Engine(version, holds, keeps=pod.keeps, checksum=checksum), spoilt=pod.spoilt[1:])
+    return pod._replace(engine=ModelEngine(version, holds, keeps=pod.keeps, checksum=checksum), spoilt=pod.spoilt[1:])
 
 
 def call_of(
-    engine: Engine,
+    engine: ModelEngine,
     view: EngineView,
     action: do.Action,
     loads: tuple[WeightVersion | None, str | None] | None = None,
-) -> tuple[Engine, EngineView]:
+) -> tuple[ModelEngine, EngineView]:
     """Return what a call makes of the engine, and of the view of an agent that hears its answer.
 
     loads: what an update leaves in memory, and its checksum.
@@ -651,7 +651,7 @@ def call_of(
             raise AssertionError(f"{action} is no call of an engine")
 
 
-def recognized(pod: Pod) -> EngineView:
+def recognized(pod: ModelPod) -> EngineView:
     """Return the view that the agent's `Engine.attach` makes from the journal and from what the engine can be asked."""
     engine, memory = pod.engine, pod.durable.engines.get(engine_name(0))
     if engine is None:
@@ -672,7 +672,7 @@ def recognized(pod: Pod) -> EngineView:
     return replace(remembered, checksum=checksum, paused=engine.paused, drained=drained, flushed=False)
 
 
-def _since_closing(engine: Engine | None) -> Engine | None:
+def _since_closing(engine: ModelEngine | None) -> ModelEngine | None:
     return engine and engine._replace(is_drained=False, has_released=False)
 
 

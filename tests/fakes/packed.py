@@ -14,30 +14,32 @@ from struct import Struct
 from typing import Any, NamedTuple, cast
 
 from colocated_rl_api import names
-from fakes.model import Model, Operator, Seen, Shown, State
-from fakes.model_pod import Pod, Target
-from fakes.values import Records, Values
+from fakes.model import JobModel, ModelOperator, ModelState, Seen, Shown
+from fakes.model_pod import ModelPod, Target
+from fakes.values import TupleTable, Values
 
-Row = tuple[Pod, Seen | None, Target | None, Target | None]
-RECORDED = len(Operator._fields) - 2  # before what it has of each pod
+Row = tuple[ModelPod, Seen | None, Target | None, Target | None]
+RECORDED = len(ModelOperator._fields) - 2  # before what it has of each pod
 
 
-def rows_of(state: State) -> Iterator[Row]:
+def rows_of(state: ModelState) -> Iterator[Row]:
     """Return a row for each pod."""
     return zip(state.pods, state.operator.known, state.operator.sent, state.stale, strict=True)
 
 
-def rest_of(state: State) -> tuple[Any, ...]:
+def rest_of(state: ModelState) -> tuple[Any, ...]:
     """All else."""
     _, rollout, operator, saved, deaths, _, *others = state
     *recorded, _, _ = operator
     return (*recorded, rollout, saved, deaths, *others)
 
 
-def state_of(rows: Iterable[Row], rest: tuple[Any, ...]) -> State:
+def state_of(rows: Iterable[Row], rest: tuple[Any, ...]) -> ModelState:
     pods, known, sent, stale = zip(*rows, strict=True)
     rollout, saved, deaths, *others = rest[RECORDED:]
-    return State(pods, rollout, Operator._make((*rest[:RECORDED], known, sent)), saved, deaths, stale, *others)
+    return ModelState(
+        pods, rollout, ModelOperator._make((*rest[:RECORDED], known, sent)), saved, deaths, stale, *others
+    )
 
 
 class Packing:
@@ -46,13 +48,13 @@ class Packing:
     may_swap: pods that may change places have those that the numbers give them, so states that differ in it are one.
     """
 
-    def __init__(self, start: State, *, may_swap: bool) -> None:
+    def __init__(self, start: ModelState, *, may_swap: bool) -> None:
         self._numbers = Struct(f"{len(start.pods) + 1}I")
         self._may_swap = may_swap
-        self._rows, self._rests = Records(len(next(rows_of(start)))), Records(len(rest_of(start)))
+        self._rows, self._rests = TupleTable(len(next(rows_of(start)))), TupleTable(len(rest_of(start)))
         self._seat_of = cache(self._seat)
 
-    def pack(self, state: State) -> bytes:
+    def pack(self, state: ModelState) -> bytes:
         return self.pack_numbers([*map(self._rows.number, rows_of(state))], self._rests.number(rest_of(state)))
 
     def pack_numbers(self, rows: list[int], rest: int) -> bytes:
@@ -60,7 +62,7 @@ class Packing:
             rows.sort(key=self._seat_of)
         return self._numbers.pack(*rows, rest)
 
-    def unpack(self, packed: bytes) -> State:
+    def unpack(self, packed: bytes) -> ModelState:
         rows, rest = self.unpack_numbers(packed)
         return state_of(map(self.row, rows), self._rests[rest])
 
@@ -72,14 +74,14 @@ class Packing:
     def row(self, number: int) -> Row:
         return cast(Row, self._rows[number])
 
-    def numbers_at(self, state: State, index: int) -> tuple[int, int]:
+    def numbers_at(self, state: ModelState, index: int) -> tuple[int, int]:
         """Return the numbers of one pod's row and of all the rest."""
         known, sent = state.operator.known[index], state.operator.sent[index]
         row = (state.pods[index], known, sent, state.stale[index])
         return self._rows.number(row), self._rests.number(rest_of(state))
 
     def _seat(self, row: int) -> tuple[int, bool, int, int]:
-        pod: Pod = self._rows[row][0]
+        pod: ModelPod = self._rows[row][0]
         return names.GPU_ROLES.index(pod.role), not pod.is_first, pod.attempt, row
 
 
@@ -105,7 +107,7 @@ class OfOnePod:
     its number, the rest and what others show.
     """
 
-    def __init__(self, look: Callable[[State, int], list[tuple[str, State]]], packing: Packing) -> None:
+    def __init__(self, look: Callable[[ModelState, int], list[tuple[str, ModelState]]], packing: Packing) -> None:
         self._look, self._packing = look, packing
         self._found: dict[Key, list[tuple[str, int, int]] | None] = {}  # None: it changes others too
 
@@ -132,9 +134,9 @@ class OfOnePod:
 
 
 class Moves:
-    """A Moves lists what follows a state, as `Model.successors` does, and in the same order."""
+    """A Moves lists what follows a state, as `JobModel.successors` does, and in the same order."""
 
-    def __init__(self, model: Model, packing: Packing) -> None:
+    def __init__(self, model: JobModel, packing: Packing) -> None:
         self._model, self._packing = model, packing
         self._moves, self._deaths = OfOnePod(model.moves_of, packing), OfOnePod(model.deaths_of, packing)
         self._quiet: dict[Key, bool] = {}
@@ -177,7 +179,7 @@ class Moves:
         befalls = self._model.befalls_all(self._packing.unpack(packed)) if others.befalls else []
         return found + deaths + self._packed(befalls)
 
-    def _packed(self, moves: Iterable[tuple[str, State]]) -> Found:
+    def _packed(self, moves: Iterable[tuple[str, ModelState]]) -> Found:
         return [(what, self._packing.pack(after)) for what, after in moves]
 
     def _look_at(self, rest: int, packed: bytes) -> Rest:
@@ -194,13 +196,13 @@ class Moves:
         return self._quiet[key]
 
 
-def without(pods: tuple[Pod, ...], index: int) -> tuple[Pod, ...]:
+def without(pods: tuple[ModelPod, ...], index: int) -> tuple[ModelPod, ...]:
     return pods[:index] + pods[index + 1 :]
 
 
-def shown_to(state: State, index: int | None) -> State:
+def shown_to(state: ModelState, index: int | None) -> ModelState:
     """Return the state as the pod at that place sees it, or as operator and rollout controller do."""
-    pods = tuple(pod if each == index else cast(Pod, Shown.of(pod)) for each, pod in enumerate(state.pods))
+    pods = tuple(pod if each == index else cast(ModelPod, Shown.of(pod)) for each, pod in enumerate(state.pods))
     if index is None:
         return state._replace(pods=pods)
 

@@ -45,8 +45,8 @@ from colocated_rl_member.data import DataClient, data_application
 from colocated_rl_member.server import SHUTDOWN_S
 from colocated_rl_member.tls import MemberTls
 from fakes import serving
-from fakes.authority import Authority
-from fakes.device import Device
+from fakes.authority import FakeAuthority
+from fakes.device import FakeDevice
 
 JOB_UID = names.JobUid("5b0f7e0e-6a2a-4a55-9c5b-0d8f0a5f3c11")
 TOKEN = "data-token-of-a-test-job"
@@ -127,7 +127,7 @@ class Network:
 
     root: Path
     session: aiohttp.ClientSession
-    authority: Authority = field(default_factory=Authority)
+    authority: FakeAuthority = field(default_factory=FakeAuthority)
     served: list[str] = field(default_factory=list)  # batches that were asked for
     batches: Endpoint = field(init=False)
 
@@ -157,7 +157,7 @@ async def network(root: Path) -> AsyncIterator[Network]:
         await serving.end(served)
 
 
-class Pod:
+class PodProcesses:
     """One GPU pod. `facts`: every report that the operator's end received, oldest first."""
 
     def __init__(
@@ -166,7 +166,7 @@ class Pod:
         job: JobFile,
         *,
         replica: int = 0,
-        device: Device | None = None,
+        device: FakeDevice | None = None,
         environment: Mapping[str, str] | None = None,
     ) -> None:
         self.net, self.job, self.replica, self.device = net, job, replica, device
@@ -387,8 +387,8 @@ class Pod:
 
 
 @asynccontextmanager
-async def pod(net: Network, job: JobFile, **of_pod: Any) -> AsyncIterator[Pod]:
-    it = Pod(net, job, **of_pod)
+async def pod(net: Network, job: JobFile, **of_pod: Any) -> AsyncIterator[PodProcesses]:
+    it = PodProcesses(net, job, **of_pod)
     it.lay_out()
     await it.start_agent()
     await it.start_runner()
@@ -399,10 +399,10 @@ async def pod(net: Network, job: JobFile, **of_pod: Any) -> AsyncIterator[Pod]:
         await it.stop()
 
 
-class Group:
+class PodGroup:
     """Plays the operator for some pods: the group may stand one barrier beyond its slowest member."""
 
-    def __init__(self, pods: Sequence[Pod]) -> None:
+    def __init__(self, pods: Sequence[PodProcesses]) -> None:
         self.pods = pods
         self.ladder = pods[0].ladder
         self.epoch = 0

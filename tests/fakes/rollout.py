@@ -29,7 +29,7 @@ from colocated_rl_api.member_wire import (
 from colocated_rl_member.tls import MemberTls
 from colocated_rl_rollout.rewards.rewards import TaskProcesses
 from colocated_rl_rollout.rules.chat import Chat
-from fakes.authority import Authority
+from fakes.authority import FakeAuthority
 
 JOB_UID = names.JobUid("6f0d1c52-8a35-4a7c-9d55-0c8a3f1b2e4d")
 TOKEN = "d" * 32
@@ -91,7 +91,7 @@ def make_spec(**rollout: Any) -> ColocatedRLJobSpec:
     )
 
 
-class Answers:
+class WorkedSums:
     """Answers maps each prompt to the fake engine's answer: the worked sum, wrong for every third question.
 
     `tail` makes answers longer, by text that comes before the answer.
@@ -179,12 +179,12 @@ class JobOnDisk:
     """Everything that a pod of the rollout controller has mounted."""
 
     directory: Path
-    authority: Authority
+    authority: FakeAuthority
     spec: ColocatedRLJobSpec
 
     @classmethod
     def write(cls, directory: Path, spec: ColocatedRLJobSpec) -> JobOnDisk:
-        authority = Authority()
+        authority = FakeAuthority()
         authority.member_directory(directory / "tls", job_uid=JOB_UID, token=TOKEN)
         write_model(directory / "model")
         job = JobFile(name="job", namespace="default", uid=JOB_UID, created=datetime.now(UTC), spec=spec)
@@ -260,7 +260,7 @@ class JobOnDisk:
             return response.status, await response.read(), response.headers.get("X-Content-SHA256")
 
 
-class Scripted(Answers):
+class ScriptedConversation(WorkedSums):
     """Scripted answers a conversation, which is given as text without its special tokens.
 
     As text, or as tokens that no text would become.

@@ -19,13 +19,13 @@ from colocated_rl_api import names
 from colocated_rl_api.facts import PodFacts
 from colocated_rl_api.rungs import Rung
 from colocated_rl_operator.planner.observation import Job
-from fakes.model import Model, Seen, State, exports_of, put
+from fakes.model import JobModel, ModelState, Seen, exports_of, put
 from fakes.model_moves import Durable, carried_out, must_close_late, must_rise_together
 from fakes.model_pod import (
     CALLS,
     NEVER,
-    Pod,
-    Rank,
+    ModelPod,
+    ModelRank,
     Target,
     act,
     admit,
@@ -61,7 +61,7 @@ class PodOfEngines(Hashed):
     def gate_open(self) -> bool:
         return any(part.gate_open for part in self)
 
-    def with_part(self, index: int, part: Pod, *, is_of_all: bool) -> PodOfEngines:
+    def with_part(self, index: int, part: ModelPod, *, is_of_all: bool) -> PodOfEngines:
         """Return the pod after something happened to a part. is_of_all: and to what all parts have in common."""
         parts = PodOfEngines(put(self, index, part))
         common = {name: getattr(part, name) for name in ("rank", "whole", "shards", "exports", "stopped")}
@@ -97,8 +97,8 @@ def is_of_all(action: do.Action | do.Wait) -> bool:
     return not isinstance(action, do.Wait) and action.lane not in (do.Lane.GATE, do.Lane.ENGINE)
 
 
-class SeveralEngines(Model):
-    """engines: in each pod. Only one pod has trainers: those of several are what `Model` is for."""
+class SeveralEngines(JobModel):
+    """engines: in each pod. Only one pod has trainers: those of several are what `JobModel` is for."""
 
     def __init__(self, job: Job, *, engines: int, **bounds: Any) -> None:
         super().__init__(job, in_all_orders=True, **bounds)
@@ -106,16 +106,16 @@ class SeveralEngines(Model):
         self._standing_of = cast(Any, standing)
         self._admit = cast(Any, self._admitted)
 
-    def _new_pod(self, seat: str, rank: Rank) -> Pod:
+    def _new_pod(self, seat: str, rank: ModelRank) -> ModelPod:
         part = super()._new_pod(seat, rank)
         engines = 1 if part.role == names.ROLE_TRAINER else self._engines
-        return cast(Pod, PodOfEngines(part for _ in range(engines)))
+        return cast(ModelPod, PodOfEngines(part for _ in range(engines)))
 
     def _admitted(self, pod: PodOfEngines, target: Target) -> PodOfEngines:
         stood = pod.stood
         return PodOfEngines(admit(part, target, has_fence=True) for part in pod)._replace(stood=stood).noted()
 
-    def report(self, pod: Pod) -> Seen:
+    def report(self, pod: ModelPod) -> Seen:
         parts: object = pod
         if not isinstance(parts, PodOfEngines):
             return super().report(pod)
@@ -126,7 +126,7 @@ class SeveralEngines(Model):
         return self._seen[pod]
 
     # ------------------------------------------------------------------------------------------------------ its agent
-    def _agent_acts(self, state: State, index: int) -> Iterator[tuple[str, State]]:
+    def _agent_acts(self, state: ModelState, index: int) -> Iterator[tuple[str, ModelState]]:
         pod = cast(PodOfEngines, state.pods[index])
         if not pod.alive or pod.stopped:
             return
@@ -144,17 +144,25 @@ class SeveralEngines(Model):
             must_be_apart(after)
             served = state.operator.served
             must_rise_together(
-                state.pods, cast(Pod, pod), cast(Pod, after), action, served=served, standing_of=self._standing_of
+                state.pods,
+                cast(ModelPod, pod),
+                cast(ModelPod, after),
+                action,
+                served=served,
+                standing_of=self._standing_of,
             )
-            yield f"{type(action).__name__} {engine}", state._replace(saved=saved).with_pod(index, cast(Pod, after))
+            yield (
+                f"{type(action).__name__} {engine}",
+                state._replace(saved=saved).with_pod(index, cast(ModelPod, after)),
+            )
 
-    def _check_parts(self, state: State, pod: PodOfEngines, engine: int, action: do.Action) -> None:
+    def _check_parts(self, state: ModelState, pod: PodOfEngines, engine: int, action: do.Action) -> None:
         for part in pod if isinstance(action, ON_DEVICE) else (pod[engine],):
             check(part, action, exports_of(state))
         must_close_late(state.pods, pod[engine], action)
 
     # ---------------------------------------------------------------------------------------------------- what befalls
-    def _somebody_dies(self, state: State, index: int) -> Iterator[tuple[str, State]]:
+    def _somebody_dies(self, state: ModelState, index: int) -> Iterator[tuple[str, ModelState]]:
         pod = cast(PodOfEngines, state.pods[index])
         if not pod.alive or pod.stopped:
             return
@@ -191,15 +199,15 @@ class SeveralEngines(Model):
         yield "pod dies", apart(pod._replace(alive=False))
 
 
-def _with(state: State, index: int, pod: PodOfEngines) -> State:
-    return state.with_pod(index, cast(Pod, pod))
+def _with(state: ModelState, index: int, pod: PodOfEngines) -> ModelState:
+    return state.with_pod(index, cast(ModelPod, pod))
 
 
 def _restarted(pod: PodOfEngines) -> PodOfEngines:
     return PodOfEngines(agent_restarts(part) for part in pod)._replace(has_failed=False)
 
 
-def _has_failed(before: Pod, action: do.Action | do.Wait) -> bool:
+def _has_failed(before: ModelPod, action: do.Action | do.Wait) -> bool:
     match action:
         case do.OpenGate():
             return False

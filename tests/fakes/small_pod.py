@@ -49,7 +49,7 @@ from colocated_rl_member.tls import MemberTls
 from fakes import serving
 from fakes.engine import TAGS, FakeEngine, admin_key_in
 from fakes.pod import JOB_UID, TOKEN, Network, kept_ports, make_job, network, number
-from fakes.trainer import Rank
+from fakes.trainer import FakeRank
 from fakes.weights import next_token
 
 PATIENT_S = 300.0  # deadline of calls of engine and trainer that are answered, however slow the machine
@@ -75,7 +75,7 @@ ASKED: Mapping[str, Callable[[int], dict[str, Any]]] = {
 }
 
 
-class Child:
+class StartedChild:
     """A Child is an engine or a trainer that a runner started, as an application on a port or a socket."""
 
     def __init__(self, name: str, app: web.Application) -> None:
@@ -125,7 +125,7 @@ class SmallEngine(FakeEngine):
         raise asyncio.CancelledError(reason)
 
 
-class SmallTrainer(Rank):
+class SmallTrainer(FakeRank):
     """One rank. faults: route to hang, error, crash, idle (and say yes), or act_then_hang, once; to full, until there
     is room.
     """
@@ -185,7 +185,7 @@ class SmallRunner:
 
     def __init__(self, pod: SmallPod) -> None:
         self._pod = pod
-        self.children: dict[str, Child] = {}
+        self.children: dict[str, StartedChild] = {}
         self._server: asyncio.Server | None = None
         self._writer: asyncio.StreamWriter | None = None
         self._busy = asyncio.Lock()
@@ -362,7 +362,7 @@ class SmallPod:
         if self.engines.pop(name, None) is None:
             self.trainer = None
 
-    async def spawn(self, name: str, argv: list[str], env: Mapping[str, str]) -> Child:
+    async def spawn(self, name: str, argv: list[str], env: Mapping[str, str]) -> StartedChild:
         if name.startswith("trainer"):
             self.trainer = SmallTrainer(
                 env,
@@ -370,12 +370,12 @@ class SmallPod:
                 dies=lambda code: self._ends(name, code),
                 writes_weights=self._settings.tends_exports,
             )
-            child = Child(name, self.trainer.app())
+            child = StartedChild(name, self.trainer.app())
             await child.listen(self.trainer.socket)
         else:
             if self.engine_fails_at_start:
                 self.engine_fails_at_start -= 1
-                child = Child(name, web.Application())
+                child = StartedChild(name, web.Application())
                 self._ends(name, 1, child)
                 return child
             given = dict(itertools.pairwise(argv))
@@ -394,7 +394,7 @@ class SmallPod:
                 engine.faults["/weights_checker"] = self.engine_fault
             if self.logprob_error is not None:
                 engine.logprob_error, engine.info["dtype"] = self.logprob_error, "bfloat16"
-            child = Child(name, engine.app())
+            child = StartedChild(name, engine.app())
             await child.listen(int(given["--port"]))
         self.check()
         return child
@@ -404,7 +404,7 @@ class SmallPod:
             self.broken.append(f"the agent killed its engine: {reason}")
         self._ends(name, 1)
 
-    def _ends(self, name: str, code: int, child: Child | None = None) -> None:
+    def _ends(self, name: str, code: int, child: StartedChild | None = None) -> None:
         (child or self.runner.children[name]).hang_up()
         task = asyncio.create_task(self.runner.end_child(name, code))
         self._ending.add(task)

@@ -29,7 +29,7 @@ PROTOCOL = 1
 OFFLOADED_GB, ONLOADED_GB = 0.7, 60.0
 
 
-class Rank:
+class FakeRank:
     """State of one rank, guarded by a lock: requests come in threads."""
 
     def __init__(self, environment: Mapping[str, str]) -> None:
@@ -151,7 +151,7 @@ class Rank:
 
 class Handler(http.server.BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
-    rank: Rank
+    rank: FakeRank
 
     def do_GET(self) -> None:
         self.reply(200, self.rank.status())
@@ -175,14 +175,14 @@ class Handler(http.server.BaseHTTPRequestHandler):
         return "agent"
 
 
-class Server(socketserver.ThreadingMixIn, socketserver.UnixStreamServer):
+class RankSocketServer(socketserver.ThreadingMixIn, socketserver.UnixStreamServer):
     daemon_threads = True
 
 
 def main() -> None:
-    rank = Rank(os.environ)
+    rank = FakeRank(os.environ)
     Handler.rank = rank
-    server = Server(str(rank.socket), Handler)
+    server = RankSocketServer(str(rank.socket), Handler)
     threading.Thread(target=rank.load, daemon=True).start()
     server.serve_forever(poll_interval=60)
 

@@ -40,7 +40,7 @@ from colocated_rl_api import names
 from colocated_rl_operator.clients.cluster import ClusterAccess
 from colocated_rl_trainer.conformance.ranks import free_port
 from fakes import serving
-from fakes.authority import Authority
+from fakes.authority import FakeAuthority
 
 DELAY_S = 0.3
 SWAP_S = 1.0  # an event waits at most so long for the one that it is to come after
@@ -50,7 +50,7 @@ HOST = "localhost"
 HOP_BY_HOP = ("connection", "content-length", "host", "keep-alive", "transfer-encoding")
 
 
-class Fault(StrEnum):
+class ApiFault(StrEnum):
     UNAUTHORIZED = "401"
     CONFLICT = "409"
     GONE = "410"
@@ -72,36 +72,43 @@ class Fault(StrEnum):
 
 
 ANY = (
-    *(Fault.UNAUTHORIZED, Fault.TOO_MANY, Fault.INTERNAL, Fault.BAD_GATEWAY, Fault.UNAVAILABLE, Fault.TIMEOUT),
-    *(Fault.RESET, Fault.LATE),
+    *(
+        ApiFault.UNAUTHORIZED,
+        ApiFault.TOO_MANY,
+        ApiFault.INTERNAL,
+        ApiFault.BAD_GATEWAY,
+        ApiFault.UNAVAILABLE,
+        ApiFault.TIMEOUT,
+    ),
+    *(ApiFault.RESET, ApiFault.LATE),
 )
-FAULTS: dict[str, tuple[Fault, ...]] = {
-    "change": (*ANY, Fault.CONFLICT, Fault.LOST),
-    "read": (*ANY, Fault.LOST),
-    "watch": (*ANY, Fault.GONE),
-    "event": tuple(fault for fault in Fault if not fault.isdigit() and fault not in (Fault.RESET, Fault.LOST)),
+FAULTS: dict[str, tuple[ApiFault, ...]] = {
+    "change": (*ANY, ApiFault.CONFLICT, ApiFault.LOST),
+    "read": (*ANY, ApiFault.LOST),
+    "watch": (*ANY, ApiFault.GONE),
+    "event": tuple(fault for fault in ApiFault if not fault.isdigit() and fault not in (ApiFault.RESET, ApiFault.LOST)),
 }
 REASONS = {
-    Fault.UNAUTHORIZED: "Unauthorized",
-    Fault.CONFLICT: "Conflict",
-    Fault.GONE: "Expired",
-    Fault.TOO_MANY: "TooManyRequests",
-    Fault.INTERNAL: "InternalError",
-    Fault.BAD_GATEWAY: "BadGateway",
-    Fault.UNAVAILABLE: "ServiceUnavailable",
-    Fault.TIMEOUT: "Timeout",
+    ApiFault.UNAUTHORIZED: "Unauthorized",
+    ApiFault.CONFLICT: "Conflict",
+    ApiFault.GONE: "Expired",
+    ApiFault.TOO_MANY: "TooManyRequests",
+    ApiFault.INTERNAL: "InternalError",
+    ApiFault.BAD_GATEWAY: "BadGateway",
+    ApiFault.UNAVAILABLE: "ServiceUnavailable",
+    ApiFault.TIMEOUT: "Timeout",
 }
 
 
 class Deck:
     """Cards of one kind, each fault once among quiet ones; shuffled again when the last is dealt."""
 
-    def __init__(self, faults: Sequence[Fault], quiet: int, order: random.Random) -> None:
-        self._all: list[Fault | None] = [*faults, *[None] * (quiet * len(faults))]
+    def __init__(self, faults: Sequence[ApiFault], quiet: int, order: random.Random) -> None:
+        self._all: list[ApiFault | None] = [*faults, *[None] * (quiet * len(faults))]
         self._order = order
-        self._left: list[Fault | None] = []
+        self._left: list[ApiFault | None] = []
 
-    def deal(self) -> Fault | None:
+    def deal(self) -> ApiFault | None:
         if not self._left:
             self._left = self._order.sample(self._all, len(self._all))
         return self._left.pop()
@@ -119,7 +126,7 @@ class UnrulyApi:
         self.misbehaves = False
         self.stalls: Callable[[str, bytes], bool] = lambda path, body: False
         self.stalled = 0
-        self.dealt: Counter[tuple[str, Fault]] = Counter()
+        self.dealt: Counter[tuple[str, ApiFault]] = Counter()
         app = web.Application(client_max_size=16 * 1024 * 1024)
         app.router.add_route("*", "/{path:.*}", self._answer)
         self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
@@ -131,7 +138,7 @@ class UnrulyApi:
         self._session = aiohttp.ClientSession(
             connector=connector, timeout=aiohttp.ClientTimeout(), auto_decompress=False
         )
-        self._tls = Authority().server_context(self._directory, server_name=HOST)
+        self._tls = FakeAuthority().server_context(self._directory, server_name=HOST)
         await self._runner.setup()
         await self.come_back()
         return self
@@ -148,7 +155,7 @@ class UnrulyApi:
         return replace(self._upstream, server=f"https://{HOST}:{self._port}", ca_pem=ca_pem)
 
     @property
-    def missing(self) -> set[tuple[str, Fault]]:
+    def missing(self) -> set[tuple[str, ApiFault]]:
         """Faults that nobody has met yet."""
         return {(kind, fault) for kind, faults in FAULTS.items() for fault in faults} - set(self.dealt)
 
@@ -163,12 +170,12 @@ class UnrulyApi:
         await self._site.start()
 
     # ------------------------------------------------------------------------------------------------------ requests
-    def _deal(self, kind: str, what: tuple[str, str]) -> Fault | None:
+    def _deal(self, kind: str, what: tuple[str, str]) -> ApiFault | None:
         if not self.misbehaves or self._in_a_row[what] >= MAX_IN_A_ROW:
             self._in_a_row[what] = 0
             return None
         fault = self._decks[kind].deal()
-        self._in_a_row[what] = 0 if fault in (None, Fault.LATE) else self._in_a_row[what] + 1
+        self._in_a_row[what] = 0 if fault in (None, ApiFault.LATE) else self._in_a_row[what] + 1
         return fault
 
     async def _answer(self, request: web.Request) -> web.StreamResponse:
@@ -178,13 +185,13 @@ class UnrulyApi:
         is_watch = "watch" in request.query
         kind = "watch" if is_watch else "read" if request.method == "GET" else "change"
         fault = self._deal(kind, (request.method, request.path))
-        if fault is not None and fault is not Fault.LOST:
+        if fault is not None and fault is not ApiFault.LOST:
             self.dealt[kind, fault] += 1
-        if fault is Fault.RESET:
+        if fault is ApiFault.RESET:
             return _cut(request)
         if fault in REASONS:
             return web.json_response(_status(fault), status=int(fault), headers=_hint(fault))
-        if fault is Fault.LATE:
+        if fault is ApiFault.LATE:
             await asyncio.sleep(DELAY_S)
         url = URL(self._upstream.server + request.raw_path, encoded=True)
         headers = {name: value for name, value in request.headers.items() if name.lower() not in HOP_BY_HOP}
@@ -194,7 +201,7 @@ class UnrulyApi:
             if is_watch and answer.status == 200:
                 return await self._watch(request, answer)
             content = await answer.read()
-            if fault is Fault.LOST:
+            if fault is ApiFault.LOST:
                 self.dealt[kind, fault] += 1
                 return _cut(request)
             return web.Response(status=answer.status, body=content, headers=_kept(answer))
@@ -226,32 +233,32 @@ class UnrulyApi:
         """Pass a line on, and return whether the watch goes on."""
         uid = json.loads(line)["object"]["metadata"].get("uid")
         fault = self._deal("event", ("EVENT", request.path))
-        if fault is Fault.SWAPPED and (uid is None or uid in held):
+        if fault is ApiFault.SWAPPED and (uid is None or uid in held):
             fault = None
-        if fault is not None and fault is not Fault.SWAPPED:
+        if fault is not None and fault is not ApiFault.SWAPPED:
             self.dealt["event", fault] += 1
         match fault:
-            case Fault.DROPPED | Fault.TORN:
-                if fault is Fault.TORN:
+            case ApiFault.DROPPED | ApiFault.TORN:
+                if fault is ApiFault.TORN:
                     await response.write(line[: len(line) // 2])
                 _cut(request)
                 return False
-            case Fault.ENDED:
+            case ApiFault.ENDED:
                 return False
-            case Fault.EXPIRED | Fault.FAILED:
-                status = _status(Fault.GONE if fault is Fault.EXPIRED else Fault.INTERNAL)
+            case ApiFault.EXPIRED | ApiFault.FAILED:
+                status = _status(ApiFault.GONE if fault is ApiFault.EXPIRED else ApiFault.INTERNAL)
                 await response.write(json.dumps({"type": "ERROR", "object": status}).encode() + b"\n")
                 return False
-            case Fault.SWAPPED:
+            case ApiFault.SWAPPED:
                 held[uid] = line
                 return True
-            case Fault.LATE:
+            case ApiFault.LATE:
                 await asyncio.sleep(DELAY_S)
             case _:
                 pass
-        await response.write(line * (2 if fault is Fault.TWICE else 1))
+        await response.write(line * (2 if fault is ApiFault.TWICE else 1))
         if uid in held:
-            self.dealt["event", Fault.SWAPPED] += 1
+            self.dealt["event", ApiFault.SWAPPED] += 1
             await response.write(held.pop(uid))
         return True
 
@@ -293,11 +300,11 @@ def _kept(answer: aiohttp.ClientResponse) -> dict[str, str]:
     return {name: value for name, value in answer.headers.items() if name.lower() not in HOP_BY_HOP}
 
 
-def _hint(fault: Fault) -> dict[str, str]:
-    return {"Retry-After": "1"} if fault is Fault.TOO_MANY else {}
+def _hint(fault: ApiFault) -> dict[str, str]:
+    return {"Retry-After": "1"} if fault is ApiFault.TOO_MANY else {}
 
 
-def _status(fault: Fault) -> dict[str, Any]:
+def _status(fault: ApiFault) -> dict[str, Any]:
     return {
         "kind": "Status",
         "apiVersion": "v1",

@@ -42,7 +42,7 @@ class Values(Generic[T]):
         return self._all[self.number(value)]
 
 
-class Records:
+class TupleTable:
     """Tuples of the same length by number, which are looked up by the id() of their items.
 
     That compares nothing, so an item that is large is compared once: of those that are equal one is kept.

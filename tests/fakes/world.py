@@ -28,7 +28,7 @@ from colocated_rl_operator.loop.wakeups import Wakeups
 from colocated_rl_operator.manifests.resources import PodImages
 from colocated_rl_operator.metrics import OperatorMetrics
 from fakes.api_server import FakeApiServer
-from fakes.group import Group
+from fakes.group import ModelGroup
 from fakes.member import FakeKubelet
 
 JOB_PATH = f"/apis/{names.API_VERSION}/namespaces/default/{names.PLURAL}/sums"
@@ -58,7 +58,7 @@ class Stopper:
 
 
 @dataclass
-class Operator:
+class WorldOperator:
     context: OperatorContext
     stopper: Stopper
     task: asyncio.Task[None]
@@ -69,18 +69,18 @@ class Operator:
 
 
 @dataclass
-class World:
+class FakeWorld:
     """An API server, a kubelet, and as many operators as a test starts."""
 
     api: FakeApiServer
-    group: Group
+    group: ModelGroup
     kubelet: FakeKubelet
     authority: Authority
     tasks: asyncio.TaskGroup
     daemon: asyncio.Task[None] | None = None  # the newest
 
     @asynccontextmanager
-    async def operator(self, **options: Any) -> AsyncIterator[Operator]:
+    async def operator(self, **options: Any) -> AsyncIterator[WorldOperator]:
         """One process of it; leaving the context is kill -9."""
         metrics, wakeups, pods, stopper = OperatorMetrics(CollectorRegistry()), Wakeups(), Pods(), Stopper()
         async with (
@@ -110,7 +110,7 @@ class World:
             task.add_done_callback(lambda task: self.kubelet.moved.set())
             self.daemon = task
             try:
-                yield Operator(context, stopper, task)
+                yield WorldOperator(context, stopper, task)
             finally:
                 task.cancel()
                 context.close()
@@ -143,10 +143,10 @@ async def _confirmed() -> None:
 
 
 @asynccontextmanager
-async def open_world(directory: Path, spec: dict[str, Any]) -> AsyncIterator[World]:
+async def open_world(directory: Path, spec: dict[str, Any]) -> AsyncIterator[FakeWorld]:
     """A job with this spec, and nobody who looks after it yet."""
     async with asyncio.TaskGroup() as tasks, FakeApiServer() as api:
-        group = Group(make_job(**spec))
+        group = ModelGroup(make_job(**spec))
 
         async def set_status(pod: dict[str, Any], status: dict[str, Any]) -> None:
             path = f"/api/v1/namespaces/default/pods/{pod['metadata']['name']}"
@@ -169,7 +169,7 @@ async def open_world(directory: Path, spec: dict[str, Any]) -> AsyncIterator[Wor
         for plural in ("pods", "events", names.PLURAL):
             api.watch(plural, lambda event, body: kubelet.moved.set())
         api.put(JOB_PATH, make_manifest(**spec))
-        yield World(api, group, kubelet, Authority.new(), tasks)
+        yield FakeWorld(api, group, kubelet, Authority.new(), tasks)
         kubelet.end_all()
 
 
@@ -184,22 +184,22 @@ def node_for(pod: dict[str, Any]) -> str:
     return next(name for number in range(first, first + 20) if (name := f"node-{number}") not in avoided)
 
 
-def stay_in_rollout(world: World) -> None:
+def stay_in_rollout(world: FakeWorld) -> None:
     """No batch is sealed."""
     world.kubelet.hold("rollout", under=lambda target: target.goal is Goal.CLIMB)
 
 
-def condition(world: World, kind: str) -> tuple[str, str]:
+def condition(world: FakeWorld, kind: str) -> tuple[str, str]:
     found = next(item for item in world.status["conditions"] if item["type"] == kind)
     return found["status"], found["reason"]
 
 
-def has_failed(world: World) -> bool:
+def has_failed(world: FakeWorld) -> bool:
     """Return whether the job has failed and every member has stopped."""
     return any((item["type"], item["status"]) == ("Failed", "True") for item in world.status.get("conditions", []))
 
 
-def stood(world: World, rung: Rung, *, step: int) -> list[bool]:
+def stood(world: FakeWorld, rung: Rung, *, step: int) -> list[bool]:
     """Return, for each pod, whether it has reached `rung` in the climb to `step`."""
     ladder, stood = world.group.ladder, world.group.stood
     return [
@@ -208,7 +208,7 @@ def stood(world: World, rung: Rung, *, step: int) -> list[bool]:
     ]
 
 
-def change(world: World, **spec: Any) -> None:
+def change(world: FakeWorld, **spec: Any) -> None:
     """A person edits the spec."""
     body = world.api.objects[JOB_PATH]
     world.api.put(JOB_PATH, {**body, "spec": {**body["spec"], **spec}})

@@ -22,7 +22,7 @@ OUTCOMES = {"finished", "aborted", "error", "client_gone"}
 BODY = b'{"text": "a", "prompt": "a", "messages": [], "stream": %b}'
 
 
-class Wire(asyncio.Transport):
+class FuzzedWire(asyncio.Transport):
     """A connection whose other end reads at once. sent: all that came out of it."""
 
     def __init__(self) -> None:
@@ -48,7 +48,7 @@ class Wire(asyncio.Transport):
     def set_write_buffer_limits(self, high: int | None = None, low: int | None = None) -> None: ...
 
 
-class Loop(asyncio.SelectorEventLoop):
+class FuzzedLoop(asyncio.SelectorEventLoop):
     """Connects to nothing but `engine`, which is called with each protocol."""
 
     engine: Callable[[asyncio.Protocol], asyncio.Transport]
@@ -58,7 +58,7 @@ class Loop(asyncio.SelectorEventLoop):
         return self.engine(protocol), protocol
 
 
-LOOP = Loop()
+LOOP = FuzzedLoop()
 
 
 async def _turn() -> None:
@@ -68,7 +68,7 @@ async def _turn() -> None:
 
 async def _answers(port: DataPort, pieces: list[bytes]) -> bytes | None:
     """Return what a caller gets that sends these pieces, and then leaves; None if its connection was broken off."""
-    wire, connection = Wire(), CallerConnection(port)
+    wire, connection = FuzzedWire(), CallerConnection(port)
     connection.connection_made(wire)
     for piece in pieces:
         if wire.is_over:
@@ -114,11 +114,11 @@ def _statuses(answer: bytes, methods: list[str]) -> list[int]:
         return []
     whole: list[int] = []
 
-    class Answers:
+    class AnswerCounter:
         def on_message_complete(self) -> None:
             whole.append(parser.get_status_code() // 100)
 
-    parser = HttpResponseParser(Answers())
+    parser = HttpResponseParser(AnswerCounter())
     if answer:
         parser.feed_data(answer)
     whole = [hundreds for hundreds in whole if hundreds > 1]
@@ -166,7 +166,7 @@ async def _answered(path: str, answer: bytes, *, streams: bool) -> None:
     failed: list[BaseException] = []
 
     def engine(protocol: asyncio.Protocol) -> asyncio.Transport:
-        wire = Wire()
+        wire = FuzzedWire()
         protocol.connection_made(wire)
 
         def speak() -> None:

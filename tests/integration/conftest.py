@@ -11,7 +11,7 @@ import uvloop
 from e2e.conftest import pytest_runtest_makereport  # noqa: F401 - a failure shows what the operator said here too
 
 from colocated_rl_operator.clients.cluster import ClusterAccess
-from fakes.world import SPEC, World, open_world
+from fakes.world import SPEC, FakeWorld, open_world
 from real_operator import cluster_without_nodes
 
 LoopFactory = Callable[[], asyncio.AbstractEventLoop]
@@ -26,7 +26,7 @@ def pytest_asyncio_loop_factories(item: pytest.Item) -> Mapping[str, LoopFactory
 
 
 @pytest.fixture
-async def world(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[World]:
+async def world(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[FakeWorld]:
     """Indirect parameters replace parts of the job's spec."""
     async with open_world(tmp_path, SPEC | getattr(request, "param", {})) as world:
         yield world

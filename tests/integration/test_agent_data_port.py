@@ -36,7 +36,7 @@ from colocated_rl_api import names
 from colocated_rl_api.gate_wire import MAX_REQUEST_BYTES
 from colocated_rl_api.rungs import WeightVersion
 from colocated_rl_member.tls import MemberTls
-from fakes.authority import Authority
+from fakes.authority import FakeAuthority
 
 DEADLINE_S = 60.0
 OK = b"HTTP/1.1 200 OK\r\n"
@@ -83,7 +83,7 @@ class Echo:
 
 
 @dataclass
-class Caller:
+class DataPortCaller:
     reader: asyncio.StreamReader
     writer: asyncio.StreamWriter
 
@@ -119,10 +119,10 @@ class Caller:
 
 
 @asynccontextmanager
-async def calling(port: int) -> AsyncIterator[Caller]:
+async def calling(port: int) -> AsyncIterator[DataPortCaller]:
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     try:
-        yield Caller(reader, writer)
+        yield DataPortCaller(reader, writer)
     finally:
         writer.transport.abort()
 
@@ -391,7 +391,9 @@ async def test_large_body_behind_another_request_does_not_hide_that_its_caller_l
 
 
 async def test_token_is_asked_for_before_the_body_is(tmp_path: Path) -> None:
-    tls = MemberTls.read(Authority().member_directory(tmp_path / "tls", job_uid=names.JobUid("uid"), token="t" * 32))
+    tls = MemberTls.read(
+        FakeAuthority().member_directory(tmp_path / "tls", job_uid=names.JobUid("uid"), token="t" * 32)
+    )
     echo = Echo()
     async with DataPort(echo.handle, admits=tls.admits).listening("127.0.0.1", 0) as port:
         head = b"POST /a HTTP/1.1\r\nContent-Length: 3\r\nAuthorization: %b\r\n\r\n"
@@ -432,7 +434,9 @@ async def test_connection_between_two_requests_has_its_own_time() -> None:
 
 @pytest.mark.parametrize("encrypted", [False, True])
 async def test_caller_that_does_not_read_is_left_and_its_handler_ends(tmp_path: Path, encrypted: bool) -> None:
-    tls = MemberTls.read(Authority().member_directory(tmp_path / "tls", job_uid=names.JobUid("uid"), token="t" * 32))
+    tls = MemberTls.read(
+        FakeAuthority().member_directory(tmp_path / "tls", job_uid=names.JobUid("uid"), token="t" * 32)
+    )
     served, seen = (tls.data_context(), tls.client_context()) if encrypted else (None, None)
     name = names.member_server_name(names.JobUid("uid")) if encrypted else None
     echo = Echo()

@@ -19,7 +19,7 @@ from colocated_rl_cli.base.errors import Exit
 from colocated_rl_cli.parser import FAULTS
 from fakes.cluster_api import ClusterApi
 from fakes.kubectl import Played, play_kubectl
-from fakes.pod import Group, Network, Pod, make_job, network, pod
+from fakes.pod import Network, PodGroup, PodProcesses, make_job, network, pod
 
 V0, V1 = WeightVersion(0, 1), WeightVersion(1, 1)
 TAKEN = {names.ENV_FAULTS: names.FAULTS_TAKEN}
@@ -32,7 +32,7 @@ async def net(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Network
 
 
 @asynccontextmanager
-async def reached(it: Pod, tmp_path: Path) -> AsyncIterator[Played]:
+async def reached(it: PodProcesses, tmp_path: Path) -> AsyncIterator[Played]:
     """A cluster in which the job has this pod."""
     labels = {names.ROLE_LABEL: names.ROLE_GPU}
     listed = {"metadata": {"name": it.name, "labels": labels}, "status": {"phase": "Running"}}
@@ -58,7 +58,7 @@ async def test_f97_what_a_person_crashes_is_made_again_and_a_closed_gate_opens_l
     net: Network, tmp_path: Path
 ) -> None:
     async with pod(net, make_job(), environment=TAKEN) as it, reached(it, tmp_path) as played:
-        group = Group([it])
+        group = PodGroup([it])
         code, printed = await fault(played, FaultKind.ENGINE_CRASH)
         assert (Exit.NO_ANSWER, True) == (code, "no engine runs in this pod now" in printed)
         await group.climb(V0)
@@ -90,7 +90,7 @@ async def test_f97_what_a_person_crashes_is_made_again_and_a_closed_gate_opens_l
 
 async def test_f97_an_update_that_is_slow_waits_once_and_is_done(net: Network, tmp_path: Path) -> None:
     async with pod(net, make_job(), environment=TAKEN) as it, reached(it, tmp_path) as played:
-        group = Group([it])
+        group = PodGroup([it])
         await group.climb(V0)
         assert Exit.FINE == (await fault(played, FaultKind.SLOW_WEIGHTS, "--seconds", "600"))[0]
         await group.set_out(V1, Rung.UPDATED, after=Rung.OFFLOADED)
@@ -103,7 +103,7 @@ async def test_f97_an_update_that_is_slow_waits_once_and_is_done(net: Network, t
 
 async def test_f97_without_the_charts_word_nothing_is_injected(net: Network, tmp_path: Path) -> None:
     async with pod(net, make_job()) as it, reached(it, tmp_path) as played:
-        await Group([it]).climb(V0)
+        await PodGroup([it]).climb(V0)
         code, printed = await fault(played, FaultKind.ENGINE_CRASH)
         assert (Exit.NO_ANSWER, True) == (code, "faultInjection.enabled" in printed)
         code, printed = await fault(played, FaultKind.ENGINE_CRASH, "--pod", "another")

@@ -55,7 +55,7 @@ from colocated_rl_agent.gate.upstream import (
 from colocated_rl_api.gate_wire import MAX_REQUEST_BYTES, GateState
 from colocated_rl_api.rungs import WeightVersion
 from fakes import serving
-from fakes.engine import VOCABULARY, FakeEngine, Sample
+from fakes.engine import VOCABULARY, EngineRequest, FakeEngine
 from fakes.exhausted import no_descriptors
 from fakes.rollout import until
 from fakes.sse import events
@@ -75,7 +75,7 @@ OPENAI = [path for path in PROMPTS if path != "/generate"]
 
 
 @dataclass
-class Scene:
+class GateScene:
     """A gate in front of a fake engine, both on real sockets."""
 
     engine: FakeEngine
@@ -114,18 +114,18 @@ class Scene:
         assert runner is not None
         serving.hang_up(runner)
 
-    def generated(self) -> list[Sample]:
+    def generated(self) -> list[EngineRequest]:
         return [sample for sample in self.engine.samples.values() if sample.output]
 
 
 @pytest.fixture
-async def scene(tmp_path: Path) -> AsyncIterator[Scene]:
+async def scene(tmp_path: Path) -> AsyncIterator[GateScene]:
     async with served_gate(tmp_path) as it:
         yield it
 
 
 @asynccontextmanager
-async def served_gate(directory: Path) -> AsyncIterator[Scene]:
+async def served_gate(directory: Path) -> AsyncIterator[GateScene]:
     if not (directory / "export").exists():
         write_export(directory / "export", version=str(VERSION), weight=1.0)
     engine = FakeEngine(directory / "export", str(VERSION), admin_key="key", memory_saver=False, token_s=0.001)
@@ -140,14 +140,14 @@ async def served_gate(directory: Path) -> AsyncIterator[Scene]:
         gate = Gate(count=lambda outcome, tokens: ended.append((outcome, tokens)))
         async with DataPort(gate.serve).listening("127.0.0.1", 0) as port:
             backend = Backend(url, "e1", VERSION, driver.abort, VOCABULARY)
-            it = Scene(engine, gate, backend, session, engine_server, f"http://127.0.0.1:{port}", ended)
+            it = GateScene(engine, gate, backend, session, engine_server, f"http://127.0.0.1:{port}", ended)
             gate.open(backend)
             yield it
             gate.close()
             await driver.abort_all()
 
 
-async def test_open_gate_answers_as_the_engine_would(scene: Scene) -> None:
+async def test_open_gate_answers_as_the_engine_would(scene: GateScene) -> None:
     status, answer = await scene.post(sampling_params=SHORT, return_logprob=True)
     assert 200 == status
     assert {"type": "length", "length": 6} == answer["meta_info"]["finish_reason"]
@@ -155,14 +155,14 @@ async def test_open_gate_answers_as_the_engine_would(scene: Scene) -> None:
     assert [("finished", 6)] == scene.ended
 
 
-async def test_closed_gate_refuses_at_once_with_its_epoch(scene: Scene) -> None:
+async def test_closed_gate_refuses_at_once_with_its_epoch(scene: GateScene) -> None:
     scene.gate.enter_epoch(12)
     scene.gate.close()
     assert (503, {"error": "closed", "epoch": 12}) == await scene.post(sampling_params=SHORT)
     assert [] == scene.engine.calls, "nothing reached the engine"
 
 
-async def test_h13_h37_request_is_counted_until_it_has_ended(scene: Scene) -> None:
+async def test_h13_h37_request_is_counted_until_it_has_ended(scene: GateScene) -> None:
     running = asyncio.create_task(scene.post(sampling_params=ENDLESS))
     await scene.until(lambda: bool(scene.generated()))
     scene.gate.close()
@@ -176,7 +176,7 @@ async def test_h13_h37_request_is_counted_until_it_has_ended(scene: Scene) -> No
     assert "aborted" == scene.ended[0][0]
 
 
-async def test_h1_body_that_arrives_after_the_gate_closed_does_not_reach_the_engine(scene: Scene) -> None:
+async def test_h1_body_that_arrives_after_the_gate_closed_does_not_reach_the_engine(scene: GateScene) -> None:
     first_half = asyncio.Event()
 
     async def slowly() -> AsyncIterator[bytes]:
@@ -196,7 +196,7 @@ async def test_h1_body_that_arrives_after_the_gate_closed_does_not_reach_the_eng
     assert [] == scene.engine.calls
 
 
-async def test_h4_ids_at_the_engine_are_the_gates_own_and_of_one_length(scene: Scene) -> None:
+async def test_h4_ids_at_the_engine_are_the_gates_own_and_of_one_length(scene: GateScene) -> None:
     for _ in range(3):
         await scene.post(sampling_params=SHORT, rid="a")
     ids = [body["rid"] for route, body in scene.engine.calls if route == "/generate"]
@@ -204,13 +204,13 @@ async def test_h4_ids_at_the_engine_are_the_gates_own_and_of_one_length(scene: S
     assert 3 == len(set(ids))
 
 
-async def test_h8_error_of_the_engine_keeps_its_status(scene: Scene) -> None:
+async def test_h8_error_of_the_engine_keeps_its_status(scene: GateScene) -> None:
     status, answer = await scene.post(sampling_params={"max_new_tokens": 100_000})
     assert 400 == status
     assert "context length" in answer["error"]
 
 
-async def test_h38_request_that_its_caller_left_is_aborted_at_the_engine(scene: Scene) -> None:
+async def test_h38_request_that_its_caller_left_is_aborted_at_the_engine(scene: GateScene) -> None:
     running = asyncio.create_task(scene.post(sampling_params=ENDLESS))
     await scene.until(lambda: bool(scene.generated()))
     running.cancel()
@@ -221,7 +221,7 @@ async def test_h38_request_that_its_caller_left_is_aborted_at_the_engine(scene: 
     assert ("/abort_request", {"rid": rid, "abort_all": False}) in scene.engine.calls, "not left to what it notices"
 
 
-async def test_h58_broken_stream_hands_back_what_was_read(scene: Scene) -> None:
+async def test_h58_broken_stream_hands_back_what_was_read(scene: GateScene) -> None:
     scene.engine.faults["/generate"] = "cut"
     status, answer = await scene.post(sampling_params=ENDLESS, return_logprob=True)
     assert (200, "abort") == (status, answer["meta_info"]["finish_reason"]["type"])
@@ -229,14 +229,14 @@ async def test_h58_broken_stream_hands_back_what_was_read(scene: Scene) -> None:
     assert "2-1" == answer["meta_info"]["weight_version"]
 
 
-async def test_h6_engine_that_is_gone_before_the_first_token_gives_an_empty_abort(scene: Scene) -> None:
+async def test_h6_engine_that_is_gone_before_the_first_token_gives_an_empty_abort(scene: GateScene) -> None:
     scene.gate.open(Backend("http://127.0.0.1:9", "gone", VERSION, scene.backend.abort))
     status, answer = await scene.post(sampling_params=SHORT)
     assert (200, [], "abort") == (status, answer["output_ids"], answer["meta_info"]["finish_reason"]["type"])
 
 
 async def test_request_for_which_the_gate_has_no_descriptor_is_told_to_come_later(
-    scene: Scene, caplog: pytest.LogCaptureFixture
+    scene: GateScene, caplog: pytest.LogCaptureFixture
 ) -> None:
     """It ended as if the engine had been lost, of which the log said nothing."""
     async with scene.session.get(scene.url + "/v1/nothing") as answer:  # whose connection is kept
@@ -251,7 +251,7 @@ async def test_request_for_which_the_gate_has_no_descriptor_is_told_to_come_late
 
 @pytest.mark.parametrize("path", PROMPTS)
 @pytest.mark.parametrize("body", [b"", b"not json", b"[]", b"3", b"\xff{}", b'{"a":' * 5000])
-async def test_body_that_is_no_object_is_a_400_that_says_so(scene: Scene, path: str, body: bytes) -> None:
+async def test_body_that_is_no_object_is_a_400_that_says_so(scene: GateScene, path: str, body: bytes) -> None:
     status, answer = await scene.post(body, path=path)
     assert (400, True) == (status, answer["error"].startswith("the body "))
     assert [] == scene.engine.calls
@@ -290,7 +290,7 @@ async def test_body_that_is_no_object_is_a_400_that_says_so(scene: Scene, path: 
     ],
 )
 async def test_request_that_a_gate_does_not_serve_is_a_400_that_says_why(
-    scene: Scene, path: str, asked: dict[str, Any], named: str
+    scene: GateScene, path: str, asked: dict[str, Any], named: str
 ) -> None:
     status, answer = await scene.post(path=path, **asked)
     assert (400, True) == (status, answer["error"].startswith(f"{named} "))
@@ -315,7 +315,7 @@ async def test_request_that_a_gate_does_not_serve_is_a_400_that_says_why(
         ("/v1/chat/completions", {"logprobs": True, "top_logprobs": VOCABULARY + 1}),
     ],
 )  # fmt: skip
-async def test_what_an_engine_dies_of_does_not_reach_it(scene: Scene, path: str, asked: dict[str, Any]) -> None:
+async def test_what_an_engine_dies_of_does_not_reach_it(scene: GateScene, path: str, asked: dict[str, Any]) -> None:
     """Each of these ended the real one, and would have ended the next that it was sent to."""
     status, answer = await scene.post(path=path, **asked)
     assert 400 == status
@@ -333,19 +333,19 @@ async def test_what_an_engine_dies_of_does_not_reach_it(scene: Scene, path: str,
         ("/v1/chat/completions", {"logprobs": True}),
     ],
 )
-async def test_what_an_engine_bears_reaches_it(scene: Scene, path: str, asked: dict[str, Any]) -> None:
+async def test_what_an_engine_bears_reaches_it(scene: GateScene, path: str, asked: dict[str, Any]) -> None:
     status, _ = await scene.post(path=path, **asked)
     assert (200, 1) == (status, len(scene.engine.calls))
 
 
-async def test_body_over_the_limit_is_refused(scene: Scene) -> None:
+async def test_body_over_the_limit_is_refused(scene: GateScene) -> None:
     body = io.BytesIO(b" " * (MAX_REQUEST_BYTES + 1))
     async with scene.session.post(f"{scene.url}/generate", data=body) as answer:
         assert 413 == answer.status
     assert 0 == scene.gate.in_flight
 
 
-async def test_state_is_reported_at_once_and_on_each_change(scene: Scene) -> None:
+async def test_state_is_reported_at_once_and_on_each_change(scene: GateScene) -> None:
     async with scene.session.get(f"{scene.url}/v1/gate") as answer:
         states = [GateState.model_validate_json(await answer.content.readline())]
         scene.gate.close()
@@ -359,7 +359,7 @@ async def test_state_is_reported_at_once_and_on_each_change(scene: Scene) -> Non
     assert ("e1", VERSION) == (states[-1].incarnation, states[-1].version)
 
 
-async def test_hundred_requests_at_the_instant_of_closing_all_end_and_the_count_balances(scene: Scene) -> None:
+async def test_hundred_requests_at_the_instant_of_closing_all_end_and_the_count_balances(scene: GateScene) -> None:
     requests = [asyncio.create_task(scene.post(sampling_params=ENDLESS)) for _ in range(100)]
     await scene.until(lambda: len(scene.generated()) > 20)
     scene.gate.close()
@@ -373,7 +373,7 @@ async def test_hundred_requests_at_the_instant_of_closing_all_end_and_the_count_
 
 
 @pytest.mark.parametrize("path", OPENAI)
-async def test_openai_route_answers_with_the_whole_its_tokens_and_their_version(scene: Scene, path: str) -> None:
+async def test_openai_route_answers_with_the_whole_its_tokens_and_their_version(scene: GateScene, path: str) -> None:
     status, answer = await scene.post(path=path, max_tokens=7, ignore_eos=True)
     (choice,) = answer["choices"]
     assert (200, "length") == (status, choice["finish_reason"])
@@ -386,7 +386,7 @@ async def test_openai_route_answers_with_the_whole_its_tokens_and_their_version(
 
 
 @pytest.mark.parametrize("path", OPENAI)
-async def test_openai_stream_is_passed_on_piece_by_piece(scene: Scene, path: str) -> None:
+async def test_openai_stream_is_passed_on_piece_by_piece(scene: GateScene, path: str) -> None:
     pieces = await scene.stream(path=path, max_tokens=7, ignore_eos=True)
     assert all(piece["choices"] for piece in pieces), "the count of tokens was not asked for"
     assert [None, "length"] == [pieces[0]["choices"][0]["finish_reason"], pieces[-1]["choices"][0]["finish_reason"]]
@@ -396,13 +396,13 @@ async def test_openai_stream_is_passed_on_piece_by_piece(scene: Scene, path: str
 
 
 @pytest.mark.parametrize("path", OPENAI)
-async def test_openai_error_keeps_its_status(scene: Scene, path: str) -> None:
+async def test_openai_error_keeps_its_status(scene: GateScene, path: str) -> None:
     status, _ = await scene.post(path=path, max_tokens=100_000)
     assert 400 == status
     assert [("error", 0)] == scene.ended
 
 
-async def test_stream_is_passed_on_as_it_comes_and_ends_as_the_engine_ends_it(scene: Scene) -> None:
+async def test_stream_is_passed_on_as_it_comes_and_ends_as_the_engine_ends_it(scene: GateScene) -> None:
     chunks = await scene.stream(sampling_params={**SHORT, "stream_interval": 1}, return_logprob=True)
     assert [1, 2, 3, 4, 5, 6] == [len(chunk["output_ids"]) for chunk in chunks]
     assert [None, "length"] == [
@@ -414,7 +414,7 @@ async def test_stream_is_passed_on_as_it_comes_and_ends_as_the_engine_ends_it(sc
 
 @pytest.mark.parametrize("path", PROMPTS)
 @pytest.mark.parametrize("streams", [False, True])
-async def test_switch_ends_a_request_with_what_was_generated(scene: Scene, path: str, streams: bool) -> None:
+async def test_switch_ends_a_request_with_what_was_generated(scene: GateScene, path: str, streams: bool) -> None:
     request: dict[str, Any] = (
         {"sampling_params": ENDLESS} if path == "/generate" else {"max_tokens": 3000, "ignore_eos": True}
     )
@@ -439,7 +439,7 @@ async def test_switch_ends_a_request_with_what_was_generated(scene: Scene, path:
 @pytest.mark.parametrize("streams", [False, True])
 @pytest.mark.parametrize("fault", ["cut", "torn"])
 async def test_h17_h58_engine_that_is_lost_in_a_request_leaves_what_it_sent(
-    scene: Scene, fault: str, streams: bool
+    scene: GateScene, fault: str, streams: bool
 ) -> None:
     scene.engine.faults["/generate"] = fault
     if streams:
@@ -452,7 +452,7 @@ async def test_h17_h58_engine_that_is_lost_in_a_request_leaves_what_it_sent(
 
 
 @pytest.mark.parametrize("path", OPENAI)
-async def test_h58_openai_stream_that_breaks_off_ends_as_an_abort(scene: Scene, path: str) -> None:
+async def test_h58_openai_stream_that_breaks_off_ends_as_an_abort(scene: GateScene, path: str) -> None:
     running = asyncio.create_task(scene.stream(path=path, max_tokens=3000, ignore_eos=True))
     await scene.until(lambda: any(running.reply.tokens for running in scene.gate.entrances[0].running))
     scene.break_engine_connections()
@@ -463,7 +463,7 @@ async def test_h58_openai_stream_that_breaks_off_ends_as_an_abort(scene: Scene, 
 
 
 @pytest.mark.parametrize("path", OPENAI)
-async def test_h58_openai_answer_of_an_engine_that_was_lost_counts_its_tokens(scene: Scene, path: str) -> None:
+async def test_h58_openai_answer_of_an_engine_that_was_lost_counts_its_tokens(scene: GateScene, path: str) -> None:
     """Such a request counted none: the engine's usage came with the last chunk, and there was no last chunk."""
     scene.engine.faults[path] = "cut"
     _, answer = await scene.post(path=path, max_tokens=3000, ignore_eos=True)
@@ -478,7 +478,7 @@ async def test_h58_openai_answer_of_an_engine_that_was_lost_counts_its_tokens(sc
     [({}, []), ({"include_usage": True}, [6]), ({"continuous_usage_stats": True}, [1, 2, 3, 4, 5, 6])],
 )
 async def test_caller_of_an_openai_stream_sees_the_counts_that_it_asked_for(
-    scene: Scene, path: str, options: dict[str, bool], counts: list[int]
+    scene: GateScene, path: str, options: dict[str, bool], counts: list[int]
 ) -> None:
     pieces = await scene.stream(path=path, max_tokens=6, ignore_eos=True, stream_options=options)
     assert counts == [piece["usage"]["completion_tokens"] for piece in pieces if piece["usage"]]
@@ -487,7 +487,7 @@ async def test_caller_of_an_openai_stream_sees_the_counts_that_it_asked_for(
 
 
 @pytest.mark.parametrize("streams", [False, True])
-async def test_h8_abort_that_is_an_error_is_no_interruption(scene: Scene, streams: bool) -> None:
+async def test_h8_abort_that_is_an_error_is_no_interruption(scene: GateScene, streams: bool) -> None:
     scene.engine.faults["/generate"] = "queue_full"
     if streams:
         (last,) = await scene.stream(sampling_params=SHORT)
@@ -498,7 +498,7 @@ async def test_h8_abort_that_is_an_error_is_no_interruption(scene: Scene, stream
     assert [("error", 0)] == scene.ended
 
 
-async def test_h7_h9_natural_end_wins_over_an_abort_that_comes_too_late(scene: Scene) -> None:
+async def test_h7_h9_natural_end_wins_over_an_abort_that_comes_too_late(scene: GateScene) -> None:
     running = asyncio.create_task(scene.post(sampling_params=SHORT))
     await scene.until(lambda: not scene.engine.samples and bool(scene.engine.calls))
     scene.gate.close()
@@ -507,7 +507,7 @@ async def test_h7_h9_natural_end_wins_over_an_abort_that_comes_too_late(scene: S
     assert (200, "length", 6) == (status, answer["meta_info"]["finish_reason"]["type"], len(answer["output_ids"]))
 
 
-async def test_h31_parameters_of_the_caller_reach_the_engine_as_they_are(scene: Scene) -> None:
+async def test_h31_parameters_of_the_caller_reach_the_engine_as_they_are(scene: GateScene) -> None:
     sampling = {"temperature": 0.7, "stop_token_ids": [2], **SHORT}
     await scene.post(sampling_params=sampling, return_logprob=True, logprob_start_len=-1)
     ((_, sent),) = scene.engine.calls
@@ -516,7 +516,7 @@ async def test_h31_parameters_of_the_caller_reach_the_engine_as_they_are(scene: 
 
 
 @pytest.mark.parametrize("path", PROMPTS)
-async def test_h38_tokens_of_a_caller_that_left_are_counted_as_wasted(scene: Scene, path: str) -> None:
+async def test_h38_tokens_of_a_caller_that_left_are_counted_as_wasted(scene: GateScene, path: str) -> None:
     running = asyncio.create_task(scene.stream(path=path, sampling_params=ENDLESS, max_tokens=3000, ignore_eos=True))
     await scene.until(lambda: any(running.reply.tokens for running in scene.gate.entrances[0].running))
     running.cancel()
@@ -526,7 +526,7 @@ async def test_h38_tokens_of_a_caller_that_left_are_counted_as_wasted(scene: Sce
     await scene.until(lambda: not scene.engine.samples)
 
 
-async def test_caller_that_does_not_read_its_stream_holds_up_no_switch(scene: Scene) -> None:
+async def test_caller_that_does_not_read_its_stream_holds_up_no_switch(scene: GateScene) -> None:
     """It kept the count above zero without a deadline, and past settleSeconds that costs the engine."""
     host, _, port = scene.url.removeprefix("http://").partition(":")
     body = json.dumps({"input_ids": PROMPT, "sampling_params": ENDLESS, "return_logprob": True, "stream": True})
@@ -544,7 +544,7 @@ async def test_caller_that_does_not_read_its_stream_holds_up_no_switch(scene: Sc
     writer.transport.abort()
 
 
-async def test_body_that_is_still_coming_does_not_hold_up_a_switch(scene: Scene) -> None:
+async def test_body_that_is_still_coming_does_not_hold_up_a_switch(scene: GateScene) -> None:
     """It was counted as in flight, and nothing could abort it: past settleSeconds that cost the engine."""
     host, _, port = scene.url.removeprefix("http://").partition(":")
     reader, writer = await asyncio.open_connection(host, int(port))
@@ -573,7 +573,7 @@ async def test_body_that_is_still_coming_does_not_hold_up_a_switch(scene: Scene)
     + [("GET", path) for path in ("/server_info", "/model_info", "/health", "/generate", "/release_memory_occupation")]
     + [("PUT", "/generate"), ("DELETE", "/v1/completions"), ("OPTIONS", "/v1/gate")],
 )  # fmt: skip
-async def test_only_the_generation_routes_reach_the_engine(scene: Scene, method: str, path: str) -> None:
+async def test_only_the_generation_routes_reach_the_engine(scene: GateScene, method: str, path: str) -> None:
     async with scene.session.request(method, URL(scene.url + path, encoded=True), json={}) as answer:
         assert answer.status in (404, 405)
     assert [] == scene.engine.calls
@@ -589,7 +589,7 @@ def test_long_requests_come_in_as_many_chunks_as_short_ones(sampling: dict[str, 
     assert interval == json.loads(request.body)["sampling_params"]["stream_interval"]
 
 
-async def test_nothing_is_kept_for_a_lost_engine_when_there_is_no_room(scene: Scene) -> None:
+async def test_nothing_is_kept_for_a_lost_engine_when_there_is_no_room(scene: GateScene) -> None:
     scene.gate._held_bytes = gate_module.MAX_HELD_BYTES - 200
     running = asyncio.create_task(scene.post(sampling_params=ENDLESS, return_logprob=True))
     await scene.until(lambda: bool(scene.generated()) and len(scene.generated()[0].output) > 50)
@@ -602,7 +602,7 @@ async def test_nothing_is_kept_for_a_lost_engine_when_there_is_no_room(scene: Sc
 
 
 @pytest.mark.parametrize("path", OPENAI)
-async def test_whole_that_has_no_room_is_refused_and_aborted_and_a_stream_goes_on(scene: Scene, path: str) -> None:
+async def test_whole_that_has_no_room_is_refused_and_aborted_and_a_stream_goes_on(scene: GateScene, path: str) -> None:
     """Nothing bounded it: pieces of an answer were joined for as long as they came."""
     scene.gate._held_bytes = before = gate_module.MAX_HELD_BYTES - 3000
     status, answer = await scene.post(path=path, max_tokens=3000, ignore_eos=True)
@@ -628,7 +628,7 @@ class Reads:
 
 
 @pytest.mark.parametrize(("most", "most_held"), [(1, math.inf), (9, 3 * LARGE_BYTES)])
-async def test_large_chunks_that_come_at_once_are_read_in_turn(scene: Scene, most: int, most_held: float) -> None:
+async def test_large_chunks_that_come_at_once_are_read_in_turn(scene: GateScene, most: int, most_held: float) -> None:
     """A switch ends all requests at once, each with all that it has generated."""
     turns = Limiter(most, most_held)
     request = Native().request(json.dumps(PROMPTS["/generate"]).encode())
@@ -648,7 +648,7 @@ async def test_large_chunks_that_come_at_once_are_read_in_turn(scene: Scene, mos
     assert 0 == turns.taken
 
 
-async def test_connections_to_the_engine_are_used_again(scene: Scene) -> None:
+async def test_connections_to_the_engine_are_used_again(scene: GateScene) -> None:
     runner = scene.engine_server.runner
     assert runner is not None
     assert runner.server is not None
@@ -803,7 +803,7 @@ async def test_an_answer_that_comes_for_ever_and_never_gets_on_has_lost_the_requ
                 await connection.exchange(upstream.request("/generate", b"{}"), lambda *_: False)
 
 
-async def test_requests_beyond_what_can_be_held_are_sent_away_for_now(scene: Scene) -> None:
+async def test_requests_beyond_what_can_be_held_are_sent_away_for_now(scene: GateScene) -> None:
     scene.gate._held_bytes = gate_module.MAX_HELD_BYTES
     status, answer = await scene.post(sampling_params=SHORT)
     assert (429, True) == (status, "send it later" in answer["error"])
@@ -814,7 +814,7 @@ async def test_requests_beyond_what_can_be_held_are_sent_away_for_now(scene: Sce
     assert 0 == scene.gate._held_bytes, "all that was held is let go"
 
 
-async def test_of_a_body_one_copy_is_held_while_the_engine_answers(scene: Scene) -> None:
+async def test_of_a_body_one_copy_is_held_while_the_engine_answers(scene: GateScene) -> None:
     """Three were, so that 192 MiB of bodies took an agent 1.2 GiB."""
     body = json.dumps({"input_ids": PROMPT, "sampling_params": ENDLESS, "pad": "p" * 500_000}).encode()
     tracemalloc.start()

@@ -7,7 +7,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from colocated_rl_api.facts import TrainerState
 from colocated_rl_api.rungs import Rung, WeightVersion
-from fakes.pod import Group, make_job, network, pod
+from fakes.pod import PodGroup, make_job, network, pod
 
 V0, V1 = WeightVersion(0, 1), WeightVersion(1, 1)
 
@@ -16,7 +16,7 @@ async def test_metrics_show_the_rung_below_its_target_where_a_pod_stands(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
     async with network(tmp_path_factory.mktemp("n")) as net, pod(net, make_job()) as it:
-        group = Group([it])
+        group = PodGroup([it])
 
         async def below_target() -> list[str]:
             async with net.session.get(f"http://127.0.0.1:{it.metrics}/metrics") as answer:
@@ -35,7 +35,7 @@ async def test_metrics_show_the_rung_below_its_target_where_a_pod_stands(
 
 async def test_steps_are_at_risk_until_a_checkpoint_holds_them(tmp_path_factory: pytest.TempPathFactory) -> None:
     async with network(tmp_path_factory.mktemp("n")) as net, pod(net, make_job(checkpoint={"everySteps": 2})) as it:
-        group = Group([it])
+        group = PodGroup([it])
 
         async def shown(name: str) -> float | None:
             async with net.session.get(f"http://127.0.0.1:{it.metrics}/metrics") as answer:
@@ -69,7 +69,7 @@ async def test_the_devices_of_a_pod_belong_to_one_holder_after_the_other(
 ) -> None:
     """A scrape at each place of a switch: no other counter has moved since the one before."""
     async with network(tmp_path_factory.mktemp("n")) as net, pod(net, make_job(gpus={"count": 1})) as it:
-        group, before = Group([it]), dict[str, float]()
+        group, before = PodGroup([it]), dict[str, float]()
 
         async def moved() -> set[str]:
             nonlocal before

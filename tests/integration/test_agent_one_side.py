@@ -10,7 +10,7 @@ import pytest
 from builders import PLACED
 from colocated_rl_api.facts import EngineState, TrainerState
 from colocated_rl_api.rungs import Placement, Rung, WeightVersion
-from fakes.pod import Group, Network, Pod, make_job, network, pod
+from fakes.pod import Network, PodGroup, PodProcesses, make_job, network, pod
 from fakes.rollout import until
 from fakes.weights import write_export
 
@@ -26,7 +26,7 @@ async def net(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Network
         yield it
 
 
-async def answers(it: Pod) -> tuple[int, str]:
+async def answers(it: PodProcesses) -> tuple[int, str]:
     status, answer = await it.generate(input_ids=[5, 6, 7], sampling_params={"max_new_tokens": 2})
     return status, answer["meta_info"]["weight_version"] if status == 200 else str(answer)
 
@@ -36,7 +36,7 @@ async def test_an_engine_alone_serves_the_model_as_it_is_and_no_trainer_starts(n
         net, make_job(model={"claim": {"name": "model", "path": "small"}}, **ALONE[Placement.ROLLOUT_ONLY])
     ) as it:
         write_export(it.directories.model / "small", version="0-0", weight=5)
-        group = Group([it])
+        group = PodGroup([it])
         await group.climb(V0)
         assert (200, "0-1") == await answers(it)
         words = it.command("launch_server").split("\0")
@@ -60,7 +60,7 @@ async def test_an_engine_alone_serves_the_model_as_it_is_and_no_trainer_starts(n
 
 async def test_a_trainer_alone_makes_step_after_step_and_no_engine_starts(net: Network) -> None:
     async with pod(net, make_job(**ALONE[Placement.TRAIN_ONLY])) as it:
-        group = Group([it])
+        group = PodGroup([it])
         for version in (V0, V1, V2):
             await group.climb(version, to=Rung.EXPORTED)
         rungs = it.standings(V2, epoch=group.epoch)

@@ -20,8 +20,8 @@ from colocated_rl_api.facts import (
 )
 from colocated_rl_api.ladder import TIME_SLICED
 from colocated_rl_api.rungs import Rung, WeightVersion
-from fakes.device import GIB, TOTAL_BYTES, Device
-from fakes.pod import DEADLINE_S, Group, Network, Pod, make_job, network, pod
+from fakes.device import GIB, TOTAL_BYTES, FakeDevice
+from fakes.pod import DEADLINE_S, Network, PodGroup, PodProcesses, make_job, network, pod
 from fakes.rollout import until
 
 V0, V1 = WeightVersion(0, 1), WeightVersion(1, 1)
@@ -40,7 +40,7 @@ def is_serving(version: WeightVersion) -> Callable[[PodFacts], bool]:
 
 async def test_new_pod_climbs_to_serving_trains_a_step_and_serves_it(net: Network) -> None:
     async with pod(net, make_job()) as it:
-        group = Group([it])
+        group = PodGroup([it])
         await group.climb(V0)
         assert (200, "0-1") == await served_version(it)
         first = it.now
@@ -57,7 +57,7 @@ async def test_new_pod_climbs_to_serving_trains_a_step_and_serves_it(net: Networ
 
 async def test_h13_h14_h16_h39_h53_engine_calls_of_a_switch_come_in_their_order_and_are_all(net: Network) -> None:
     async with pod(net, make_job(weightSync={"verify": "Probe"})) as it:
-        group = Group([it])
+        group = PodGroup([it])
         await group.climb(V0)
         before = len(await it.engine_calls())
         await group.climb(V1)
@@ -77,7 +77,7 @@ async def test_h13_h14_h16_h39_h53_engine_calls_of_a_switch_come_in_their_order_
 
 async def test_request_in_flight_comes_back_with_its_tokens_when_a_switch_begins(net: Network) -> None:
     async with pod(net, make_job()) as it:
-        group = Group([it])
+        group = PodGroup([it])
         await group.climb(V0)
         long = asyncio.create_task(it.generate(input_ids=PROMPT, sampling_params=endless()))
         await it.generating(1)
@@ -91,7 +91,7 @@ async def test_request_in_flight_comes_back_with_its_tokens_when_a_switch_begins
 async def test_h21_group_waits_at_each_barrier_for_its_slow_replica(net: Network) -> None:
     async with AsyncExitStack() as stack:
         fast, slow = [await stack.enter_async_context(pod(net, make_job(replicas=2), replica=n)) for n in (0, 1)]
-        group = Group([fast, slow])
+        group = PodGroup([fast, slow])
         await group.climb(V0)
         assert fast.now is not None
         assert slow.now is not None
@@ -107,7 +107,7 @@ async def test_h21_group_waits_at_each_barrier_for_its_slow_replica(net: Network
 
 async def test_h46_target_of_an_older_epoch_changes_nothing(net: Network) -> None:
     async with pod(net, make_job()) as it:
-        group = Group([it])
+        group = PodGroup([it])
         group.epoch = 6
         await group.climb(V0)
         await it.send(group.target(V1, Rung.RELEASED, epoch=6))
@@ -119,7 +119,7 @@ async def test_h46_target_of_an_older_epoch_changes_nothing(net: Network) -> Non
 async def test_f47_nobody_asks_an_engine_for_its_health_while_it_starts_or_is_off(net: Network) -> None:
     """With weights released, /health would fail or kill it; and each good answer costs a token."""
     async with pod(net, make_job()) as it:
-        group = Group([it])
+        group = PodGroup([it])
         await group.climb(V0)
         it.trainer_fault("train", "slow")
         await group.climb(V1)
@@ -129,7 +129,7 @@ async def test_f47_nobody_asks_an_engine_for_its_health_while_it_starts_or_is_of
 
 async def test_f2_target_of_an_older_epoch_opens_no_gate(net: Network) -> None:
     async with pod(net, make_job()) as it:
-        group = Group([it])
+        group = PodGroup([it])
         await group.climb(V0)
         old = group.target(V0, Rung.SERVING)
         await group.climb(V1, to=Rung.RELEASED)
@@ -143,7 +143,7 @@ async def test_f2_target_of_an_older_epoch_opens_no_gate(net: Network) -> None:
 
 async def test_older_epoch_is_refused_by_a_restarted_agent_too(net: Network) -> None:
     async with pod(net, make_job()) as it:
-        group = Group([it])
+        group = PodGroup([it])
         group.epoch = 6
         await group.climb(V0)
         await it.restart_agent()
@@ -155,7 +155,7 @@ async def test_older_epoch_is_refused_by_a_restarted_agent_too(net: Network) -> 
 
 async def test_engine_killed_while_serving_hands_its_tokens_back_and_comes_again(net: Network) -> None:
     async with pod(net, make_job()) as it:
-        await Group([it]).climb(V0)
+        await PodGroup([it]).climb(V0)
         first = it.now
         assert first is not None
         long = asyncio.create_task(it.generate(input_ids=PROMPT, sampling_params=endless()))
@@ -175,7 +175,7 @@ async def test_engine_killed_while_serving_hands_its_tokens_back_and_comes_again
 async def test_engine_that_dies_at_its_start_is_reported_and_started_again(net: Network) -> None:
     async with pod(net, make_job()) as it:
         (it.directories.sockets / "engine-fault").touch()
-        await Group([it]).climb(V0)
+        await PodGroup([it]).climb(V0)
         problems = [facts.problem.message for facts in it.facts if facts.problem]
         assert any("told to crash at the start" in problem for problem in problems)
         assert {1} == {facts.engines[0].failures for facts in it.facts if facts.engines and facts.problem}
@@ -186,7 +186,7 @@ async def test_engine_that_dies_at_its_start_is_reported_and_started_again(net: 
 
 async def test_h18_engine_killed_while_trained_stays_absent_until_the_trainer_is_off_the_device(net: Network) -> None:
     async with pod(net, make_job()) as it:
-        group = Group([it])
+        group = PodGroup([it])
         await group.climb(V0)
         await group.climb(V1, to=Rung.TRAINED)
         it.kill("sglang")
@@ -211,7 +211,7 @@ async def test_h18_engine_killed_while_trained_stays_absent_until_the_trainer_is
 )
 async def test_agent_that_is_restarted_in_a_switch_goes_on(net: Network, rung: Rung, number: signal.Signals) -> None:
     async with pod(net, make_job()) as it:
-        group = Group([it])
+        group = PodGroup([it])
         await group.climb(V0)
         engine, trainer = identities(it)
         await group.climb(V1, to=rung)
@@ -224,7 +224,7 @@ async def test_agent_that_is_restarted_in_a_switch_goes_on(net: Network, rung: R
 
 async def test_h47_agent_that_is_told_to_end_hands_back_what_is_in_flight(net: Network) -> None:
     async with pod(net, make_job()) as it:
-        await Group([it]).climb(V0)
+        await PodGroup([it]).climb(V0)
         long = asyncio.create_task(it.generate(input_ids=PROMPT, sampling_params=endless()))
         await it.generating(1)
         it.agent.terminate()
@@ -235,7 +235,7 @@ async def test_h47_agent_that_is_told_to_end_hands_back_what_is_in_flight(net: N
 
 async def test_restarted_container_is_a_loss_of_engine_and_trainers(net: Network) -> None:
     async with pod(net, make_job()) as it:
-        group = Group([it])
+        group = PodGroup([it])
         await group.climb(V0)
         it.runner.kill()
         await it.runner.wait()
@@ -248,7 +248,7 @@ async def test_restarted_container_is_a_loss_of_engine_and_trainers(net: Network
 
 async def test_h10_release_that_is_never_answered_costs_the_engine_and_is_not_sent_again(net: Network) -> None:
     async with pod(net, make_job(switch={"engineCallSeconds": 5})) as it:
-        group = Group([it])
+        group = PodGroup([it])
         await group.climb(V0)
         await it.fault("/release_memory_occupation", "act_then_hang")
         await group.climb(V1, to=Rung.RELEASED)
@@ -260,7 +260,7 @@ async def test_h10_release_that_is_never_answered_costs_the_engine_and_is_not_se
 
 async def test_h24_h52_engine_that_disagrees_with_the_probe_never_serves(net: Network) -> None:
     async with pod(net, make_job(weightSync={"verify": "Probe"})) as it:
-        group = Group([it])
+        group = PodGroup([it])
         await group.climb(V0)
         it.trainer_fault("export", "lies")
         await group.set_out(V1, Rung.SERVING, after=Rung.UPDATED)
@@ -276,7 +276,7 @@ async def test_exports_of_a_switch_that_is_given_up_make_room_for_the_next(
 ) -> None:
     """The volume has room for two: what serves, and what will."""
     async with pod(net, make_job(rollout=rollout)) as it:
-        group = Group([it])
+        group = PodGroup([it])
         await group.climb(V0)
         for lineage in (1, 2, 3):
             await group.climb(WeightVersion(1, lineage), to=Rung.EXPORTED)
@@ -290,7 +290,7 @@ async def test_exports_of_a_switch_that_is_given_up_make_room_for_the_next(
 
 async def test_torn_export_never_reaches_an_engine(net: Network) -> None:
     async with pod(net, make_job()) as it:
-        group = Group([it])
+        group = PodGroup([it])
         await group.climb(V0)
         it.trainer_fault("export", "torn")
         await group.set_out(V1, Rung.EXPORTED, after=Rung.TRAINED)
@@ -303,7 +303,7 @@ async def test_torn_export_never_reaches_an_engine(net: Network) -> None:
 
 async def test_trainer_that_crashes_is_reported_with_its_last_words_and_left_to_the_operator(net: Network) -> None:
     async with pod(net, make_job()) as it:
-        group = Group([it])
+        group = PodGroup([it])
         await group.climb(V0)
         it.trainer_fault("train", "crash")
         await group.set_out(V1, Rung.TRAINED, after=Rung.RELEASED)
@@ -319,7 +319,7 @@ async def test_trainer_that_crashes_is_reported_with_its_last_words_and_left_to_
 
 async def test_trainer_that_hangs_is_stopped_at_its_deadline(net: Network) -> None:
     async with pod(net, make_job(switch={"trainerProgressSeconds": 5})) as it:
-        group = Group([it])
+        group = PodGroup([it])
         await group.climb(V0)
         it.trainer_fault("train", "hang")
         await group.set_out(V1, Rung.TRAINED, after=Rung.RELEASED)
@@ -329,7 +329,7 @@ async def test_trainer_that_hangs_is_stopped_at_its_deadline(net: Network) -> No
 
 async def test_trainer_that_stalls_says_where_it_stands_until_it_goes_on(net: Network) -> None:
     async with pod(net, make_job()) as it:
-        group = Group([it])
+        group = PodGroup([it])
         await group.climb(V0)
         it.trainer_fault("train", "stall")
         await group.set_out(V1, Rung.TRAINED, after=Rung.RELEASED)
@@ -347,7 +347,7 @@ async def test_trainer_that_stalls_says_where_it_stands_until_it_goes_on(net: Ne
 
 async def test_new_lineage_interrupts_a_step_that_waits_for_a_dead_peer(net: Network) -> None:
     async with pod(net, make_job()) as it:
-        group = Group([it])
+        group = PodGroup([it])
         await group.climb(V0)
         it.trainer_fault("train", "hang")
         await group.set_out(V1, Rung.TRAINED, after=Rung.RELEASED)
@@ -359,7 +359,7 @@ async def test_new_lineage_interrupts_a_step_that_waits_for_a_dead_peer(net: Net
 
 async def test_checkpoint_is_saved_beside_rollout_and_before_the_next_step(net: Network) -> None:
     async with pod(net, make_job(checkpoint={"everySteps": 1})) as it:
-        group = Group([it])
+        group = PodGroup([it])
         await group.climb(V0)
         await group.climb(V1)
         facts = await it.until(lambda facts: facts.trainers[0].saved == 1, "saved")
@@ -369,7 +369,7 @@ async def test_checkpoint_is_saved_beside_rollout_and_before_the_next_step(net: 
 
 async def test_model_is_left_once_when_the_last_step_is_saved(net: Network) -> None:
     async with pod(net, make_job(checkpoint={"everySteps": 1})) as it:
-        group = Group([it])
+        group = PodGroup([it])
         await group.climb(V0)
         await group.climb(V1)
         await it.until(lambda facts: facts.trainers[0].saved == 1, "saved")
@@ -387,7 +387,7 @@ async def test_model_is_left_once_when_the_last_step_is_saved(net: Network) -> N
 
 async def test_model_that_can_not_be_left_costs_the_trainers_and_is_named(net: Network) -> None:
     async with pod(net, make_job()) as it:
-        group = Group([it])
+        group = PodGroup([it])
         await group.climb(V0)
         await group.climb(V1)
         it.trainer_fault("finish", "error")
@@ -399,8 +399,8 @@ async def test_model_that_can_not_be_left_costs_the_trainers_and_is_named(net: N
 
 
 @pytest.fixture
-def device(tmp_path: Path) -> Device:
-    return Device(tmp_path)
+def device(tmp_path: Path) -> FakeDevice:
+    return FakeDevice(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -408,11 +408,11 @@ def device(tmp_path: Path) -> Device:
     [(["Weights", "KVCache", "CUDAGraph"], 0.0), (["Weights", "KVCache"], 1.0), (["KVCache"], 11.0)],
 )
 async def test_device_memory_is_measured_through_a_switch(
-    net: Network, device: Device, offload: list[str], kept: float
+    net: Network, device: FakeDevice, offload: list[str], kept: float
 ) -> None:
     """Memory that the job does not offload is not expected to come free."""
     async with pod(net, make_job(gpus={"count": 1}, rollout={"offload": offload}), device=device) as it:
-        group = Group([it])
+        group = PodGroup([it])
         await group.climb(V0)
         used: dict[Rung, int | None] = {}
         for rung in (Rung.DRAINED, Rung.RELEASED, Rung.TRAINED, Rung.OFFLOADED, Rung.SERVING):
@@ -429,8 +429,8 @@ async def test_device_memory_is_measured_through_a_switch(
 
 async def test_f54_engine_over_two_devices_and_a_rank_on_each_of_them_take_turns(net: Network, tmp_path: Path) -> None:
     """Each role keeps its own shape: one process over both, and one for each. Every device is looked at."""
-    async with pod(net, make_job(gpus={"count": 2}), device=Device(tmp_path, count=2)) as it:
-        group = Group([it])
+    async with pod(net, make_job(gpus={"count": 2}), device=FakeDevice(tmp_path, count=2)) as it:
+        group = PodGroup([it])
         await group.climb(V0)
         assert "--tp-size\x002" in it.command("sglang")
         for rung, used in ((Rung.DRAINED, 52.2), (Rung.RELEASED, 1.2), (Rung.TRAINED, 60.5), (Rung.SERVING, 52.2)):
@@ -447,11 +447,11 @@ async def test_f54_engine_over_two_devices_and_a_rank_on_each_of_them_take_turns
 
 
 async def test_h43_release_that_frees_nothing_costs_the_engine_and_lets_no_trainer_in(
-    net: Network, device: Device
+    net: Network, device: FakeDevice
 ) -> None:
     job = make_job(gpus={"count": 1}, switch={"engineCallSeconds": 5})
     async with pod(net, job, device=device) as it:
-        group = Group([it])
+        group = PodGroup([it])
         await group.climb(V0)
         await it.fault("/release_memory_occupation", "leak")
         await group.climb(V1, to=Rung.RELEASED)
@@ -463,10 +463,10 @@ async def test_h43_release_that_frees_nothing_costs_the_engine_and_lets_no_train
         assert (200, "1-1") == await served_version(it)
 
 
-async def test_h61_release_that_shows_after_its_answer_is_waited_for(net: Network, device: Device) -> None:
+async def test_h61_release_that_shows_after_its_answer_is_waited_for(net: Network, device: FakeDevice) -> None:
     """The engine of rank 0 answers; its other ranks unmap after that."""
     async with pod(net, make_job(gpus={"count": 1}), device=device) as it:
-        group = Group([it])
+        group = PodGroup([it])
         await group.climb(V0)
         engine, _ = identities(it)
         await it.fault("/release_memory_occupation", "lag")
@@ -474,9 +474,9 @@ async def test_h61_release_that_shows_after_its_answer_is_waited_for(net: Networ
         assert (engine, (200, "1-1")) == (identities(it)[0], await served_version(it))
 
 
-async def test_trainer_that_leaves_no_room_for_the_engine_is_stopped(net: Network, device: Device) -> None:
+async def test_trainer_that_leaves_no_room_for_the_engine_is_stopped(net: Network, device: FakeDevice) -> None:
     async with pod(net, make_job(gpus={"count": 1}), device=device) as it:
-        group = Group([it])
+        group = PodGroup([it])
         await group.climb(V0)
         it.trainer_fault("offload", "leaks")
         await group.set_out(V1, Rung.UPDATED, after=Rung.EXPORTED)
@@ -491,7 +491,7 @@ async def test_trainer_that_leaves_no_room_for_the_engine_is_stopped(net: Networ
 
 async def test_engine_that_replaces_another_gets_its_pool(net: Network) -> None:
     async with pod(net, make_job()) as it:
-        await Group([it]).climb(V0)
+        await PodGroup([it]).climb(V0)
         it.kill("sglang")
         await it.until(lambda facts: not is_serving(V0)(facts), "the engine lost")
         await it.until(is_serving(V0), "serving again")
@@ -500,7 +500,7 @@ async def test_engine_that_replaces_another_gets_its_pool(net: Network) -> None:
 
 async def test_h56_engine_that_a_probe_made_unready_is_repaired(net: Network) -> None:
     async with pod(net, make_job()) as it:
-        group = Group([it])
+        group = PodGroup([it])
         await group.climb(V0)
         engine, _ = identities(it)
         await group.climb(V1, to=Rung.RELEASED)
@@ -513,7 +513,7 @@ async def test_h56_engine_that_a_probe_made_unready_is_repaired(net: Network) ->
 
 async def test_goal_stop_ends_children_and_runner_with_code_0_and_nothing_to_warn_of(net: Network) -> None:
     async with pod(net, make_job()) as it:
-        group = Group([it])
+        group = PodGroup([it])
         await group.climb(V0)
         await group.climb(V1)
         await group.stop()
@@ -527,7 +527,7 @@ async def test_goal_stop_ends_children_and_runner_with_code_0_and_nothing_to_war
 
 async def test_terminated_container_hands_back_what_is_in_flight_before_it_ends(net: Network) -> None:
     async with pod(net, make_job()) as it:
-        await Group([it]).climb(V0)
+        await PodGroup([it]).climb(V0)
         long = asyncio.create_task(it.generate(input_ids=PROMPT, sampling_params=endless()))
         await it.generating(1)
         it.runner.terminate()
@@ -542,7 +542,7 @@ async def test_terminated_container_hands_back_what_is_in_flight_before_it_ends(
 
 async def test_secrets_are_in_no_log(net: Network) -> None:
     async with pod(net, make_job()) as it:
-        await Group([it]).climb(V0)
+        await PodGroup([it]).climb(V0)
         journal = (it.directories.state / "journal.jsonl").read_text().splitlines()
         keys = [record["admin_key"] for record in map(json.loads, journal) if "admin_key" in record]
         assert len(keys) == 1
@@ -551,7 +551,7 @@ async def test_secrets_are_in_no_log(net: Network) -> None:
         assert not (it.directories.sockets / "engine-0.yaml").exists()
 
 
-def exports(it: Pod) -> list[str]:
+def exports(it: PodProcesses) -> list[str]:
     """Return the exports on the volume; an agent makes room once the engine has newer ones."""
     return sorted(path.name for path in it.directories.weights.iterdir())
 
@@ -560,7 +560,7 @@ def endless() -> dict[str, object]:
     return {"max_new_tokens": 4000, "ignore_eos": True, "stream_interval": 1}
 
 
-def identities(it: Pod) -> tuple[str | None, str | None]:
+def identities(it: PodProcesses) -> tuple[str | None, str | None]:
     assert it.now is not None
     return it.now.engines[0].incarnation, it.now.trainers[0].incarnation
 
@@ -570,7 +570,7 @@ def trainer_of(facts: PodFacts) -> tuple[TrainerState, int | None, int | None]:
     return rank.state, rank.exit_code, rank.lineage
 
 
-async def served_version(it: Pod) -> tuple[int, str]:
+async def served_version(it: PodProcesses) -> tuple[int, str]:
     status, answer = await it.generate(input_ids=PROMPT, sampling_params={"max_new_tokens": 4}, return_logprob=True)
     assert all(token < 1000 for token in answer["output_ids"]), "no token is made from released weights"
     return status, answer["meta_info"]["weight_version"]

@@ -11,7 +11,7 @@ from builders import TOGETHER
 from colocated_rl_api.facts import TrainerState
 from colocated_rl_api.ladder import ladder_for
 from colocated_rl_api.rungs import Placement, Rung, WeightVersion
-from fakes.pod import Group, Network, Pod, make_job, network, pod
+from fakes.pod import Network, PodGroup, PodProcesses, make_job, network, pod
 from fakes.rollout import until
 
 V0, V1, V2 = (WeightVersion(step, 1) for step in range(3))
@@ -29,15 +29,15 @@ def scored_job(placement: Placement = Placement.TIME_SLICED, **changes: Any) -> 
     return make_job(**{"rollout": ROLLOUTS[placement], "reference": {}} | changes)
 
 
-def trainer_routes(it: Pod) -> list[str]:
+def trainer_routes(it: PodProcesses) -> list[str]:
     return (it.directories.sockets / "asked").read_text().split()
 
 
-def kept(it: Pod) -> list[str]:
+def kept(it: PodProcesses) -> list[str]:
     return sorted(path.name for path in it.directories.batches.glob("*.scores"))
 
 
-async def rung_seconds(it: Pod) -> str:
+async def rung_seconds(it: PodProcesses) -> str:
     async with it.net.session.get(f"http://127.0.0.1:{it.metrics}/metrics") as answer:
         return await answer.text()
 
@@ -45,7 +45,7 @@ async def rung_seconds(it: Pod) -> str:
 @on_both_ladders
 async def test_every_batch_is_scored_once_before_it_is_trained(net: Network, placement: Placement) -> None:
     async with pod(net, scored_job(placement)) as it:
-        group = Group([it])
+        group = PodGroup([it])
         await group.climb(V0)
         assert "score" not in trainer_routes(it), "nothing is trained at a start"
         for version in (V1, V2):
@@ -63,7 +63,7 @@ async def test_every_batch_is_scored_once_before_it_is_trained(net: Network, pla
 async def test_nobody_trains_before_every_pod_has_scored(net: Network, placement: Placement) -> None:
     job = scored_job(placement, replicas=2)
     async with pod(net, job) as fast, pod(net, job, replica=1) as slow:
-        group = Group([fast, slow])
+        group = PodGroup([fast, slow])
         await group.climb(V0)
         slow.trainer_fault("score", "slow")
         await group.climb(V1, to=Rung.SCORED)
@@ -76,7 +76,7 @@ async def test_nobody_trains_before_every_pod_has_scored(net: Network, placement
 
 async def test_agent_that_restarts_while_a_batch_is_scored_goes_on_with_it(net: Network) -> None:
     async with pod(net, scored_job()) as it:
-        group = Group([it])
+        group = PodGroup([it])
         await group.climb(V0)
         it.trainer_fault("score", "held")
         await group.set_out(V1, Rung.SCORED, after=Rung.RELEASED)
@@ -94,7 +94,7 @@ async def test_agent_that_restarts_while_a_batch_is_scored_goes_on_with_it(net: 
 
 async def test_trainer_that_dies_while_it_scores_is_reported_and_the_next_lineage_scores_again(net: Network) -> None:
     async with pod(net, scored_job()) as it:
-        group = Group([it])
+        group = PodGroup([it])
         await group.climb(V0)
         it.trainer_fault("score", "crash")
         await group.set_out(V1, Rung.SCORED, after=Rung.RELEASED)
@@ -110,7 +110,7 @@ async def test_trainer_that_dies_while_it_scores_is_reported_and_the_next_lineag
 async def test_trainer_that_cannot_score_is_refused_where_there_is_a_reference(net: Network) -> None:
     async with pod(net, scored_job()) as it:
         it.trainer_fault("load", "unscoring")
-        group = Group([it])
+        group = PodGroup([it])
         await group.set_out(V0, Rung.SCORED, after=Rung.RELEASED)
         gone = await it.until(lambda facts: facts.trainers[0].exit_code is not None, "stopped")
         assert gone.problem is not None
@@ -120,14 +120,14 @@ async def test_trainer_that_cannot_score_is_refused_where_there_is_a_reference(n
 async def test_trainer_that_cannot_score_trains_where_there_is_none(net: Network) -> None:
     async with pod(net, make_job()) as it:
         it.trainer_fault("load", "unscoring")
-        await Group([it]).climb(V0)
+        await PodGroup([it]).climb(V0)
         assert it.now is not None
         assert it.now.problem is None
 
 
 async def test_rollout_goes_on_beside_the_reference_where_both_are_resident(net: Network) -> None:
     async with pod(net, scored_job(Placement.RESIDENT)) as it:
-        group = Group([it])
+        group = PodGroup([it])
         await group.climb(V0)
         it.trainer_fault("score", "hang")
         await group.set_out(V1, Rung.SCORED, after=Rung.SEALED)

@@ -12,8 +12,8 @@ import pytest
 from colocated_rl_api.facts import EngineState, PodFacts, TrainerState
 from colocated_rl_api.ladder import RESIDENT
 from colocated_rl_api.rungs import Rung, WeightVersion
-from fakes.device import Device
-from fakes.pod import Group, Network, Pod, make_job, network, pod
+from fakes.device import FakeDevice
+from fakes.pod import Network, PodGroup, PodProcesses, make_job, network, pod
 from fakes.rollout import until
 
 V0, V1, V2, V3 = (WeightVersion(step, 1) for step in range(4))
@@ -34,17 +34,17 @@ def stands(facts: PodFacts, at: WeightVersion) -> Rung:
     return RESIDENT.standing(facts, at)
 
 
-async def served_version(it: Pod) -> tuple[int, str]:
+async def served_version(it: PodProcesses) -> tuple[int, str]:
     status, answer = await it.generate(input_ids=PROMPT, sampling_params={"max_new_tokens": 2})
     return status, answer["meta_info"]["weight_version"]
 
 
-def identities(it: Pod) -> tuple[str | None, str | None]:
+def identities(it: PodProcesses) -> tuple[str | None, str | None]:
     assert it.now is not None
     return it.now.engines[0].incarnation, it.now.trainers[0].incarnation
 
 
-async def train_without_end(group: Group, it: Pod) -> tuple[str | None, str | None]:
+async def train_without_end(group: PodGroup, it: PodProcesses) -> tuple[str | None, str | None]:
     """A step is under way beside rollout; the engine and the trainer of before."""
     await group.climb(V0)
     first = identities(it)
@@ -54,13 +54,13 @@ async def train_without_end(group: Group, it: Pod) -> tuple[str | None, str | No
     return first
 
 
-def trainer_routes(it: Pod) -> list[str]:
+def trainer_routes(it: PodProcesses) -> list[str]:
     return (it.directories.sockets / "asked").read_text().split()
 
 
 async def test_engine_takes_new_weights_step_after_step_and_nothing_is_ever_released(net: Network) -> None:
     async with pod(net, resident_job(weightSync={"verify": "Probe"})) as it:
-        group = Group([it])
+        group = PodGroup([it])
         await group.climb(V0)
         before, calls = identities(it), len(await it.engine_calls())
         for version in (V1, V2, V3):
@@ -80,7 +80,7 @@ async def test_engine_takes_new_weights_step_after_step_and_nothing_is_ever_rele
 
 async def test_rollout_goes_on_beside_training_and_is_interrupted_for_the_update_alone(net: Network) -> None:
     async with pod(net, resident_job()) as it:
-        group = Group([it])
+        group = PodGroup([it])
         await group.climb(V0)
         long = asyncio.create_task(it.generate(input_ids=PROMPT, sampling_params=endless()))
         await it.generating(1)
@@ -99,7 +99,7 @@ async def test_rollout_goes_on_beside_training_and_is_interrupted_for_the_update
 async def test_no_gate_closes_before_every_pod_has_the_new_weights(net: Network) -> None:
     job = resident_job(replicas=2)
     async with pod(net, job) as fast, pod(net, job, replica=1) as slow:
-        group = Group([fast, slow])
+        group = PodGroup([fast, slow])
         await group.climb(V0)
         slow.trainer_fault("export", "held")
         climbing = asyncio.create_task(group.climb(V1))
@@ -114,7 +114,7 @@ async def test_no_gate_closes_before_every_pod_has_the_new_weights(net: Network)
 
 async def test_engine_that_dies_beside_training_comes_back_on_the_weights_that_it_served(net: Network) -> None:
     async with pod(net, resident_job()) as it:
-        group = Group([it])
+        group = PodGroup([it])
         first = await train_without_end(group, it)
         it.kill("sglang")
         again = await it.until(lambda facts: facts.gate.open and facts.engines[0].incarnation != first[0], "open again")
@@ -126,7 +126,7 @@ async def test_engine_that_dies_beside_training_comes_back_on_the_weights_that_i
 
 async def test_engine_that_dies_in_the_update_starts_on_the_new_weights(net: Network) -> None:
     async with pod(net, resident_job()) as it:
-        group = Group([it])
+        group = PodGroup([it])
         await group.climb(V0)
         await group.climb(V1, to=Rung.DRAINED)
         await it.fault("/update_weights_from_disk", "crash")
@@ -138,7 +138,7 @@ async def test_engine_that_dies_in_the_update_starts_on_the_new_weights(net: Net
 
 async def test_h50_update_that_is_never_answered_costs_the_engine_and_is_not_sent_again(net: Network) -> None:
     async with pod(net, resident_job(switch={"engineCallSeconds": 5})) as it:
-        group = Group([it])
+        group = PodGroup([it])
         await group.climb(V0)
         first = identities(it)
         await it.fault("/update_weights_from_disk", "act_then_hang")
@@ -160,7 +160,7 @@ async def test_h50_update_that_is_never_answered_costs_the_engine_and_is_not_sen
 )
 async def test_agent_that_is_restarted_in_a_step_goes_on(net: Network, rung: Rung, number: signal.Signals) -> None:
     async with pod(net, resident_job()) as it:
-        group = Group([it])
+        group = PodGroup([it])
         await group.climb(V0)
         before = identities(it)
         await group.climb(V1, to=rung)
@@ -179,7 +179,7 @@ async def test_engine_and_agent_that_die_together_beside_training_are_back_befor
 ) -> None:
     """The new agent has seen no export: it takes the one that the trainers name, and reads it first."""
     async with pod(net, resident_job()) as it:
-        group = Group([it])
+        group = PodGroup([it])
         first = await train_without_end(group, it)
         it.kill("sglang")
         await it.restart_agent()
@@ -191,7 +191,7 @@ async def test_engine_and_agent_that_die_together_beside_training_are_back_befor
 
 async def test_rollout_goes_on_when_a_trainer_dies_and_while_the_next_one_loads(net: Network) -> None:
     async with pod(net, resident_job()) as it:
-        group = Group([it])
+        group = PodGroup([it])
         await group.climb(V0)
         engine, _ = identities(it)
         it.trainer_fault("train", "crash")
@@ -209,7 +209,7 @@ async def test_rollout_goes_on_when_a_trainer_dies_and_while_the_next_one_loads(
 
 async def test_switch_that_is_given_up_opens_the_gate_on_the_weights_that_are_there(net: Network) -> None:
     async with pod(net, resident_job()) as it:
-        group = Group([it])
+        group = PodGroup([it])
         await group.climb(V0)
         engine, _ = identities(it)
         await group.climb(V1, to=Rung.DRAINED)
@@ -228,8 +228,8 @@ async def test_switch_that_is_given_up_opens_the_gate_on_the_weights_that_are_th
 async def test_memory_of_devices_is_nobodys_business_where_nothing_is_released(net: Network, tmp_path: Any) -> None:
     """Engine and trainer hold their memory together; nothing is measured against what a release had freed."""
     rollout = {"offload": [], "engine": {"args": ["--mem-fraction-static", "0.4"]}}
-    async with pod(net, make_job(rollout=rollout, gpus={"count": 1}), device=Device(tmp_path)) as it:
-        group = Group([it])
+    async with pod(net, make_job(rollout=rollout, gpus={"count": 1}), device=FakeDevice(tmp_path)) as it:
+        group = PodGroup([it])
         await group.climb(V0)
         assert "--enable-memory-saver" not in it.command("sglang").split("\0")
         started = len(it.facts)  # until then its runner may be waited for

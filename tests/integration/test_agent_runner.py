@@ -33,7 +33,7 @@ from colocated_rl_agent.runner.runner_link import (
 )
 from colocated_rl_agent.runner.runner_link import Device as Memory
 from colocated_rl_operator.manifests import resources
-from fakes.device import GIB, TOTAL_BYTES, Device
+from fakes.device import GIB, TOTAL_BYTES, FakeDevice
 
 DEADLINE_S = 60.0  # less than what is killed would live by itself
 
@@ -53,7 +53,7 @@ def oldest_python() -> str:
 SLEEP = ["sleep", "600"]
 
 
-class Container:
+class RunnerContainer:
     """A runner process and a connected agent that remembers every event."""
 
     def __init__(self, directory: Path, call_s: float) -> None:
@@ -118,9 +118,9 @@ async def container(
     env: Mapping[str, str] | None = None,
     call_s: float = DEADLINE_S,
     before: Sequence[str] = (),
-) -> AsyncIterator[Container]:
+) -> AsyncIterator[RunnerContainer]:
     """before: arguments before the runner's own."""
-    it = Container(directory, call_s)
+    it = RunnerContainer(directory, call_s)
     await it.start(grace_s=grace_s, env=env, before=before)
     connection = asyncio.create_task(it.link.run())
     try:
@@ -553,7 +553,7 @@ async def test_device_memory_is_unmeasured_without_a_driver(tmp_path: Path) -> N
 
 
 async def test_device_memory_is_what_the_driver_says_of_those_who_live(tmp_path: Path) -> None:
-    device = Device(tmp_path)
+    device = FakeDevice(tmp_path)
     async with container(tmp_path, env=device.environment) as it:
         assert (Memory(index=0, total_bytes=TOTAL_BYTES, used_bytes=0),) == await it.link.devices()
         device.hold(3 * GIB)

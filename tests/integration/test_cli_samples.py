@@ -14,7 +14,7 @@ from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
-from unit.test_rollout_followers import Scene, serving
+from unit.test_rollout_followers import FollowersScene, serving
 from unit.test_rollout_store import JOB, completed_group, seal
 
 from builders import make_manifest
@@ -44,7 +44,7 @@ def kubectl(api: ClusterApi, tmp_path: Path) -> Iterator[Played]:
 
 
 @pytest.fixture
-async def scene(api: ClusterApi, tmp_path: Path) -> AsyncIterator[Scene]:
+async def scene(api: ClusterApi, tmp_path: Path) -> AsyncIterator[FollowersScene]:
     async with serving(Store(tmp_path / "store", job_uid=JOB), text=lambda ids: f"{len(ids)} tokens") as scene:
         api.members[POD] = scene.port
         yield scene
@@ -83,7 +83,7 @@ async def ended(process: Process) -> tuple[int, str]:
 
 
 async def test_samples_are_reported_as_they_end_until_the_job_is_over(
-    scene: Scene, api: ClusterApi, kubectl: Played
+    scene: FollowersScene, api: ClusterApi, kubectl: Played
 ) -> None:
     completed_group(scene.store)
     async with started(kubectl, "--follow", "--limit", "1") as process:
@@ -100,7 +100,7 @@ async def test_samples_are_reported_as_they_end_until_the_job_is_over(
 
 
 async def test_a_port_forward_that_breaks_is_made_again_and_no_sample_is_reported_twice_or_never(
-    scene: Scene, api: ClusterApi, kubectl: Played
+    scene: FollowersScene, api: ClusterApi, kubectl: Played
 ) -> None:
     async with started(kubectl, "--follow", "-o", "json") as process:
         for group in range(4):
@@ -116,7 +116,7 @@ async def test_a_port_forward_that_breaks_is_made_again_and_no_sample_is_reporte
 
 
 async def test_a_port_forward_that_breaks_as_the_job_goes_is_reported_and_not_made_again(
-    scene: Scene, api: ClusterApi, kubectl: Played
+    scene: FollowersScene, api: ClusterApi, kubectl: Played
 ) -> None:
     async with started(kubectl, "--follow", "-o", "json") as process:
         completed_group(scene.store)
@@ -130,7 +130,7 @@ async def test_a_port_forward_that_breaks_as_the_job_goes_is_reported_and_not_ma
 
 
 async def test_samples_that_a_checkpoint_took_meanwhile_are_missed_aloud(
-    scene: Scene, api: ClusterApi, kubectl: Played
+    scene: FollowersScene, api: ClusterApi, kubectl: Played
 ) -> None:
     async with started(kubectl, "--follow", "-o", "json") as process:
         completed_group(scene.store)
@@ -152,7 +152,7 @@ async def test_samples_that_a_checkpoint_took_meanwhile_are_missed_aloud(
 
 
 @pytest.mark.parametrize("ending", [signal.SIGINT, signal.SIGTERM])
-async def test_it_ends_when_it_is_told_to(scene: Scene, kubectl: Played, ending: signal.Signals) -> None:
+async def test_it_ends_when_it_is_told_to(scene: FollowersScene, kubectl: Played, ending: signal.Signals) -> None:
     completed_group(scene.store)
     async with started(kubectl, "--follow", "--text") as process:
         assert "1: completed, reward 1" == await line(process)
@@ -161,7 +161,7 @@ async def test_it_ends_when_it_is_told_to(scene: Scene, kubectl: Played, ending:
     assert not kubectl.is_running()
 
 
-async def test_whoever_reads_it_may_have_enough(scene: Scene, kubectl: Played) -> None:
+async def test_whoever_reads_it_may_have_enough(scene: FollowersScene, kubectl: Played) -> None:
     completed_group(scene.store)
     async with started(kubectl, "--follow", "-o", "yaml") as process:
         assert "- id: 1" == await line(process)
@@ -174,7 +174,7 @@ async def test_whoever_reads_it_may_have_enough(scene: Scene, kubectl: Played) -
         assert (Exit.FINE, "") == await ended(process)
 
 
-async def test_samples_are_a_file_for_pandas(scene: Scene, kubectl: Played, tmp_path: Path) -> None:
+async def test_samples_are_a_file_for_pandas(scene: FollowersScene, kubectl: Played, tmp_path: Path) -> None:
     group = completed_group(scene.store)
     seal(scene.store, [group])
     completed_group(scene.store)
@@ -190,7 +190,7 @@ async def test_samples_are_a_file_for_pandas(scene: Scene, kubectl: Played, tmp_
     assert (Exit.USAGE, True) == (code, "can't be written: " in complaints)
 
 
-async def test_a_file_that_is_cut_off_is_none(scene: Scene, kubectl: Played, tmp_path: Path) -> None:
+async def test_a_file_that_is_cut_off_is_none(scene: FollowersScene, kubectl: Played, tmp_path: Path) -> None:
     file = tmp_path / "samples.parquet"
     async with started(kubectl, "--parquet", str(file), "--text") as process:  # there is no model
         code, complaints = await ended(process)

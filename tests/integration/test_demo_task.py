@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from colocated_rl_rollout.tasks.tasks import is_held_out
-from examples.arithmetic.task import HELD_OUT_PERCENT, Problem, problems, reward
+from examples.arithmetic.task import HELD_OUT_PERCENT, SumQuestion, problems, reward
 
 ROOT = Path(__file__).resolve().parents[2]
-SUM = Problem("State the final answer to the following arithmetic problem: 7 + 8 - 9 =", "6", "7 + 8 - 9")
+SUM = SumQuestion("State the final answer to the following arithmetic problem: 7 + 8 - 9 =", "6", "7 + 8 - 9")
 
 
 def test_held_out_and_training_questions_never_meet() -> None:

@@ -29,7 +29,7 @@ MANY = 20_000 if HARD == resource.RLIM_INFINITY else min(HARD, 20_000)
 
 
 @dataclass
-class Told:
+class ReportedStatuses:
     statuses: Counter[str]
     arrived: int
     lost: int
@@ -40,7 +40,7 @@ class Told:
         return [line for line in self.log if line["event"] == event]
 
 
-async def crowd(directory: Path, *, files: int, count: int, silent: int = 0) -> Told:
+async def crowd(directory: Path, *, files: int, count: int, silent: int = 0) -> ReportedStatuses:
     """Return the fate of so many requests at a gate whose process may have so many files open."""
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "fakes.crowd", "callers", str(directory), str(files), str(count), str(silent)),
@@ -52,7 +52,7 @@ async def crowd(directory: Path, *, files: int, count: int, silent: int = 0) -> 
     assert 0 == process.returncode
     counts = json.loads(out)
     lines = [json.loads(line) for line in counts.pop("log").splitlines()]
-    return Told(Counter(counts.pop("statuses")), **counts, log=lines)
+    return ReportedStatuses(Counter(counts.pop("statuses")), **counts, log=lines)
 
 
 async def test_2000_requests_at_once_lose_nothing_under_a_soft_limit_of_1024(tmp_path: Path) -> None:

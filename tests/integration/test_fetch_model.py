@@ -32,7 +32,7 @@ MODEL = {
 READ = {"config.json", "tokenizer.json", WEIGHTS}
 
 
-class Pod:
+class FetchingPod:
     """The container's program, with a volume."""
 
     def __init__(self, directory: Path, endpoint: str, **source: str) -> None:
@@ -71,7 +71,7 @@ class Pod:
 async def test_what_engine_and_trainer_read_is_fetched_once_and_nothing_else(tmp_path: Path) -> None:
     hub = FakeHub(NAME, MODEL, failures=1)
     async with hub.listening() as endpoint:
-        pod = Pod(tmp_path, endpoint)
+        pod = FetchingPod(tmp_path, endpoint)
         code, line = await pod.run()
         assert (0, "model fetched", COMMIT) == (code, line["event"], line["revision"])
         assert {name: MODEL[name] for name in READ} | {COMPLETE: b""} == pod.files()
@@ -83,7 +83,7 @@ async def test_what_engine_and_trainer_read_is_fetched_once_and_nothing_else(tmp
 async def test_pods_that_begin_together_share_one_volume(tmp_path: Path) -> None:
     hub = FakeHub(NAME, MODEL)
     async with hub.listening() as endpoint:
-        pod = Pod(tmp_path, endpoint)
+        pod = FetchingPod(tmp_path, endpoint)
         ends = await asyncio.gather(*(pod.run() for _ in range(3)))
     assert [0, 0, 0] == [code for code, _ in ends]
     assert {name: MODEL[name] for name in READ} | {COMPLETE: b""} == pod.files()
@@ -94,7 +94,7 @@ async def test_a_file_that_was_damaged_on_its_way_is_never_used_and_fetched_agai
     hub = FakeHub(NAME, MODEL)
     hub.instead[name] = bytes(reversed(MODEL[name]))
     async with hub.listening() as endpoint:
-        pod = Pod(tmp_path, endpoint)
+        pod = FetchingPod(tmp_path, endpoint)
         code, line = await pod.run()
         assert (1, "model not fetched") == (code, line["event"])
         assert name in str(line["reason"])
@@ -107,7 +107,7 @@ async def test_a_file_that_was_damaged_on_its_way_is_never_used_and_fetched_agai
 async def test_a_download_that_was_killed_goes_on(tmp_path: Path) -> None:
     hub = FakeHub(NAME, MODEL)
     async with hub.listening() as endpoint:
-        pod = Pod(tmp_path, endpoint)
+        pod = FetchingPod(tmp_path, endpoint)
         process = await pod.begin()
         await until(lambda: hub.downloads)
         process.kill()
@@ -120,7 +120,7 @@ async def test_a_download_that_was_killed_goes_on(tmp_path: Path) -> None:
 async def test_a_private_model_needs_its_token_and_no_message_holds_it(tmp_path: Path) -> None:
     hub = FakeHub(NAME, MODEL, token="hf_open_sesame")
     async with hub.listening() as endpoint:
-        pod = Pod(tmp_path, endpoint, secretName="mine")
+        pod = FetchingPod(tmp_path, endpoint, secretName="mine")
         code, line = await pod.run()
         assert 1 == code
         assert "401" in str(line["reason"])
@@ -133,7 +133,7 @@ async def test_a_private_model_needs_its_token_and_no_message_holds_it(tmp_path:
 async def test_what_is_no_model_of_the_format_is_refused_by_name(tmp_path: Path) -> None:
     hub = FakeHub(NAME, {"config.json": b"{}", "weights.gguf": b"-"})
     async with hub.listening() as endpoint:
-        pod = Pod(tmp_path, endpoint)
+        pod = FetchingPod(tmp_path, endpoint)
         code, line = await pod.run()
     assert 1 == code
     assert "no config.json or no *.safetensors" in str(line["reason"])
@@ -145,7 +145,7 @@ async def test_no_hub_writes_outside_of_the_models_directory(tmp_path: Path, nam
     name = name.replace("TMP", str(tmp_path))
     hub = FakeHub(NAME, MODEL | {name: b"{}"})
     async with hub.listening() as endpoint:
-        pod = Pod(tmp_path, endpoint)
+        pod = FetchingPod(tmp_path, endpoint)
         code, line = await pod.run()
     assert (1, "model not fetched") == (code, line["event"])
     assert name not in hub.downloads
@@ -157,6 +157,6 @@ async def test_what_answers_and_is_no_hub_is_named(tmp_path: Path, listed: bytes
     hub = FakeHub(NAME, MODEL)
     hub.listing = listed
     async with hub.listening() as endpoint:
-        code, line = await Pod(tmp_path, endpoint).run()
+        code, line = await FetchingPod(tmp_path, endpoint).run()
     assert (1, "model not fetched") == (code, line["event"])
     assert f"{NAME} at {COMMIT} can't be fetched from {endpoint}" in str(line["reason"])

@@ -29,7 +29,7 @@ from colocated_rl_operator.metrics import OperatorMetrics
 from colocated_rl_operator.probes import Probes
 from colocated_rl_trainer.ref_policy.figures import ScoreCounts
 from colocated_rl_trainer.ref_policy.ports import MetricsPort
-from fakes.authority import Authority
+from fakes.authority import FakeAuthority
 from fakes.idle_member import JOB_UID, idle_member
 
 DEADLINE_S = 60.0
@@ -63,7 +63,7 @@ async def test_the_oldest_silent_connections_make_room_at_once_for_a_member(
 ) -> None:
     """A member waited five seconds for each round of them. Who has spoken keeps its place, however slow it is."""
     monkeypatch.setattr(accepting_module, "PATIENCE_S", 100 * DEADLINE_S)
-    tls = MemberTls.read(Authority().member_directory(tmp_path / "tls", job_uid=JOB_UID, token="t" * 32))
+    tls = MemberTls.read(FakeAuthority().member_directory(tmp_path / "tls", job_uid=JOB_UID, token="t" * 32))
     loop = asyncio.get_running_loop()
     listener, room = listen("127.0.0.1", 0), RoomFor(100, lambda: 0, asyncio.Protocol)
     async with (
@@ -96,9 +96,9 @@ async def _there(_: web.Request) -> web.Response:
 
 
 @asynccontextmanager
-async def member(directory: Path) -> AsyncIterator[tuple[MemberServer[PodTarget], MemberTls, Authority]]:
+async def member(directory: Path) -> AsyncIterator[tuple[MemberServer[PodTarget], MemberTls, FakeAuthority]]:
     """Run a member that listens as it does in a pod, on other ports."""
-    authority = Authority()
+    authority = FakeAuthority()
     tls = MemberTls.read(authority.member_directory(directory / "tls", job_uid=JOB_UID, token="t" * 32))
     data = data_application(tls, max_request_bytes=1024)
     data.router.add_get("/there", _there)

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 from cluster import Cluster, CommandFailed
 from e2e.conftest import NAMESPACE, OPERATOR_NAMESPACE, installed, with_images
-from e2e.running_job import Kubectl, RunningJob, wait_for
+from e2e.running_job import KubectlCall, RunningJob, wait_for
 from traces import Process, family, living
 
 from colocated_rl_api import names
@@ -80,7 +80,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 
 @pytest.fixture
-def kubectl(cluster: Cluster) -> Kubectl:
+def kubectl(cluster: Cluster) -> KubectlCall:
     return cluster.kubectl
 
 
@@ -114,7 +114,7 @@ def nodes(job: RunningJob) -> dict[str, str]:
 
 
 def test_a_job_goes_on_elsewhere_and_one_without_room_gives_its_devices_back(
-    cluster: Cluster, kubectl: Kubectl
+    cluster: Cluster, kubectl: KubectlCall
 ) -> None:
     text = Path(__file__).with_name("lost-node.yaml").read_text()
     jobs = [RunningJob(kubectl, namespace=NAMESPACE, name=name) for name in JOBS]

@@ -38,7 +38,7 @@ from colocated_rl_member.data import DATA_IDLE_S, NO_TOKEN, DataClient, data_app
 from colocated_rl_member.server import MAX_HEADERS, MemberServer, Ports
 from colocated_rl_member.tls import MemberTls
 from colocated_rl_rollout.engines import engine_client
-from fakes.authority import Authority
+from fakes.authority import FakeAuthority
 
 T = TypeVar("T")
 Ends = tuple[asyncio.StreamReader, asyncio.StreamWriter]
@@ -63,7 +63,7 @@ def make_target(epoch: int, rung: Rung = Rung.CLOSED) -> PodTarget:
 
 
 @dataclass
-class Member:
+class MemberWithFacts:
     """A member with facts that a test changes, and everything it was told."""
 
     facts: PodFacts = field(
@@ -85,10 +85,12 @@ class Member:
         self.facts = self.facts.model_copy(update={"epoch": target.epoch})
 
 
-class Scene:
+class MemberScene:
     """One member and the means to reach it."""
 
-    def __init__(self, directory: Path, member: Member, session: aiohttp.ClientSession, authority: Authority) -> None:
+    def __init__(
+        self, directory: Path, member: MemberWithFacts, session: aiohttp.ClientSession, authority: FakeAuthority
+    ) -> None:
         self.authority = authority
         self.directory = directory
         self.member = member
@@ -141,11 +143,11 @@ async def scene(
     idle_s: float = 60.0,
     data_idle_s: float = 60.0,
     data_connections: int = 8,
-    authority: Authority | None = None,
-) -> AsyncIterator[Scene]:
-    member = Member()
+    authority: FakeAuthority | None = None,
+) -> AsyncIterator[MemberScene]:
+    member = MemberWithFacts()
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=DEADLINE_S)) as session:
-        it = Scene(directory, member, session, authority or Authority())
+        it = MemberScene(directory, member, session, authority or FakeAuthority())
         data = data_application(it.tls, max_request_bytes=1024)
         data.router.add_post("/echo", _echo)
         member.server = MemberServer(
@@ -286,7 +288,7 @@ async def test_control_port_refuses_a_verified_certificate_that_is_not_the_opera
 
 async def test_control_port_refuses_a_caller_of_another_authority(tmp_path: Path) -> None:
     async with scene(tmp_path) as it:
-        other = Authority().client_context(tmp_path / "other")
+        other = FakeAuthority().client_context(tmp_path / "other")
         other.load_verify_locations(it.directory / "tls" / names.CA_FILE)
         with pytest.raises(aiohttp.ClientError):
             await it.session.get(it.url("/v1/state"), ssl=other, server_hostname=names.member_server_name(JOB_UID))
@@ -364,7 +366,7 @@ def test_whatever_comes_over_the_control_port_the_member_goes_on_and_answers_no_
 
 
 async def test_a_certificate_that_expires_ends_no_link_and_begins_none(tmp_path: Path) -> None:
-    async with scene(tmp_path, authority=Authority(life=timedelta(seconds=8))) as it:
+    async with scene(tmp_path, authority=FakeAuthority(life=timedelta(seconds=8))) as it:
         link = await it.link()
         await receive(link)
         await receive(link)
@@ -624,7 +626,7 @@ async def test_head_that_is_too_large_or_no_http_is_a_400_and_no_more(tmp_path: 
 
 async def test_end_that_is_cancelled_leaves_no_port_open(tmp_path: Path) -> None:
     """Cancelled in the first clean-up, the others were left out: their ports stayed open for as long as the process."""
-    authority = Authority()
+    authority = FakeAuthority()
     tls = MemberTls.read(authority.member_directory(tmp_path / "tls", job_uid=JOB_UID, token="t" * 32))
     data, ending = data_application(tls, max_request_bytes=1024), asyncio.Event()
 
@@ -633,7 +635,7 @@ async def test_end_that_is_cancelled_leaves_no_port_open(tmp_path: Path) -> None
         await asyncio.Event().wait()
 
     data.on_shutdown.append(never_end)
-    member = Member()
+    member = MemberWithFacts()
     server = MemberServer(
         hello=make_hello(),
         kind=PodTarget,

@@ -12,7 +12,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
-from real_world import CANDIDATE, World, open_real_world
+from real_world import CANDIDATE, RealWorld, open_real_world
 
 from builders import make_manifest
 from colocated_rl_api import names
@@ -20,7 +20,7 @@ from colocated_rl_api.member_wire import PodTarget
 from colocated_rl_api.rungs import Rung
 from colocated_rl_operator.clients.cluster import ClusterAccess
 from fakes.unruly_api import UnrulyApi
-from real_operator import JOBS, NAMESPACE, Api, Body, Operator
+from real_operator import JOBS, NAMESPACE, AdminApi, Body, RealOperator
 
 pytestmark = pytest.mark.cluster
 
@@ -48,7 +48,7 @@ async def proxy(access: ClusterAccess, tmp_path: Path) -> AsyncIterator[UnrulyAp
         yield proxy
 
 
-async def count_owned(api: Api, uid: str) -> dict[str, int]:
+async def count_owned(api: AdminApi, uid: str) -> dict[str, int]:
     """Objects of the job, by kind."""
     found: dict[str, int] = {}
     for kind, path in OWNED.items():
@@ -58,7 +58,7 @@ async def count_owned(api: Api, uid: str) -> dict[str, int]:
     return found
 
 
-async def until_gone(api: Api, uid: str) -> None:
+async def until_gone(api: AdminApi, uid: str) -> None:
     """All of the job but what it retains."""
     async with asyncio.timeout(GONE_S):
         while await count_owned(api, uid) != RETAINED:  # noqa: ASYNC110 - no watch tells of all kinds at once
@@ -96,9 +96,9 @@ async def test_a_job_goes_in_order_through_every_fault_of_its_api_server(
 
 
 @asynccontextmanager
-async def kept_running(world: World) -> AsyncIterator[list[Operator]]:
+async def kept_running(world: RealWorld) -> AsyncIterator[list[RealOperator]]:
     """One replica, started again whenever it ends, as kubelet does. Its starts."""
-    starts: list[Operator] = []
+    starts: list[RealOperator] = []
 
     async def run() -> None:
         while True:
@@ -114,7 +114,7 @@ async def kept_running(world: World) -> AsyncIterator[list[Operator]]:
         await asyncio.gather(running, return_exceptions=True)
 
 
-def all_know_its_epoch(world: World) -> bool:
+def all_know_its_epoch(world: RealWorld) -> bool:
     """Return whether all members have targets of the epoch that is recorded."""
     targets = [member.pod.target for member in world.kubelet.members.values()]
     return {world.status["epoch"]} == {target and target.epoch for target in targets}

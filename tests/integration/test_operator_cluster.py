@@ -27,7 +27,7 @@ import pytest
 import yaml
 from contract.api_server import Helm, Kubectl
 from documents.blocks import under
-from real_world import CANDIDATE, DEADLINE_S, LEASE, LEASE_PATH, World, open_real_world
+from real_world import CANDIDATE, DEADLINE_S, LEASE, LEASE_PATH, RealWorld, open_real_world
 
 from builders import make_job, make_manifest
 from colocated_rl_api import names
@@ -41,7 +41,7 @@ from colocated_rl_operator.manifests import resources
 from colocated_rl_operator.planner.reasons import Reason
 from fakes.group import GpuPod
 from fakes.member import FakeMember
-from real_operator import JOBS, NAMESPACE, OPERATORS, PODS, Body, Operator
+from real_operator import JOBS, NAMESPACE, OPERATORS, PODS, Body, RealOperator
 from setup.layout import CHECKOUT
 
 pytestmark = pytest.mark.cluster
@@ -55,14 +55,14 @@ LONG_LEASE = LEASE | {"LEASE_DURATION_S": "600"}  # only who is given it gets it
 
 
 @pytest.fixture
-async def world(request: pytest.FixtureRequest, access: ClusterAccess, tmp_path: Path) -> AsyncIterator[World]:
+async def world(request: pytest.FixtureRequest, access: ClusterAccess, tmp_path: Path) -> AsyncIterator[RealWorld]:
     """Indirect parameters replace parts of the job's spec."""
     async with open_real_world(access, tmp_path, SPEC | getattr(request, "param", {})) as world:
         yield world
 
 
 # ---------------------------------------------------------------------------------------------------------------- whole
-async def test_a_job_completes_under_the_real_operator(world: World) -> None:
+async def test_a_job_completes_under_the_real_operator(world: RealWorld) -> None:
     async with world.operator() as operator:
         await world.until(lambda: world.is_complete)
         events = await told_up_to(world, Reason.COMPLETED)
@@ -84,7 +84,7 @@ QUOTA: Body = {  # without a generation, which ours have
 }  # fmt: skip
 
 
-async def test_the_condition_of_another_controller_survives_a_whole_job(world: World) -> None:
+async def test_the_condition_of_another_controller_survives_a_whole_job(world: RealWorld) -> None:
     """It is applied before an operator comes, changed under a running job, and in the end still its controller's."""
 
     async def apply(*conditions: Body) -> None:
@@ -115,7 +115,7 @@ async def test_the_condition_of_another_controller_survives_a_whole_job(world: W
     await world.until(lambda: {} == world.condition("QuotaReserved"))
 
 
-async def told_up_to(world: World, reason: Reason) -> list[str]:
+async def told_up_to(world: RealWorld, reason: Reason) -> list[str]:
     """Reasons of what operators told of the job, oldest first, once it is among them: some time after the status."""
     async with asyncio.timeout(DEADLINE_S):
         while reason not in (reasons := await events_of(world)):  # noqa: ASYNC110 - it is for a server that is asked
@@ -123,7 +123,7 @@ async def told_up_to(world: World, reason: Reason) -> list[str]:
     return reasons
 
 
-async def events_of(world: World) -> list[str]:
+async def events_of(world: RealWorld) -> list[str]:
     events = await world.api.all(f"/apis/events.k8s.io/v1/namespaces/{NAMESPACE}/events")
     return [
         event["reason"]
@@ -137,25 +137,25 @@ AsyncKubectl = Callable[..., Coroutine[None, None, str]]
 
 
 @pytest.fixture
-def kubectl(world: World) -> AsyncKubectl:
+def kubectl(world: RealWorld) -> AsyncKubectl:
     """The command itself, beside the members of this process."""
     run = Kubectl(CHECKOUT.localcluster, world.kubeconfig)
     return lambda *words, **options: asyncio.to_thread(run, *words, **options)
 
 
-async def seen_by_kubectl(world: World, kubectl: AsyncKubectl, condition: str) -> None:
+async def seen_by_kubectl(world: RealWorld, kubectl: AsyncKubectl, condition: str) -> None:
     """It waits for the condition; afterwards the test's own watch has told of it too."""
     await kubectl("wait", f"--for=condition={condition}", f"{names.SHORT_NAME}/sums", f"--timeout={DEADLINE_S:.0f}s")
     await world.until(lambda: world.condition(condition).get("status") == "True")
 
 
-async def claims_of(world: World, uid: str) -> list[Body]:
+async def claims_of(world: RealWorld, uid: str) -> list[Body]:
     claims = await world.api.all(CLAIMS)
     return [claim for claim in claims if claim["metadata"].get("labels", {}).get(names.JOB_UID_LABEL) == uid]
 
 
 @asynccontextmanager
-async def two_operators_in_a_switch(world: World, lease: Mapping[str, str] = LEASE) -> AsyncIterator[Operator]:
+async def two_operators_in_a_switch(world: RealWorld, lease: Mapping[str, str] = LEASE) -> AsyncIterator[RealOperator]:
     """The leader, beside a standby, while one pod holds up the second step. It ends complete, by the standby."""
     world.stay_in_rollout()
     async with world.operator(lease) as leader:
@@ -170,14 +170,14 @@ async def two_operators_in_a_switch(world: World, lease: Mapping[str, str] = LEA
     assert {1: [1, 2, 3]} == world.group.trained_in
 
 
-async def go_on_to_a_switch(world: World) -> None:
+async def go_on_to_a_switch(world: RealWorld) -> None:
     """Returns in the second step, which one pod holds up: not for long, or the group is taken for one that hangs."""
     world.kubelet.hold("gpu-1", under=lambda target: isinstance(target, PodTarget) and target.step == 2)
     world.kubelet.release("rollout")
     await world.until(lambda: world.status.get("phase") == "Switching" and world.status["targetStep"] == 2)
 
 
-def stay_at(world: World, rung: Rung, *, step: int) -> None:
+def stay_at(world: RealWorld, rung: Rung, *, step: int) -> None:
     """One pod goes on from there only when it is let go, and no batch is sealed for a later step."""
 
     def is_there(target: PodTarget | RolloutTarget) -> bool:
@@ -188,14 +188,14 @@ def stay_at(world: World, rung: Rung, *, step: int) -> None:
     world.kubelet.wake_all()  # who was held somewhere else
 
 
-def stands(world: World, rung: Rung, *, step: int) -> bool:
+def stands(world: RealWorld, rung: Rung, *, step: int) -> bool:
     pod = world.kubelet.of_seat("gpu-1").pod
     assert isinstance(pod, GpuPod)
     at = pod.target
     return at is not None and at.step == step and pod.rung is rung
 
 
-def has_taken_over(world: World, operator: Operator, epoch: int) -> bool:
+def has_taken_over(world: RealWorld, operator: RealOperator, epoch: int) -> bool:
     return bool(operator.logged("lease taken")) and world.status["epoch"] > epoch
 
 
@@ -203,7 +203,7 @@ EVERY_RUNG = {"steps": len(TIME_SLICED.rungs)}
 
 
 @pytest.mark.parametrize("world", [EVERY_RUNG], indirect=True, ids=["time-sliced"])
-async def test_an_operator_that_is_killed_in_any_rung_is_taken_over_by_the_standby(world: World) -> None:
+async def test_an_operator_that_is_killed_in_any_rung_is_taken_over_by_the_standby(world: RealWorld) -> None:
     """One step for each rung; nothing is done twice, no pod is made again, no trainer starts again."""
     world.stay_in_rollout()
     async with AsyncExitStack() as operators:
@@ -228,7 +228,7 @@ async def test_an_operator_that_is_killed_in_any_rung_is_taken_over_by_the_stand
     assert (pods, 1, 0) == (set(world.kubelet.members), world.status["lineage"], world.status["restarts"])
 
 
-async def test_of_two_leaders_only_the_one_with_the_newer_epoch_moves_the_group(world: World) -> None:
+async def test_of_two_leaders_only_the_one_with_the_newer_epoch_moves_the_group(world: RealWorld) -> None:
     """Somebody deletes the Lease, and its holder has no reason to look."""
     unaware = {"LEASE_DURATION_S": "600", "LEASE_RENEW_DEADLINE_S": "500", "LEASE_RETRY_S": "400"}
     world.stay_in_rollout()
@@ -248,7 +248,9 @@ async def test_of_two_leaders_only_the_one_with_the_newer_epoch_moves_the_group(
     assert (1, 0) == (world.status["lineage"], world.status["restarts"])
 
 
-async def test_a_leader_that_was_stopped_in_the_middle_of_a_switch_wakes_up_and_changes_nothing(world: World) -> None:
+async def test_a_leader_that_was_stopped_in_the_middle_of_a_switch_wakes_up_and_changes_nothing(
+    world: RealWorld,
+) -> None:
     async with two_operators_in_a_switch(world) as leader:
         before = world.status["epoch"]
         leader.process.send_signal(signal.SIGSTOP)
@@ -261,7 +263,7 @@ async def test_a_leader_that_was_stopped_in_the_middle_of_a_switch_wakes_up_and_
         assert (taken_over, 2) == (world.status["epoch"], world.status["targetStep"])
 
 
-async def test_an_operator_that_ends_in_the_middle_of_a_switch_hands_over_at_once(world: World) -> None:
+async def test_an_operator_that_ends_in_the_middle_of_a_switch_hands_over_at_once(world: RealWorld) -> None:
     async with two_operators_in_a_switch(world, LONG_LEASE) as leader:
         before = world.status["epoch"]
         assert 0 == await leader.end()
@@ -269,7 +271,7 @@ async def test_an_operator_that_ends_in_the_middle_of_a_switch_hands_over_at_onc
         await world.until(lambda: world.status["epoch"] > before)  # the standby's
 
 
-async def test_a_restart_writes_no_object_again_and_keeps_the_authority(world: World) -> None:
+async def test_a_restart_writes_no_object_again_and_keeps_the_authority(world: RealWorld) -> None:
     async def objects() -> dict[str, str]:
         core, policies = "/api/v1", "/apis/networking.k8s.io/v1"
         found = [await world.api.call("GET", f"{core}/namespaces/{OPERATORS}/secrets/{SECRET_NAME}")]
@@ -289,7 +291,7 @@ async def test_a_restart_writes_no_object_again_and_keeps_the_authority(world: W
         assert before == await objects()
 
 
-async def test_a_deleted_job_leaves_retained_volumes_alone_and_nothing_else_of_itself(world: World) -> None:
+async def test_a_deleted_job_leaves_retained_volumes_alone_and_nothing_else_of_itself(world: RealWorld) -> None:
     world.stay_in_rollout()
     async with world.operator():
         await world.until(lambda: world.status.get("phase") == "Rollout")
@@ -303,7 +305,7 @@ async def test_a_deleted_job_leaves_retained_volumes_alone_and_nothing_else_of_i
     assert all("ownerReferences" not in claim["metadata"] for claim in ours)
 
 
-async def test_a_job_whose_members_are_dead_goes_all_the_same(world: World) -> None:
+async def test_a_job_whose_members_are_dead_goes_all_the_same(world: RealWorld) -> None:
     world.stay_in_rollout()
     async with world.operator():
         await world.until(lambda: world.status.get("phase") == "Rollout")
@@ -313,7 +315,7 @@ async def test_a_job_whose_members_are_dead_goes_all_the_same(world: World) -> N
     assert not await world.api.all(PODS)
 
 
-async def test_a_job_that_was_deleted_while_no_operator_ran_is_released_by_the_next_one(world: World) -> None:
+async def test_a_job_that_was_deleted_while_no_operator_ran_is_released_by_the_next_one(world: RealWorld) -> None:
     world.stay_in_rollout()
     async with world.operator():
         await world.until(lambda: world.status.get("phase") == "Rollout")
@@ -324,7 +326,7 @@ async def test_a_job_that_was_deleted_while_no_operator_ran_is_released_by_the_n
         await world.until(lambda: not world.kubelet.members)
 
 
-async def test_a_job_is_suspended_and_resumed_by_kubectl(world: World, kubectl: AsyncKubectl) -> None:
+async def test_a_job_is_suspended_and_resumed_by_kubectl(world: RealWorld, kubectl: AsyncKubectl) -> None:
     """It is suspended as by a queue, and waited for as by a user."""
     world.stay_in_rollout()
     job = f"{names.SHORT_NAME}/sums"
@@ -352,7 +354,7 @@ MORE_MEMORY = {
 }
 
 
-async def test_an_out_of_memory_is_answered_by_suspend_edit_and_resume(world: World, kubectl: AsyncKubectl) -> None:
+async def test_an_out_of_memory_is_answered_by_suspend_edit_and_resume(world: RealWorld, kubectl: AsyncKubectl) -> None:
     """On its fifth day a job needed more memory than its pods had, and a new job would have begun with its model."""
     job = f"{names.SHORT_NAME}/sums"
 
@@ -389,7 +391,7 @@ async def test_an_out_of_memory_is_answered_by_suspend_edit_and_resume(world: Wo
     assert {1: [1], 2: [1, 2, 3]} == world.group.trained_in
 
 
-def config_name(world: World) -> str:
+def config_name(world: RealWorld) -> str:
     metadata = world.job["metadata"]
     return resources.config_name(replace(make_job(metadata["name"]), uid=metadata["uid"]))
 
@@ -414,7 +416,7 @@ def next_version(folder: Path) -> dict[str, str]:
     return images | {"PYTHONPATH": os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])}
 
 
-async def form_of(world: World, name: str) -> Body:
+async def form_of(world: RealWorld, name: str) -> Body:
     """Return what its containers are made of; images by the tag that they were started with."""
     pod = await world.api.call("GET", f"{PODS}/{name}")
     spec: Body = json.loads(json.dumps(pod["spec"]).replace(DIGEST, "colocated-rl/agent:dev"))
@@ -429,7 +431,7 @@ def agent_of(spec: Body) -> tuple[str, str]:
 
 
 async def test_a_pod_made_again_after_an_upgrade_is_what_its_peers_are_until_the_group_starts_anew(
-    world: World, kubectl: AsyncKubectl, tmp_path: Path
+    world: RealWorld, kubectl: AsyncKubectl, tmp_path: Path
 ) -> None:
     job, upgrade = f"{names.SHORT_NAME}/sums", next_version(tmp_path / "next")
     world.kubelet.hold("rollout", under=begins_step_2)
@@ -463,7 +465,9 @@ async def test_a_pod_made_again_after_an_upgrade_is_what_its_peers_are_until_the
     assert [start["revision"]] == kept != [first]
 
 
-async def test_a_volume_that_somebody_deleted_is_missed_and_not_begun_anew(world: World, kubectl: AsyncKubectl) -> None:
+async def test_a_volume_that_somebody_deleted_is_missed_and_not_begun_anew(
+    world: RealWorld, kubectl: AsyncKubectl
+) -> None:
     """The operator may not read claims: what the server says to a dry run of making one tells whether it is there."""
     world.stay_in_rollout()
     job, uid = f"{names.SHORT_NAME}/sums", world.job["metadata"]["uid"]
@@ -492,7 +496,7 @@ CLASSES = "/apis/storage.k8s.io/v1/storageclasses"
 @pytest.mark.parametrize(
     "world", [{"storage": {"volume": GROWS}, "checkpoint": {"everySteps": 2, "volume": GROWS}}], indirect=True
 )
-async def test_claims_that_somebody_makes_larger_stay_so_and_cost_their_job_nothing(world: World) -> None:
+async def test_claims_that_somebody_makes_larger_stay_so_and_cost_their_job_nothing(world: RealWorld) -> None:
     """In use, and with a pod that is made again meanwhile: the operator neither resets their size nor stalls for it."""
     body = {"metadata": {"name": "grows"}, "provisioner": "nobody", "allowVolumeExpansion": True}
     await world.api.call("POST", CLASSES, body)
@@ -520,7 +524,7 @@ async def test_claims_that_somebody_makes_larger_stay_so_and_cost_their_job_noth
 
 
 async def test_a_job_that_has_used_up_its_quota_is_made_whole_and_goes_on_after_a_suspension(
-    world: World, kubectl: AsyncKubectl
+    world: RealWorld, kubectl: AsyncKubectl
 ) -> None:
     """The server refuses claims and Secrets for the quota before it says that they are there, and no pod was made."""
     world.stay_in_rollout()
@@ -555,7 +559,7 @@ INJECTED = """
 
 
 @asynccontextmanager
-async def policy(world: World, kind: str, **spec: Any) -> AsyncIterator[None]:
+async def policy(world: RealWorld, kind: str, **spec: Any) -> AsyncIterator[None]:
     """Install a policy of the server's own admission for pods of the job's namespace, until the context ends."""
     group = "/apis/admissionregistration.k8s.io/v1"
     plural = f"{kind.lower()[:-1]}ies"
@@ -572,7 +576,7 @@ async def policy(world: World, kind: str, **spec: Any) -> AsyncIterator[None]:
         await world.api.call("DELETE", f"{group}/{plural}/theirs")
 
 
-async def in_force(world: World, is_so: Callable[[Body], bool]) -> None:
+async def in_force(world: RealWorld, is_so: Callable[[Body], bool]) -> None:
     """Servers take up a policy a moment after they have stored it."""
     restricted = {"runAsNonRoot": True, "runAsUser": 1, "seccompProfile": {"type": "RuntimeDefault"}}
     closed = {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
@@ -588,7 +592,7 @@ async def in_force(world: World, is_so: Callable[[Body], bool]) -> None:
                     return
 
 
-async def test_what_a_policy_puts_into_pods_is_left_there(world: World) -> None:
+async def test_what_a_policy_puts_into_pods_is_left_there(world: RealWorld) -> None:
     """Labels, annotations, tolerations and containers, of a mesh or a queue: nothing is made again for them."""
     mutation = {"patchType": "JSONPatch", "jsonPatch": {"expression": INJECTED}}
     async with policy(world, "MutatingAdmissionPolicy", mutations=[mutation], reinvocationPolicy="Never"):
@@ -612,7 +616,7 @@ async def test_what_a_policy_puts_into_pods_is_left_there(world: World) -> None:
     ids=["label of the watch", "label of the job", "owner"],
 )
 async def test_a_pod_from_which_somebody_takes_what_makes_it_ours_costs_its_job_no_step(
-    world: World, change: Body, pod: str
+    world: RealWorld, change: Body, pod: str
 ) -> None:
     """Another pod without its labels came into its seat beside it, and it kept its devices for as long as the job."""
     world.stay_in_rollout()
@@ -626,7 +630,7 @@ async def test_a_pod_from_which_somebody_takes_what_makes_it_ours_costs_its_job_
     assert {"sums-gpu-0-0", pod, "sums-rollout-0"} == {each["metadata"]["name"] for each in await world.api.all(PODS)}
 
 
-async def test_a_policy_that_denies_pods_is_quoted_and_the_job_goes_on_without_it(world: World) -> None:
+async def test_a_policy_that_denies_pods_is_quoted_and_the_job_goes_on_without_it(world: RealWorld) -> None:
     words = "a pod needs a cost center"
     async with AsyncExitStack() as operators:
         async with policy(world, "ValidatingAdmissionPolicy", validations=[{"expression": "false", "message": words}]):
@@ -641,7 +645,7 @@ async def test_a_policy_that_denies_pods_is_quoted_and_the_job_goes_on_without_i
     assert ("False", 0) == (world.condition("Stalled")["status"], world.status["restarts"])
 
 
-async def test_a_job_comes_back_with_fewer_pods(world: World, kubectl: AsyncKubectl) -> None:
+async def test_a_job_comes_back_with_fewer_pods(world: RealWorld, kubectl: AsyncKubectl) -> None:
     world.stay_in_rollout()
     job, fewer = f"{names.SHORT_NAME}/sums", '{"spec": {"replicas": 1}}'
     async with world.operator():
@@ -661,7 +665,7 @@ async def test_a_job_comes_back_with_fewer_pods(world: World, kubectl: AsyncKube
     assert 2 == world.status["lineage"]
 
 
-async def test_a_finished_job_goes_with_its_pods_after_its_time_and_leaves_its_volumes(world: World) -> None:
+async def test_a_finished_job_goes_with_its_pods_after_its_time_and_leaves_its_volumes(world: RealWorld) -> None:
     uid = world.job["metadata"]["uid"]
     patch = {"spec": {"ttlSecondsAfterFinished": 1}}
     await world.api.call("PATCH", f"{JOBS}/sums", patch, MERGE)
@@ -672,7 +676,7 @@ async def test_a_finished_job_goes_with_its_pods_after_its_time_and_leaves_its_v
     assert 2 == len(await claims_of(world, uid))
 
 
-async def test_a_job_of_another_controller_is_left_alone(world: World) -> None:
+async def test_a_job_of_another_controller_is_left_alone(world: RealWorld) -> None:
     theirs = make_manifest("theirs", **SPEC, managedBy="kueue.x-k8s.io/multikueue")
     await world.api.call("POST", JOBS, theirs)
     async with world.operator():
@@ -684,7 +688,7 @@ async def test_a_job_of_another_controller_is_left_alone(world: World) -> None:
         assert not [job for job in await world.api.all(JOBS) if job["metadata"]["name"] == "theirs"]
 
 
-async def test_kubectl_waits_for_a_failure(world: World, kubectl: AsyncKubectl) -> None:
+async def test_kubectl_waits_for_a_failure(world: RealWorld, kubectl: AsyncKubectl) -> None:
     patch = {"spec": {"backoffLimit": 0}}
     await world.api.call("PATCH", f"{JOBS}/sums", patch, MERGE)
     world.kubelet.hold("gpu-1", under=lambda target: isinstance(target, PodTarget) and target.step == 1)
@@ -700,7 +704,7 @@ async def test_kubectl_waits_for_a_failure(world: World, kubectl: AsyncKubectl) 
     assert "BackoffLimitExceeded" == world.condition("Failed")["reason"]
 
 
-async def test_helm_waits_until_the_job_serves(world: World, tmp_path: Path) -> None:
+async def test_helm_waits_until_the_job_serves(world: RealWorld, tmp_path: Path) -> None:
     """Helm reads kstatus. The job exists before, and helm takes it over; its generation stays."""
     chart = tmp_path / "chart"
     (chart / "templates").mkdir(parents=True)
@@ -721,7 +725,7 @@ async def test_helm_waits_until_the_job_serves(world: World, tmp_path: Path) -> 
         await world.until(lambda: world.condition("Ready").get("status") == "True")
 
 
-async def test_two_releases_that_watch_one_namespace_do_not_fight_over_its_job(world: World) -> None:
+async def test_two_releases_that_watch_one_namespace_do_not_fight_over_its_job(world: RealWorld) -> None:
     world.stay_in_rollout()
     async with world.operator():
         await world.until(lambda: world.status.get("phase") == "Rollout")
@@ -736,7 +740,7 @@ async def test_two_releases_that_watch_one_namespace_do_not_fight_over_its_job(w
 
 @pytest.mark.parametrize("world", [{"backoffLimit": 0}], indirect=True, ids=["backoffLimit 0"])
 @pytest.mark.parametrize("is_drained", [False, True], ids=["deleted", "drained"])
-async def test_an_evicted_pod_is_replaced_while_the_other_goes_on(world: World, is_drained: bool) -> None:
+async def test_an_evicted_pod_is_replaced_while_the_other_goes_on(world: RealWorld, is_drained: bool) -> None:
     world.stay_in_rollout()
     async with world.operator():
         await world.until(lambda: world.status.get("phase") == "Rollout")
@@ -756,7 +760,7 @@ ONE_GPU = {"backoffLimit": 0, "gpus": {"count": 1, "resources": {"limits": {"mem
 
 
 @pytest.mark.parametrize("world", [ONE_GPU], indirect=True, ids=["backoffLimit 0"])
-async def test_a_pod_whose_device_its_node_reports_as_unhealthy_is_replaced(world: World) -> None:
+async def test_a_pod_whose_device_its_node_reports_as_unhealthy_is_replaced(world: RealWorld) -> None:
     device = {"resourceID": "GPU-1", "health": "Unhealthy", "message": "XID 79"}
     gpu = {"name": "gpu", "image": "colocated-rl/gpu:dev", "imageID": "", "ready": True, "restartCount": 0}
     world.stay_in_rollout()
@@ -773,7 +777,7 @@ async def test_a_pod_whose_device_its_node_reports_as_unhealthy_is_replaced(worl
     }
 
 
-async def test_who_answers_in_a_members_place_is_sent_nothing(world: World, tmp_path: Path) -> None:
+async def test_who_answers_in_a_members_place_is_sent_nothing(world: RealWorld, tmp_path: Path) -> None:
     """A pod's address is another's now, who has the job's own keys; or keys that somebody else has made."""
     world.stay_in_rollout()
     async with world.operator(LEASE | {"LOG_LEVEL": "DEBUG"}) as operator:
@@ -791,7 +795,7 @@ async def test_who_answers_in_a_members_place_is_sent_nothing(world: World, tmp_
         assert not operator.logged("pass not finished, trying again")
 
 
-async def test_a_leader_reports_that_it_leads_and_until_when_once_it_has_its_authority(world: World) -> None:
+async def test_a_leader_reports_that_it_leads_and_until_when_once_it_has_its_authority(world: RealWorld) -> None:
     """One whose authority was damaged led nobody, and no alert knew of it."""
     path, authority = f"/api/v1/namespaces/{OPERATORS}/secrets", Authority.new()
     with socket.create_server(("127.0.0.1", 0)) as free:
@@ -817,7 +821,9 @@ async def test_a_leader_reports_that_it_leads_and_until_when_once_it_has_its_aut
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-async def test_a_job_gets_on_with_another_authority_as_the_runbook_says(world: World, kubectl: AsyncKubectl) -> None:
+async def test_a_job_gets_on_with_another_authority_as_the_runbook_says(
+    world: RealWorld, kubectl: AsyncKubectl
+) -> None:
     """Members end while connections to them come and go; of some asyncio says that nobody had closed them."""
     world.stay_in_rollout()
     async with world.operator():
@@ -843,7 +849,7 @@ def write_keys(files: Mapping[str, str], directory: Path) -> Path:
 
 
 async def passes_for_nobody(
-    world: World, operator: Operator, lost: FakeMember, *, uid: str, keys: Path, because: str
+    world: RealWorld, operator: RealOperator, lost: FakeMember, *, uid: str, keys: Path, because: str
 ) -> None:
     """Run an impostor at the address of a member that is lost, until the operator reports why it is rejected."""
     hello, pod = lost.server.hello, GpuPod("gpu-1", 0, uid)
@@ -867,7 +873,7 @@ def later_crd() -> Body:
 
 
 async def test_a_running_job_goes_on_under_another_crd_and_back_under_its_own(
-    world: World, kubectl: AsyncKubectl, tmp_path: Path
+    world: RealWorld, kubectl: AsyncKubectl, tmp_path: Path
 ) -> None:
     """A new leader stalled it: it refused the field that the server had put into the job."""
     manifest, later = tmp_path / "job.yaml", tmp_path / "crd.yaml"

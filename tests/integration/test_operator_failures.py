@@ -19,7 +19,7 @@ from colocated_rl_api.rungs import Rung
 from colocated_rl_operator.planner import plan
 from colocated_rl_operator.planner.failure_policy import QUEUE_S
 from fakes.group import GpuPod
-from fakes.world import SPEC, World, change, condition, has_failed, stay_in_rollout, stood
+from fakes.world import SPEC, FakeWorld, change, condition, has_failed, stay_in_rollout, stood
 
 YOUNGER = replace(make_job(), created=datetime(2999, 1, 1, tzinfo=UTC))
 
@@ -31,14 +31,14 @@ def answered(cause: str, action: str, *, backoff_s: int = 0, **more: Any) -> pyt
     return pytest.mark.parametrize("world", [SPEC | {"failurePolicy": policy}], indirect=True, ids=[action])
 
 
-def gpu_pod(world: World, seat: str) -> GpuPod:
+def gpu_pod(world: FakeWorld, seat: str) -> GpuPod:
     pod = world.kubelet.of_seat(seat).pod
     assert isinstance(pod, GpuPod)
     return pod
 
 
 async def trainer_dies_in_step_2(
-    world: World, seat: str = "gpu-0", *, lineage: int = 1, before: Callable[[], None] = lambda: None
+    world: FakeWorld, seat: str = "gpu-0", *, lineage: int = 1, before: Callable[[], None] = lambda: None
 ) -> None:
     """Let a trainer of that lineage die in step 2. The hold on its pod keeps the group
     there. before: called right before.
@@ -55,15 +55,15 @@ async def trainer_dies_in_step_2(
     world.kubelet.wake_all()
 
 
-def pods(world: World) -> set[str]:
+def pods(world: FakeWorld) -> set[str]:
     return {pod["metadata"]["name"] for pod in world.api.all("pods")}
 
 
-def events(world: World, reason: str) -> list[str]:
+def events(world: FakeWorld, reason: str) -> list[str]:
     return [event["note"] for event in world.api.all("events") if event["reason"] == reason]
 
 
-def failures(world: World) -> dict[str, Any]:
+def failures(world: FakeWorld) -> dict[str, Any]:
     found: dict[str, Any] = world.status["failures"]
     return found
 
@@ -72,7 +72,7 @@ FIRST = {"sums-gpu-0-0", "sums-gpu-1-0", "sums-rollout-0"}
 
 
 @answered("TrainerDied", "RetryStep", backoff_s=1)
-async def test_a_step_is_retried_after_a_back_off_that_status_and_event_tell_of(world: World) -> None:
+async def test_a_step_is_retried_after_a_back_off_that_status_and_event_tell_of(world: FakeWorld) -> None:
     seen: list[dict[str, Any]] = []
     world.api.watch(names.PLURAL, lambda event, body: seen.append(body.get("status", {})))
     async with world.operator():
@@ -94,7 +94,7 @@ async def test_a_step_is_retried_after_a_back_off_that_status_and_event_tell_of(
 
 
 @answered("TrainerDied", "RollBack", backoff_s=1)
-async def test_a_step_is_rolled_back_and_tried_again_after_its_back_off(world: World) -> None:
+async def test_a_step_is_rolled_back_and_tried_again_after_its_back_off(world: FakeWorld) -> None:
     seen: list[dict[str, Any]] = []
     world.api.watch(names.PLURAL, lambda event, body: seen.append(body.get("status", {})))
     async with world.operator():
@@ -126,7 +126,7 @@ SHORT = {"settleSeconds": 1, "engineCallSeconds": 2}
     ids=["RestartPod"],
 )
 async def test_f81_past_the_deadline_of_a_rung_the_rule_for_it_is_applied(
-    world: World, monkeypatch: pytest.MonkeyPatch
+    world: FakeWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(plan, "MARGIN_S", 0.0)
 
@@ -142,7 +142,7 @@ async def test_f81_past_the_deadline_of_a_rung_the_rule_for_it_is_applied(
 
 
 @answered("TrainerDied", "RestartPod")
-async def test_a_pod_whose_trainer_died_is_made_again(world: World) -> None:
+async def test_a_pod_whose_trainer_died_is_made_again(world: FakeWorld) -> None:
     async with world.operator():
         await trainer_dies_in_step_2(world, "gpu-1")
         await world.until(lambda: world.status.get("phase") == "Complete")
@@ -151,7 +151,7 @@ async def test_a_pod_whose_trainer_died_is_made_again(world: World) -> None:
 
 
 @answered("TrainerDied", "ReplacePodElsewhere")
-async def test_a_pod_is_replaced_on_another_node_and_a_new_operator_still_avoids_the_old_one(world: World) -> None:
+async def test_a_pod_is_replaced_on_another_node_and_a_new_operator_still_avoids_the_old_one(world: FakeWorld) -> None:
     async with world.operator():
         await trainer_dies_in_step_2(world)
         await world.until(lambda: any(pod["metadata"].get("deletionTimestamp") for pod in world.api.all("pods")))
@@ -166,7 +166,7 @@ async def test_a_pod_is_replaced_on_another_node_and_a_new_operator_still_avoids
     assert (["node-0"], 1) == (failures(world)["avoidedNodes"], world.status["restarts"])
 
 
-async def test_a_pod_in_which_the_trainers_of_a_step_die_twice_is_made_again_on_another_node(world: World) -> None:
+async def test_a_pod_in_which_the_trainers_of_a_step_die_twice_is_made_again_on_another_node(world: FakeWorld) -> None:
     """Another operator sees the second death: which pod the first was in is in the status."""
     change(world, failurePolicy={"backoffSeconds": 0})
     async with world.operator():
@@ -183,7 +183,7 @@ async def test_a_pod_in_which_the_trainers_of_a_step_die_twice_is_made_again_on_
 
 
 @answered("TrainerDied", "FailJob")
-async def test_a_job_fails_by_a_rule_and_its_condition_names_both(world: World) -> None:
+async def test_a_job_fails_by_a_rule_and_its_condition_names_both(world: FakeWorld) -> None:
     async with world.operator():
         await trainer_dies_in_step_2(world)
         await world.until(lambda: has_failed(world))
@@ -197,7 +197,7 @@ async def test_a_job_fails_by_a_rule_and_its_condition_names_both(world: World) 
 
 
 @answered("TrainerDied", "FailJob")
-async def test_a_failed_job_is_retried_under_the_next_operator_and_trains_nothing_twice(world: World) -> None:
+async def test_a_failed_job_is_retried_under_the_next_operator_and_trains_nothing_twice(world: FakeWorld) -> None:
     async with world.operator():
         await trainer_dies_in_step_2(world)
         await world.until(lambda: has_failed(world))
@@ -218,7 +218,7 @@ async def test_a_failed_job_is_retried_under_the_next_operator_and_trains_nothin
 
 
 @answered("OutOfMemory", "RetryStep")
-async def test_a_death_by_memory_is_distinguished_from_a_later_one_by_itself(world: World) -> None:
+async def test_a_death_by_memory_is_distinguished_from_a_later_one_by_itself(world: FakeWorld) -> None:
     def is_killed() -> None:
         path = f"/api/v1/namespaces/default/pods/{world.kubelet.of_seat('gpu-0').server.hello.pod}"
         ended = {"exitCode": 137, "reason": "OOMKilled"}
@@ -235,7 +235,7 @@ async def test_a_death_by_memory_is_distinguished_from_a_later_one_by_itself(wor
 
 
 @pytest.mark.parametrize("world", [SPEC | {"backoffLimit": 1}], indirect=True, ids=["backoffLimit 1"])
-async def test_a_job_near_its_backoff_limit_is_counted_until_it_is_over(world: World) -> None:
+async def test_a_job_near_its_backoff_limit_is_counted_until_it_is_over(world: FakeWorld) -> None:
     async with world.operator() as operator:
 
         def near() -> float | None:
@@ -256,7 +256,7 @@ ENGINES = [
 
 
 @pytest.mark.parametrize("world", [SPEC | {"failurePolicy": {"rules": ENGINES}}], indirect=True, ids=["RestartEngine"])
-async def test_an_engine_is_started_again_by_its_agent_before_its_pod_is_replaced(world: World) -> None:
+async def test_an_engine_is_started_again_by_its_agent_before_its_pod_is_replaced(world: FakeWorld) -> None:
     def is_step_2(target: object) -> bool:
         return isinstance(target, PodTarget) and target.step == 2 and target.goal is Goal.CLIMB
 
@@ -283,7 +283,7 @@ unforgiving = pytest.mark.parametrize("world", [UNFORGIVING], indirect=True, ids
 COUNTED = {"rules": [{"onCauses": ["PodEvicted"], "action": "RestartPod", "counts": True}]}
 
 
-def taken_away(world: World, name: str) -> None:
+def taken_away(world: FakeWorld, name: str) -> None:
     """The API server hears of an eviction: the processes have ended by then."""
     evicted = {"type": "DisruptionTarget", "status": "True", "reason": "EvictionByEvictionAPI"}
     path = f"/api/v1/namespaces/default/pods/{name}"
@@ -291,7 +291,7 @@ def taken_away(world: World, name: str) -> None:
 
 
 @unforgiving
-async def test_a_drain_of_which_the_agents_tell_first_costs_no_restart(world: World) -> None:
+async def test_a_drain_of_which_the_agents_tell_first_costs_no_restart(world: FakeWorld) -> None:
     """Trainers of the pod end, others lose their collectives, and the API server hears of it last."""
     async with world.operator() as operator:
         world.kubelet.hold("gpu-1", under=lambda target: target.type == "podTarget" and target.step == 2)
@@ -322,7 +322,7 @@ async def test_a_drain_of_which_the_agents_tell_first_costs_no_restart(world: Wo
 
 
 @unforgiving
-async def test_a_drain_that_the_watch_has_not_told_of_is_looked_for_before_a_death_is_counted(world: World) -> None:
+async def test_a_drain_that_the_watch_has_not_told_of_is_looked_for_before_a_death_is_counted(world: FakeWorld) -> None:
     """The agent of the drained pod has not reported it either: others' trainers, which
     end because of it, are heard of first.
     """
@@ -350,7 +350,7 @@ async def test_a_drain_that_the_watch_has_not_told_of_is_looked_for_before_a_dea
 
 
 @unforgiving
-async def test_one_death_ends_a_job_that_may_not_fail_once(world: World) -> None:
+async def test_one_death_ends_a_job_that_may_not_fail_once(world: FakeWorld) -> None:
     async with world.operator():
         await trainer_dies_in_step_2(world)
         await world.until(lambda: has_failed(world))
@@ -358,7 +358,7 @@ async def test_one_death_ends_a_job_that_may_not_fail_once(world: World) -> None
 
 
 @pytest.mark.parametrize("world", [SPEC | {"failurePolicy": COUNTED}], indirect=True, ids=["counts"])
-async def test_a_rule_may_count_evictions(world: World) -> None:
+async def test_a_rule_may_count_evictions(world: FakeWorld) -> None:
     stay_in_rollout(world)
     async with world.operator():
         await world.until(lambda: world.status.get("phase") == "Rollout")
@@ -370,7 +370,7 @@ async def test_a_rule_may_count_evictions(world: World) -> None:
 
 
 @answered("PodEvicted", "RestartPod", counts=False)
-async def test_an_eviction_that_does_not_count_leaves_the_limit_alone(world: World) -> None:
+async def test_an_eviction_that_does_not_count_leaves_the_limit_alone(world: FakeWorld) -> None:
     async with world.operator():
         world.kubelet.hold("rollout", under=lambda target: target.type == "rolloutTarget" and target.trained_step == 1)
         await world.until(lambda: world.status.get("phase") == "Rollout" and world.status.get("step", 0) >= 1)
@@ -390,7 +390,7 @@ async def test_an_eviction_that_does_not_count_leaves_the_limit_alone(world: Wor
 
 
 @pytest.mark.parametrize("world", [SPEC | {"podsReadyDeadlineSeconds": 3600}], indirect=True, ids=["Requeue"])
-async def test_a_job_without_room_gives_its_devices_back_and_completes_when_there_is_room(world: World) -> None:
+async def test_a_job_without_room_gives_its_devices_back_and_completes_when_there_is_room(world: FakeWorld) -> None:
     waited_s = 0.0
     world.kubelet.blocked = {"sums-gpu-1-0"}
     async with world.operator(clock=lambda: time.monotonic() + waited_s) as operator:
@@ -414,7 +414,7 @@ async def test_a_job_without_room_gives_its_devices_back_and_completes_when_ther
 
 
 @pytest.mark.parametrize("world", [SPEC | {"podsReadyDeadlineSeconds": 1}], indirect=True, ids=["Requeue"])
-async def test_a_queued_job_that_is_deleted_is_before_nobody(world: World) -> None:
+async def test_a_queued_job_that_is_deleted_is_before_nobody(world: FakeWorld) -> None:
     world.kubelet.blocked = {"sums-gpu-1-0"}
     async with world.operator() as operator:
         await world.until(lambda: world.status.get("phase") == "Queued" and not world.api.all("pods"))

@@ -35,9 +35,9 @@ from fakes.world import (
     DEADLINE_S,
     JOB_PATH,
     SPEC,
-    Operator,
+    FakeWorld,
     Stopper,
-    World,
+    WorldOperator,
     change,
     condition,
     has_failed,
@@ -49,7 +49,7 @@ resident = pytest.mark.parametrize("world", [{"rollout": RESIDENT_ROLLOUT}], ind
 
 
 # --------------------------------------------------------------------------------------------------------------- whole
-async def test_a_job_runs_its_steps_and_completes(world: World, caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_job_runs_its_steps_and_completes(world: FakeWorld, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     async with world.operator() as operator:
         await world.until(lambda: world.status.get("phase") == "Complete")
@@ -64,7 +64,7 @@ async def test_a_job_runs_its_steps_and_completes(world: World, caplog: pytest.L
 
 
 async def test_f16_weights_are_evaluated_before_the_first_step_as_often_as_the_job_asks_and_after_the_last(
-    world: World,
+    world: FakeWorld,
 ) -> None:
     """Every second step of three."""
     async with world.operator():
@@ -76,7 +76,7 @@ async def test_f16_weights_are_evaluated_before_the_first_step_as_often_as_the_j
 
 
 @resident
-async def test_a_resident_job_runs_its_steps_and_says_so(world: World) -> None:
+async def test_a_resident_job_runs_its_steps_and_says_so(world: FakeWorld) -> None:
     seen: list[dict[str, Any]] = []
     world.api.watch(names.PLURAL, lambda event, body: seen.append(body.get("status", {})))
     world.kubelet.hold("gpu-1", under=lambda target: isinstance(target, PodTarget) and target.step == 2)
@@ -93,7 +93,7 @@ async def test_a_resident_job_runs_its_steps_and_says_so(world: World) -> None:
 
 
 @pytest.mark.parametrize("world", [{"mode": "RolloutOnly"}], indirect=True)
-async def test_a_job_that_only_records_never_starts_a_trainer_and_says_who_has_the_devices(world: World) -> None:
+async def test_a_job_that_only_records_never_starts_a_trainer_and_says_who_has_the_devices(world: FakeWorld) -> None:
     seen: list[dict[str, Any]] = []
     world.api.watch(names.PLURAL, lambda event, body: seen.append(body.get("status", {})))
     async with world.operator():
@@ -115,7 +115,7 @@ async def test_a_job_that_only_records_never_starts_a_trainer_and_says_who_has_t
     indirect=True,
     ids=["plain", "reference"],
 )
-async def test_a_job_that_only_trains_never_starts_an_engine_and_says_who_has_the_devices(world: World) -> None:
+async def test_a_job_that_only_trains_never_starts_an_engine_and_says_who_has_the_devices(world: FakeWorld) -> None:
     seen: list[dict[str, Any]] = []
     world.api.watch(names.PLURAL, lambda event, body: seen.append(body.get("status", {})))
     async with world.operator():
@@ -129,7 +129,7 @@ async def test_a_job_that_only_trains_never_starts_an_engine_and_says_who_has_th
     assert {"Nobody", "Switching", "Trainer"} >= {status["gpuHolder"] for status in placed}
 
 
-def message(world: World, kind: str) -> str:
+def message(world: FakeWorld, kind: str) -> str:
     return next(str(item["message"]) for item in world.status["conditions"] if item["type"] == kind)
 
 
@@ -139,7 +139,7 @@ def message(world: World, kind: str) -> str:
     indirect=True,
     ids=["time-sliced", "resident"],
 )
-async def test_a_job_with_a_reference_trains_nothing_before_every_pod_has_scored(world: World) -> None:
+async def test_a_job_with_a_reference_trains_nothing_before_every_pod_has_scored(world: FakeWorld) -> None:
     world.kubelet.hold(
         "gpu-1",
         under=lambda target: isinstance(target, PodTarget) and (target.step, target.rung) == (2, Rung.SCORED),
@@ -154,7 +154,7 @@ async def test_a_job_with_a_reference_trains_nothing_before_every_pod_has_scored
 
 @resident
 @pytest.mark.parametrize("rung", [Rung.TRAINED, Rung.EXPORTED, Rung.DRAINED, Rung.UPDATED])
-async def test_a_killed_operator_of_a_resident_job_is_taken_over_in_any_rung(world: World, rung: Rung) -> None:
+async def test_a_killed_operator_of_a_resident_job_is_taken_over_in_any_rung(world: FakeWorld, rung: Rung) -> None:
     async with world.operator():
         await world.until(lambda: any(stood(world, rung, step=2)))
         epoch = world.status["epoch"]
@@ -171,7 +171,7 @@ def mean_ms(histogram: Histogram) -> tuple[float, int]:
     return 1e3 * values["sum"] / values["count"], int(values["count"])
 
 
-async def test_a_switch_costs_at_most_four_writes_of_the_job(world: World) -> None:
+async def test_a_switch_costs_at_most_four_writes_of_the_job(world: FakeWorld) -> None:
     async with world.operator():
         await world.until(lambda: world.status.get("phase") == "Complete")
     writes = status_writes(world)
@@ -180,7 +180,7 @@ async def test_a_switch_costs_at_most_four_writes_of_the_job(world: World) -> No
     assert len(writes) <= 4 * switches + start_and_end, writes
 
 
-async def test_no_rung_of_a_switch_waits_for_the_api_server(world: World) -> None:
+async def test_no_rung_of_a_switch_waits_for_the_api_server(world: FakeWorld) -> None:
     """Each status write, and the event of each epoch, held the job's loop until it was answered."""
     stay_in_rollout(world)
 
@@ -198,7 +198,7 @@ async def test_no_rung_of_a_switch_waits_for_the_api_server(world: World) -> Non
         await world.until(lambda: world.status.get("phase") == "Complete")
 
 
-async def test_objects_of_the_job_are_made_before_its_pods(world: World) -> None:
+async def test_objects_of_the_job_are_made_before_its_pods(world: FakeWorld) -> None:
     async with world.operator():
         await world.until(lambda: world.api.all("pods"))
     plurals = [line.split("/")[-2] if line.startswith("PATCH") else line.split("/")[-1] for line in world.api.requests]
@@ -206,7 +206,7 @@ async def test_objects_of_the_job_are_made_before_its_pods(world: World) -> None
         assert plurals.index(plural) < plurals.index("pods", plurals.index("configmaps")), plurals
 
 
-async def test_a_claim_that_somebody_enlarged_stays_as_it_is(world: World) -> None:
+async def test_a_claim_that_somebody_enlarged_stays_as_it_is(world: FakeWorld) -> None:
     """It was applied again with each new pod: a server refuses to make a claim smaller, and the job stalled over it."""
     stay_in_rollout(world)
     async with world.operator():
@@ -224,17 +224,17 @@ async def test_a_claim_that_somebody_enlarged_stays_as_it_is(world: World) -> No
     assert not [line for line in world.api.requests if line.startswith("PATCH") and "/persistentvolumeclaims/" in line]
 
 
-async def suspended(world: World) -> None:
+async def suspended(world: FakeWorld) -> None:
     change(world, suspend=True)
     await world.until(lambda: world.status.get("phase") == "Suspended")
 
 
-def claim_path(world: World, volume: str) -> str:
+def claim_path(world: FakeWorld, volume: str) -> str:
     return next(path for path in world.api.objects if f"/persistentvolumeclaims/sums-{volume}-" in path)
 
 
 @pytest.mark.parametrize("volumes", [("store",), ("checkpoints",), ("store", "checkpoints")], ids="+".join)
-async def test_a_volume_that_somebody_deleted_is_not_begun_anew(world: World, volumes: tuple[str, ...]) -> None:
+async def test_a_volume_that_somebody_deleted_is_not_begun_anew(world: FakeWorld, volumes: tuple[str, ...]) -> None:
     """Empty ones were made in their place: the trainers began with the model again, asked for batches that were in no
     store, and the job was Recovering until its restarts were used up, because "batch 1 is not kept".
     """
@@ -266,7 +266,7 @@ async def test_a_volume_that_somebody_deleted_is_not_begun_anew(world: World, vo
     assert [1, 2, 3] == sorted({step for steps in world.group.trained_in.values() for step in steps})
 
 
-async def test_where_nobody_can_tell_whether_a_volume_is_there_none_is_made(world: World) -> None:
+async def test_where_nobody_can_tell_whether_a_volume_is_there_none_is_made(world: FakeWorld) -> None:
     """A quota answers first. What frees it, a moment later, may be the very claim that is gone."""
     stay_in_rollout(world)
     async with world.operator():
@@ -281,7 +281,7 @@ async def test_where_nobody_can_tell_whether_a_volume_is_there_none_is_made(worl
 
 
 @pytest.mark.parametrize("world", [{"mode": "RolloutOnly"}], indirect=True)
-async def test_a_volume_that_held_nothing_is_made_again(world: World) -> None:
+async def test_a_volume_that_held_nothing_is_made_again(world: FakeWorld) -> None:
     stay_in_rollout(world)
     async with world.operator():
         await world.until(lambda: world.status.get("phase") == "Rollout")
@@ -294,7 +294,7 @@ async def test_a_volume_that_held_nothing_is_made_again(world: World) -> None:
 
 
 @pytest.mark.parametrize("plural", ["networkpolicies", "configmaps"])
-async def test_what_somebody_deleted_or_changed_comes_back_while_the_job_runs(world: World, plural: str) -> None:
+async def test_what_somebody_deleted_or_changed_comes_back_while_the_job_runs(world: FakeWorld, plural: str) -> None:
     """Only the next pod or the next edit of the job brought it back: until then anybody could reach its ports."""
 
     def found() -> Any:
@@ -311,7 +311,7 @@ async def test_what_somebody_deleted_or_changed_comes_back_while_the_job_runs(wo
         await world.until(lambda: before == found())
 
 
-async def test_a_switch_does_not_wait_for_repairs(world: World) -> None:
+async def test_a_switch_does_not_wait_for_repairs(world: FakeWorld) -> None:
     world.kubelet.hold("gpu-1", under=lambda target: isinstance(target, PodTarget) and target.step == 2)
     async with world.operator(repair_s=0):
         await world.until(lambda: world.status.get("phase") == "Switching" and world.status["targetStep"] == 2)
@@ -322,7 +322,7 @@ async def test_a_switch_does_not_wait_for_repairs(world: World) -> None:
         await world.until(lambda: world.status.get("phase") == "Complete")
 
 
-async def test_a_secret_that_somebody_deleted_comes_back_with_the_same_token(world: World) -> None:
+async def test_a_secret_that_somebody_deleted_comes_back_with_the_same_token(world: FakeWorld) -> None:
     """The next pod of the job had another one than the members that went on: nobody let it in, nor it anybody."""
 
     def token() -> str:
@@ -344,7 +344,7 @@ async def test_a_secret_that_somebody_deleted_comes_back_with_the_same_token(wor
 
 # --------------------------------------------------------------------------------------------------------------- faults
 @pytest.mark.parametrize("rung", [Rung.PAUSED, Rung.RELEASED, Rung.TRAINED, Rung.EXPORTED, Rung.UPDATED])
-async def test_a_killed_operator_is_taken_over_in_the_middle_of_a_switch(world: World, rung: Rung) -> None:
+async def test_a_killed_operator_is_taken_over_in_the_middle_of_a_switch(world: FakeWorld, rung: Rung) -> None:
     async with world.operator():
         await world.until(lambda: any(stood(world, rung, step=2)))
         epoch = world.status["epoch"]
@@ -354,7 +354,7 @@ async def test_a_killed_operator_is_taken_over_in_the_middle_of_a_switch(world: 
     assert {1: [1, 2, 3]} == world.group.trained_in
 
 
-async def test_one_slow_pod_holds_the_other_at_the_barrier(world: World) -> None:
+async def test_one_slow_pod_holds_the_other_at_the_barrier(world: FakeWorld) -> None:
     async with world.operator():
         world.kubelet.hold("gpu-1", under=lambda target: target.type == "podTarget" and target.step == 1)
         await world.until(lambda: any(stood(world, Rung.PAUSED, step=1)))
@@ -365,7 +365,7 @@ async def test_one_slow_pod_holds_the_other_at_the_barrier(world: World) -> None
         await world.until(lambda: world.status.get("phase") == "Complete")
 
 
-async def test_f40_a_barrier_is_granted_to_every_pod_before_any_of_them_answers(world: World) -> None:
+async def test_f40_a_barrier_is_granted_to_every_pod_before_any_of_them_answers(world: FakeWorld) -> None:
     """A switch therefore costs as much as its slowest pod, however many there are."""
     seats = ("gpu-0", "gpu-1")
 
@@ -388,7 +388,7 @@ def is_for(barrier: Rung, target: PodTarget | RolloutTarget) -> bool:
     return isinstance(target, PodTarget) and target.rung is barrier
 
 
-async def test_a_lost_pod_is_made_anew_and_the_trainers_start_together_again(world: World) -> None:
+async def test_a_lost_pod_is_made_anew_and_the_trainers_start_together_again(world: FakeWorld) -> None:
     async with world.operator() as operator:
         world.kubelet.hold("rollout", under=lambda target: target.type == "rolloutTarget" and target.trained_step == 1)
         await world.until(lambda: world.status.get("phase") == "Rollout" and world.status.get("step", 0) >= 1)
@@ -406,7 +406,7 @@ async def test_a_lost_pod_is_made_anew_and_the_trainers_start_together_again(wor
     assert (2, 0) == (world.status["lineage"], world.status["restarts"])
 
 
-def made_of(world: World, seat: str) -> set[tuple[str, str]]:
+def made_of(world: FakeWorld, seat: str) -> set[tuple[str, str]]:
     """Return image and pull policy of all containers of the newest pod in a seat."""
     pods = {str(pod["metadata"]["name"]): pod for pod in world.api.all("pods")}
     spec = pods[max(name for name in pods if f"-{seat}-" in name)]["spec"]
@@ -414,7 +414,7 @@ def made_of(world: World, seat: str) -> set[tuple[str, str]]:
 
 
 async def test_a_pod_that_lost_its_label_is_deleted_though_the_server_fails_at_that_first(
-    world: World, monkeypatch: pytest.MonkeyPatch
+    world: FakeWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It was forgotten by then, and kept its devices beside the pod in its seat."""
     stay_in_rollout(world)
@@ -439,7 +439,7 @@ async def test_a_pod_that_lost_its_label_is_deleted_though_the_server_fails_at_t
 
 @pytest.mark.parametrize("is_older", [False, True], ids=["somebody deleted it", "an older operator made none"])
 async def test_without_a_record_of_its_templates_a_pod_made_again_has_the_images_of_its_start(
-    world: World, is_older: bool
+    world: FakeWorld, is_older: bool
 ) -> None:
     old = PodImages(agent="rl/agent:1", rollout="rl/rollout:1", gpu="rl/gpu:1", pull_policy="IfNotPresent")
     new = replace(old, agent="rl/agent:2", rollout="rl/rollout:2", gpu="rl/gpu:2", pull_policy="Always")
@@ -463,7 +463,7 @@ async def test_without_a_record_of_its_templates_a_pod_made_again_has_the_images
         await world.until(lambda: world.status.get("phase") == "Complete")
 
 
-async def test_a_dead_trainer_starts_a_new_lineage(world: World) -> None:
+async def test_a_dead_trainer_starts_a_new_lineage(world: FakeWorld) -> None:
     async with world.operator():
         await world.until(lambda: any(stood(world, Rung.RELEASED, step=1)))
         member = world.kubelet.of_seat("gpu-0")
@@ -475,7 +475,7 @@ async def test_a_dead_trainer_starts_a_new_lineage(world: World) -> None:
     assert (1, "TrainerDied") == (world.status["failures"]["step"], world.status["failures"]["cause"])
 
 
-async def test_a_deleted_job_is_dismissed_at_once(world: World) -> None:
+async def test_a_deleted_job_is_dismissed_at_once(world: FakeWorld) -> None:
     stay_in_rollout(world)
     async with world.operator() as operator:
         await world.until(lambda: world.status.get("phase") == "Rollout")
@@ -486,7 +486,7 @@ async def test_a_deleted_job_is_dismissed_at_once(world: World) -> None:
     assert all(pod.stopped for pod in world.group.pods)
 
 
-async def test_a_job_whose_members_are_all_dead_is_dismissed_too(world: World) -> None:
+async def test_a_job_whose_members_are_all_dead_is_dismissed_too(world: FakeWorld) -> None:
     stay_in_rollout(world)
     async with world.operator() as operator:
         await world.until(lambda: world.status.get("phase") == "Rollout")
@@ -498,7 +498,7 @@ async def test_a_job_whose_members_are_all_dead_is_dismissed_too(world: World) -
     assert all(pod["metadata"]["deletionTimestamp"] for pod in world.api.all("pods"))
 
 
-async def test_gpu_pods_of_a_deleted_job_do_not_wait_for_a_node_that_is_gone(world: World) -> None:
+async def test_gpu_pods_of_a_deleted_job_do_not_wait_for_a_node_that_is_gone(world: FakeWorld) -> None:
     """Nobody looked after them any more, and their GPUs stayed taken until somebody removed the node."""
     stay_in_rollout(world)
     async with world.operator(force_after_s=0.1) as operator:
@@ -510,7 +510,7 @@ async def test_gpu_pods_of_a_deleted_job_do_not_wait_for_a_node_that_is_gone(wor
     assert "deletionTimestamp" in world.api.all("pods")[0]["metadata"]
 
 
-async def test_of_a_deleted_job_no_pod_is_deleted_but_its_own_whatever_their_labels(world: World) -> None:
+async def test_of_a_deleted_job_no_pod_is_deleted_but_its_own_whatever_their_labels(world: FakeWorld) -> None:
     """A person's copy of a pod went with the job; a pod without its role's label ended the burial of all others."""
     stay_in_rollout(world)
     async with world.operator(force_after_s=0.1) as operator:
@@ -534,7 +534,7 @@ def pod_path(name: str) -> str:
 
 
 @pytest.mark.parametrize("code", [429, 500])
-async def test_a_hiccup_of_the_api_server_leaves_no_pod_of_a_deleted_job(world: World, code: int) -> None:
+async def test_a_hiccup_of_the_api_server_leaves_no_pod_of_a_deleted_job(world: FakeWorld, code: int) -> None:
     """One deletion that failed took back the others, and all were left to garbage collection."""
     stay_in_rollout(world)
     async with world.operator() as operator:
@@ -548,7 +548,7 @@ async def test_a_hiccup_of_the_api_server_leaves_no_pod_of_a_deleted_job(world: 
     assert all(pod["metadata"].get("deletionTimestamp") for pod in world.api.all("pods"))
 
 
-async def test_a_job_with_a_broken_spec_is_dismissed_too(world: World) -> None:
+async def test_a_job_with_a_broken_spec_is_dismissed_too(world: FakeWorld) -> None:
     stay_in_rollout(world)
     async with world.operator() as operator:
         await world.until(lambda: world.status.get("phase") == "Rollout")
@@ -563,23 +563,23 @@ async def test_a_job_with_a_broken_spec_is_dismissed_too(world: World) -> None:
 
 
 # ------------------------------------------------------------------------------ what a watch says in disorder, or never
-def event_of(world: World, kind: str) -> dict[str, Any]:
+def event_of(world: FakeWorld, kind: str) -> dict[str, Any]:
     return {"type": kind, "object": json.loads(json.dumps(world.api.objects[JOB_PATH]))}
 
 
-def delete_job(world: World) -> None:
+def delete_job(world: FakeWorld) -> None:
     """Mark the job as deleted, as the server does for as long as it has a finalizer."""
     job = world.api.objects[JOB_PATH]
     marked = {"deletionTimestamp": "2026-01-01T00:00:00Z", "finalizers": [names.FINALIZER]}
     world.api.put(JOB_PATH, {**job, "metadata": {**job["metadata"], **marked}})
 
 
-async def ended(operator: Operator) -> None:
+async def ended(operator: WorldOperator) -> None:
     async with asyncio.timeout(DEADLINE_S):
         await operator.task
 
 
-async def test_a_state_of_the_past_takes_nothing_back_of_what_a_person_wrote(world: World) -> None:
+async def test_a_state_of_the_past_takes_nothing_back_of_what_a_person_wrote(world: FakeWorld) -> None:
     """The loop went by what came last: a job that was to be suspended ran on."""
     stay_in_rollout(world)
     async with world.operator() as operator:
@@ -590,7 +590,7 @@ async def test_a_state_of_the_past_takes_nothing_back_of_what_a_person_wrote(wor
         await world.until(lambda: world.status.get("phase") == "Suspended")
 
 
-async def test_a_job_whose_deletion_was_not_reported_is_released(world: World) -> None:
+async def test_a_job_whose_deletion_was_not_reported_is_released(world: FakeWorld) -> None:
     """Deleted before it had a finalizer, and kopf stops no loop for that. It read a job that is not there, for ever."""
     stay_in_rollout(world)
     async with world.operator() as operator:
@@ -600,7 +600,7 @@ async def test_a_job_whose_deletion_was_not_reported_is_released(world: World) -
         await world.until(lambda: not world.api.all("pods"))
 
 
-async def test_pods_of_a_job_that_is_found_gone_have_their_grace(world: World) -> None:
+async def test_pods_of_a_job_that_is_found_gone_have_their_grace(world: FakeWorld) -> None:
     """They were left to garbage collection, and forgotten 45 s later though their own grace was not over."""
     stay_in_rollout(world)
     async with world.operator() as operator:
@@ -615,7 +615,7 @@ async def test_pods_of_a_job_that_is_found_gone_have_their_grace(world: World) -
     assert {30} == {pod["metadata"]["deletionGracePeriodSeconds"] for pod in world.api.all("pods")}
 
 
-async def test_a_job_of_the_past_is_not_begun_again(world: World) -> None:
+async def test_a_job_of_the_past_is_not_begun_again(world: FakeWorld) -> None:
     """Its last state but one came after its deletion: a loop began, and made its pods anew."""
     stay_in_rollout(world)
     async with world.operator() as operator:
@@ -634,7 +634,7 @@ async def test_a_job_of_the_past_is_not_begun_again(world: World) -> None:
 
 
 @pytest.mark.parametrize("failures", [0, DELETE_TRIES + 1])
-async def test_a_finalizer_that_kopf_could_not_drop_is_dropped_after_a_while(world: World, failures: int) -> None:
+async def test_a_finalizer_that_kopf_could_not_drop_is_dropped_after_a_while(world: FakeWorld, failures: int) -> None:
     """It is dropped also where the server fails for longer than anybody waits: the
     job stayed until somebody changed it.
     """
@@ -649,7 +649,7 @@ async def test_a_finalizer_that_kopf_could_not_drop_is_dropped_after_a_while(wor
 
 
 # ------------------------------------------------------------------------------------------------- suspend and resume
-async def test_a_suspended_job_has_no_pods_and_goes_on_where_it_was_under_the_next_operator(world: World) -> None:
+async def test_a_suspended_job_has_no_pods_and_goes_on_where_it_was_under_the_next_operator(world: FakeWorld) -> None:
     def is_half_way(target: Any) -> bool:
         return isinstance(target, PodTarget) and target.goal is Goal.CLIMB and target.step == 2
 
@@ -676,7 +676,7 @@ async def test_a_suspended_job_has_no_pods_and_goes_on_where_it_was_under_the_ne
     assert "startTime" in world.status
 
 
-async def test_a_job_that_is_made_suspended_has_no_pods_until_it_is_resumed(world: World) -> None:
+async def test_a_job_that_is_made_suspended_has_no_pods_until_it_is_resumed(world: FakeWorld) -> None:
     change(world, suspend=True)
     async with world.operator():
         await world.until(lambda: world.status.get("phase") == "Suspended")
@@ -686,7 +686,7 @@ async def test_a_job_that_is_made_suspended_has_no_pods_until_it_is_resumed(worl
     assert (1, 0) == (world.status["lineage"], world.status["restarts"])
 
 
-async def test_a_job_is_suspended_while_its_pods_are_still_coming(world: World) -> None:
+async def test_a_job_is_suspended_while_its_pods_are_still_coming(world: FakeWorld) -> None:
     stay_in_rollout(world)
     async with world.operator():
         await world.until(lambda: world.api.all("pods"))
@@ -699,7 +699,7 @@ async def test_a_job_is_suspended_while_its_pods_are_still_coming(world: World) 
     assert 0 == world.status["restarts"]
 
 
-async def test_a_suspended_job_can_be_deleted(world: World) -> None:
+async def test_a_suspended_job_can_be_deleted(world: FakeWorld) -> None:
     change(world, suspend=True)
     async with world.operator() as operator:
         await world.until(lambda: world.status.get("phase") == "Suspended")
@@ -709,15 +709,15 @@ async def test_a_suspended_job_can_be_deleted(world: World) -> None:
 
 
 # -------------------------------------------------------------------------------------------------------------- its end
-def has_freed_everything(world: World) -> bool:
+def has_freed_everything(world: FakeWorld) -> bool:
     """A pod that has ended holds no device."""
     return {"Succeeded", "Failed"} >= {pod["status"]["phase"] for pod in world.api.all("pods")}
 
 
-async def test_a_job_past_its_deadline_fails_and_frees_its_pods_in_order(world: World) -> None:
+async def test_a_job_past_its_deadline_fails_and_frees_its_pods_in_order(world: FakeWorld) -> None:
     stay_in_rollout(world)
     change(world, activeDeadlineSeconds=3600)
-    clock = Clock()
+    clock = MovedClock()
     async with world.operator(wall=clock.wall):
         await world.until(lambda: world.status.get("phase") == "Rollout")
     clock.passed = timedelta(seconds=3600)
@@ -731,7 +731,7 @@ async def test_a_job_past_its_deadline_fails_and_frees_its_pods_in_order(world: 
 
 
 @dataclass
-class Clock:
+class MovedClock:
     """A wall clock that a test moves."""
 
     passed: timedelta = field(default_factory=timedelta)
@@ -740,7 +740,7 @@ class Clock:
         return datetime(2026, 1, 1, tzinfo=UTC) + self.passed
 
 
-async def test_a_failed_job_frees_its_pods(world: World) -> None:
+async def test_a_failed_job_frees_its_pods(world: FakeWorld) -> None:
     change(world, backoffLimit=0)
     async with world.operator():
         await world.until(lambda: any(stood(world, Rung.RELEASED, step=1)))
@@ -752,9 +752,9 @@ async def test_a_failed_job_frees_its_pods(world: World) -> None:
     assert has_freed_everything(world)
 
 
-async def test_a_finished_job_is_deleted_when_its_time_is_over_also_by_the_next_operator(world: World) -> None:
+async def test_a_finished_job_is_deleted_when_its_time_is_over_also_by_the_next_operator(world: FakeWorld) -> None:
     change(world, ttlSecondsAfterFinished=3600)
-    clock = Clock()
+    clock = MovedClock()
     async with world.operator(wall=clock.wall):
         await world.until(lambda: world.status.get("completionTime"))
     assert has_freed_everything(world)
@@ -764,9 +764,9 @@ async def test_a_finished_job_is_deleted_when_its_time_is_over_also_by_the_next_
     assert "DELETE" == next(line for line in world.api.requests[::-1] if line.endswith("/sums")).split()[0]
 
 
-async def test_a_pod_that_outlives_its_job_goes_and_the_others_keep_their_logs(world: World) -> None:
+async def test_a_pod_that_outlives_its_job_goes_and_the_others_keep_their_logs(world: FakeWorld) -> None:
     """A webhook had put a container into it that knew of no end: the GPUs of a complete job were never free again."""
-    clock, path = Clock(), "/api/v1/namespaces/default/pods/sums-gpu-1-0"
+    clock, path = MovedClock(), "/api/v1/namespaces/default/pods/sums-gpu-1-0"
     async with world.operator(wall=clock.wall):
         await world.until(lambda: world.status.get("completionTime"))
         await world.until(lambda: has_freed_everything(world))
@@ -782,7 +782,7 @@ async def test_a_pod_that_outlives_its_job_goes_and_the_others_keep_their_logs(w
     assert 2 == len(world.api.all("pods"))
 
 
-async def test_a_job_without_time_to_live_after_its_end_is_seen_complete_before_it_goes(world: World) -> None:
+async def test_a_job_without_time_to_live_after_its_end_is_seen_complete_before_it_goes(world: FakeWorld) -> None:
     change(world, ttlSecondsAfterFinished=0)
     phases: list[str | None] = []
     world.api.watch(names.PLURAL, lambda event, body: phases.append(body.get("status", {}).get("phase")))
@@ -791,7 +791,9 @@ async def test_a_job_without_time_to_live_after_its_end_is_seen_complete_before_
     assert "Complete" == phases[-1]
 
 
-async def test_a_deletion_that_the_server_refuses_is_reported_once_and_not_asked_for_all_the_time(world: World) -> None:
+async def test_a_deletion_that_the_server_refuses_is_reported_once_and_not_asked_for_all_the_time(
+    world: FakeWorld,
+) -> None:
     """An expired job was deleted, and its status written, each second, with a line in the log each time. Then events
     alone said so, which are gone after an hour.
     """
@@ -821,7 +823,7 @@ async def test_a_deletion_that_the_server_refuses_is_reported_once_and_not_asked
         await world.until(lambda: JOB_PATH not in world.api.objects)
 
 
-async def test_a_failed_job_whose_deletion_the_server_refuses_says_so_too(world: World) -> None:
+async def test_a_failed_job_whose_deletion_the_server_refuses_says_so_too(world: FakeWorld) -> None:
     """Its status told of the failure alone, and no alert counted it: `_expire` came before all that counts."""
     change(world, ttlSecondsAfterFinished=0, backoffLimit=0)
     world.api.forbidden = lambda method, path: (method, path) == ("DELETE", JOB_PATH)
@@ -844,16 +846,16 @@ def test_an_expired_job_is_asked_for_less_and_less_often() -> None:
     assert [30, 30, 60, 120, 240, 480, 960, 1920, 3600] == waits
 
 
-def status_writes(world: World) -> list[str]:
+def status_writes(world: FakeWorld) -> list[str]:
     return [line for line in world.api.requests if line.startswith("PATCH") and line.endswith("/sums/status")]
 
 
 # ------------------------------------------------------------------------------------------------------- two operators
-def reasons_of_events(world: World) -> set[str]:
+def reasons_of_events(world: FakeWorld) -> set[str]:
     return {event["reason"] for event in world.api.all("events")}
 
 
-async def test_a_second_operator_leaves_a_job_alone_that_the_first_one_has(world: World) -> None:
+async def test_a_second_operator_leaves_a_job_alone_that_the_first_one_has(world: FakeWorld) -> None:
     """They raised the epoch over each other for ever."""
     stay_in_rollout(world)
     async with world.operator():
@@ -868,7 +870,7 @@ async def test_a_second_operator_leaves_a_job_alone_that_the_first_one_has(world
     assert 1 + 3 + 1 == world.status["epoch"]
 
 
-async def test_of_two_operators_that_see_a_new_job_one_has_it(world: World) -> None:
+async def test_of_two_operators_that_see_a_new_job_one_has_it(world: FakeWorld) -> None:
     async with world.operator(), world.operator(release="others/lease"):
         await world.until(lambda: world.status.get("phase") == "Complete")
         await world.until(lambda: "AnotherOperator" in reasons_of_events(world))
@@ -876,7 +878,7 @@ async def test_of_two_operators_that_see_a_new_job_one_has_it(world: World) -> N
     assert 1 + 3 + 1 == world.status["epoch"]
 
 
-async def test_a_job_can_be_handed_over(world: World) -> None:
+async def test_a_job_can_be_handed_over(world: FakeWorld) -> None:
     stay_in_rollout(world)
     async with world.operator():
         await world.until(lambda: world.status.get("phase") == "Rollout")
@@ -890,7 +892,7 @@ async def test_a_job_can_be_handed_over(world: World) -> None:
 
 
 # ------------------------------------------------------------------------------------------------------- the API server
-async def test_refused_objects_stall_the_job_with_the_servers_words_and_are_tried_again(world: World) -> None:
+async def test_refused_objects_stall_the_job_with_the_servers_words_and_are_tried_again(world: FakeWorld) -> None:
     world.api.set_status(JOB_PATH, {"operator": "operators/lease"})
     world.api.refuse_next(403)
     async with world.operator() as operator:
@@ -904,7 +906,7 @@ async def test_refused_objects_stall_the_job_with_the_servers_words_and_are_trie
     assert ("False", "NotStalled") == condition(world, "Stalled")
 
 
-async def test_a_job_that_queues_because_the_server_refused_its_pods_says_so(world: World) -> None:
+async def test_a_job_that_queues_because_the_server_refused_its_pods_says_so(world: FakeWorld) -> None:
     """It reported that there was no pod for as long as it was queued, and nobody saw the policy that denied them."""
     passed_s = 0.0
     world.api.set_status(JOB_PATH, {"operator": "operators/lease"})
@@ -918,7 +920,7 @@ async def test_a_job_that_queues_because_the_server_refused_its_pods_says_so(wor
     assert refused in condition_message(world, "Reconciling")
 
 
-async def test_what_the_server_fails_at_again_and_again_stalls_the_job_as_what_it_refuses(world: World) -> None:
+async def test_what_the_server_fails_at_again_and_again_stalls_the_job_as_what_it_refuses(world: FakeWorld) -> None:
     """A panic over one object, or a webhook that is down: asked again each second for ever, and the job said nothing
     but that its pods were starting.
     """
@@ -931,7 +933,7 @@ async def test_what_the_server_fails_at_again_and_again_stalls_the_job_as_what_i
         world.kubelet.moved.set()
         return is_it
 
-    async def tried_again(operator: Operator) -> None:
+    async def tried_again(operator: WorldOperator) -> None:
         before = tries
         operator.context.wakeups.wake(world.body["metadata"]["uid"])
         await world.until(lambda: tries > before)
@@ -957,7 +959,7 @@ async def test_what_the_server_fails_at_again_and_again_stalls_the_job_as_what_i
     assert not [line for line in world.api.requests if line.startswith("PATCH") and "/events/" in line], "said once"
 
 
-async def test_an_expired_job_that_the_server_fails_to_delete_says_so(world: World) -> None:
+async def test_an_expired_job_that_the_server_fails_to_delete_says_so(world: FakeWorld) -> None:
     passed_s = 0.0
     change(world, ttlSecondsAfterFinished=0)
     world.api.panics = lambda method, path: (method, path) == ("DELETE", JOB_PATH)
@@ -979,7 +981,7 @@ def test_what_the_server_fails_at_is_asked_for_less_and_less_often(status: int |
     assert expected == waits
 
 
-def condition_message(world: World, kind: str) -> str:
+def condition_message(world: FakeWorld, kind: str) -> str:
     return str(next(item["message"] for item in world.status["conditions"] if item["type"] == kind))
 
 
@@ -990,7 +992,9 @@ def stalled(metrics: OperatorMetrics) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("suspend", [False, True])
-async def test_pods_that_the_server_would_refuse_stall_the_job_before_any_is_made(world: World, suspend: bool) -> None:
+async def test_pods_that_the_server_would_refuse_stall_the_job_before_any_is_made(
+    world: FakeWorld, suspend: bool
+) -> None:
     """Only the server can judge the free-form maps of a template; a job that waits for its release learns of it too."""
     change(world, suspend=suspend, podTemplates={"rollout": {"spec": {"priorityClassName": "nobody-knows"}}})
     world.api.refused_trial = lambda pod: f"no PriorityClass with name {pod['spec']['priorityClassName']} was found"
@@ -1009,7 +1013,7 @@ async def test_pods_that_the_server_would_refuse_stall_the_job_before_any_is_mad
     assert 2 == len(trials), "refused, then taken, and not asked at each look"
 
 
-async def test_pods_that_are_there_are_not_tried_again_where_a_quota_has_room_for_no_more(world: World) -> None:
+async def test_pods_that_are_there_are_not_tried_again_where_a_quota_has_room_for_no_more(world: FakeWorld) -> None:
     """A new leader's trial was refused, and a job that ran was told to be stalled until the quota grew."""
     change(world, podTemplates={"rollout": {"spec": {"priorityClassName": "high"}}})
     stay_in_rollout(world)
@@ -1027,7 +1031,7 @@ async def test_pods_that_are_there_are_not_tried_again_where_a_quota_has_room_fo
 TAKEN = "/api/v1/namespaces/default/pods/sums-gpu-0-0"
 
 
-async def test_a_pod_of_a_deleted_job_of_the_same_name_is_waited_for(world: World) -> None:
+async def test_a_pod_of_a_deleted_job_of_the_same_name_is_waited_for(world: FakeWorld) -> None:
     ending = {"name": "sums-gpu-0-0", "labels": {}, "deletionTimestamp": "2026-01-01T00:00:00Z"}
     world.api.put(TAKEN, {"metadata": ending, "status": {"phase": "Running"}})
     world.kubelet.moved.clear()
@@ -1039,7 +1043,7 @@ async def test_a_pod_of_a_deleted_job_of_the_same_name_is_waited_for(world: Worl
         await world.until(lambda: world.status.get("phase") == "Complete")
 
 
-async def test_a_pod_of_somebody_elses_that_has_the_name_is_named(world: World) -> None:
+async def test_a_pod_of_somebody_elses_that_has_the_name_is_named(world: FakeWorld) -> None:
     """The job waited for it to go, and told nobody."""
     world.api.put(TAKEN, {"metadata": {"name": "sums-gpu-0-0", "labels": {}}, "status": {"phase": "Running"}})
     async with world.operator() as operator:
@@ -1069,7 +1073,7 @@ async def test_a_pod_of_somebody_elses_that_has_the_name_is_named(world: World) 
     ids=["a rule of the models", "a flag of the engine"],
 )
 async def test_a_spec_that_the_server_took_and_that_can_t_run_is_named_in_a_condition(
-    world: World, rollout: dict[str, Any], expected: str
+    world: FakeWorld, rollout: dict[str, Any], expected: str
 ) -> None:
     broken = make_manifest(**SPEC)
     broken["spec"]["rollout"] = broken["spec"]["rollout"] | rollout
@@ -1083,7 +1087,7 @@ async def test_a_spec_that_the_server_took_and_that_can_t_run_is_named_in_a_cond
     assert not world.api.all("pods")
 
 
-async def test_an_older_operator_touches_nothing_that_it_does_not_understand(world: World) -> None:
+async def test_an_older_operator_touches_nothing_that_it_does_not_understand(world: FakeWorld) -> None:
     """After a roll-back its loop ended by an error again and again, and only its log said so."""
     stay_in_rollout(world)
     async with world.operator():
@@ -1097,7 +1101,7 @@ async def test_an_older_operator_touches_nothing_that_it_does_not_understand(wor
     assert (epoch, "Moved", pods) == (world.status["epoch"], world.status["cause"], world.api.all("pods"))
 
 
-async def test_a_change_of_the_spec_in_between_does_not_lose_the_epoch(world: World) -> None:
+async def test_a_change_of_the_spec_in_between_does_not_lose_the_epoch(world: FakeWorld) -> None:
     stay_in_rollout(world)
     async with world.operator():
         await world.until(lambda: world.status.get("phase") == "Rollout")
@@ -1107,7 +1111,7 @@ async def test_a_change_of_the_spec_in_between_does_not_lose_the_epoch(world: Wo
     assert 4 == world.status["step"]
 
 
-async def test_steps_that_are_lowered_complete_the_job(world: World) -> None:
+async def test_steps_that_are_lowered_complete_the_job(world: FakeWorld) -> None:
     world.kubelet.hold("rollout", under=lambda target: target.type == "rolloutTarget" and target.trained_step == 2)
     async with world.operator():
         await world.until(lambda: world.status.get("phase") == "Rollout" and world.status.get("step") == 2)
@@ -1119,7 +1123,7 @@ async def test_steps_that_are_lowered_complete_the_job(world: World) -> None:
     assert (2, 2) == (world.status["step"], world.status["targetStep"])
 
 
-async def test_a_step_that_is_made_the_last_one_after_the_fact_is_saved_all_the_same(world: World) -> None:
+async def test_a_step_that_is_made_the_last_one_after_the_fact_is_saved_all_the_same(world: FakeWorld) -> None:
     world.kubelet.hold("rollout", under=lambda target: target.type == "rolloutTarget" and target.trained_step == 1)
     async with world.operator():
         await world.until(lambda: world.status.get("phase") == "Rollout" and world.status.get("step") == 1)
@@ -1130,7 +1134,7 @@ async def test_a_step_that_is_made_the_last_one_after_the_fact_is_saved_all_the_
     assert world.group.saved == world.status["step"]
 
 
-async def test_an_epoch_raised_by_somebody_else_is_gone_beyond_after_a_look_at_the_lease(world: World) -> None:
+async def test_an_epoch_raised_by_somebody_else_is_gone_beyond_after_a_look_at_the_lease(world: FakeWorld) -> None:
     stay_in_rollout(world)
     async with world.operator():
         await world.until(lambda: world.status.get("phase") == "Rollout")

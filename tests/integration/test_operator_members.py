@@ -57,7 +57,7 @@ def make_facts(epoch: int = 0) -> PodFacts:
 
 
 @dataclass
-class Agent:
+class RememberingAgent:
     """A member that remembers what it was told."""
 
     server: MemberServer[PodTarget]
@@ -84,10 +84,10 @@ def write_files(authority: Authority, directory: Path, job_uid: names.JobUid) ->
 @asynccontextmanager
 async def agent(
     authority: Authority, directory: Path, *, highest_epoch: int = 0, job_uid: names.JobUid = UID, **hello: Any
-) -> AsyncIterator[Agent]:
+) -> AsyncIterator[RememberingAgent]:
     write_files(authority, directory, job_uid)
     usual: dict[str, Any] = {"pod": POD, "pod_uid": POD_UID, "job_uid": UID, "role": names.ROLE_GPU, "incarnation": "a"}
-    made: Agent
+    made: RememberingAgent
 
     def accept(target: PodTarget) -> None:
         made.targets.append(target)
@@ -105,13 +105,13 @@ async def agent(
         ports=Ports(control=0, data=0, metrics=0, pages=0, host="127.0.0.1"),
         registry=CollectorRegistry(),
     )
-    made = Agent(server, make_facts())
+    made = RememberingAgent(server, make_facts())
     async with server:
         yield made
 
 
 @dataclass
-class Operator:
+class OperatorDoor:
     """The door, and a wake-up for whoever waits."""
 
     members: Members
@@ -129,14 +129,14 @@ class Operator:
 
 
 @asynccontextmanager
-async def operator(context: ssl.SSLContext, **options: Any) -> AsyncIterator[Operator]:
+async def operator(context: ssl.SSLContext, **options: Any) -> AsyncIterator[OperatorDoor]:
     woken, lost = asyncio.Event(), list[None]()
     members = Members(context, lambda job_uid, *, hurry=True: woken.set(), lost=lambda: lost.append(None), **options)
     async with members:
-        yield Operator(members, woken, lost)
+        yield OperatorDoor(members, woken, lost)
 
 
-async def stays_unknown(door: Operator) -> None:
+async def stays_unknown(door: OperatorDoor) -> None:
     """Check that the member stays unknown for as long as several attempts take."""
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(0.5):

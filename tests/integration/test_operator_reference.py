@@ -8,19 +8,19 @@ import pytest
 
 from builders import RESIDENT_ROLLOUT
 from colocated_rl_api.member_wire import RolloutTarget
-from fakes.world import World, change, condition, stay_in_rollout
+from fakes.world import FakeWorld, change, condition, stay_in_rollout
 
 REFERENCE: dict[str, Any] = {"reference": {"placement": "OwnDevices", "replicas": 2}}
 apart = pytest.mark.parametrize("world", [REFERENCE], indirect=True, ids=["time-sliced"])
 
 
-def references(world: World) -> dict[str, str | None]:
+def references(world: FakeWorld) -> dict[str, str | None]:
     """Pods of it, and when each was told to go."""
     pods = {pod["metadata"]["name"]: pod["metadata"] for pod in world.api.all("pods")}
     return {name: each.get("deletionTimestamp") for name, each in pods.items() if "-reference-" in name}
 
 
-def named_references(world: World) -> list[str]:
+def named_references(world: FakeWorld) -> list[str]:
     """Return the reference pods that the rollout controller is told to use."""
     targets = [member.pod.target for member in world.kubelet.members.values() if member.pod.seat == "rollout"]
     return [each.pod for target in targets if isinstance(target, RolloutTarget) for each in target.references]
@@ -29,7 +29,7 @@ def named_references(world: World) -> list[str]:
 @pytest.mark.parametrize(
     "world", [REFERENCE, REFERENCE | {"rollout": RESIDENT_ROLLOUT}], indirect=True, ids=["time-sliced", "resident"]
 )
-async def test_a_job_completes_and_its_reference_goes_with_it(world: World) -> None:
+async def test_a_job_completes_and_its_reference_goes_with_it(world: FakeWorld) -> None:
     async with world.operator():
         await world.until(lambda: len(named_references(world)) == 2)
         await world.until(lambda: world.status.get("phase") == "Complete")
@@ -41,7 +41,7 @@ async def test_a_job_completes_and_its_reference_goes_with_it(world: World) -> N
 
 
 @apart
-async def test_steps_are_trained_before_it_is_ready_and_status_says_who_is_waited_for(world: World) -> None:
+async def test_steps_are_trained_before_it_is_ready_and_status_says_who_is_waited_for(world: FakeWorld) -> None:
     """The fake controller seals batches without waiting for scores: what is sealed counts as scored."""
     world.kubelet.loads.clear()
     world.kubelet.hold("rollout", under=lambda target: isinstance(target, RolloutTarget) and target.trained_step == 2)
@@ -59,7 +59,7 @@ async def test_steps_are_trained_before_it_is_ready_and_status_says_who_is_waite
 
 
 @apart
-async def test_a_lost_one_is_made_again_and_rollout_gets_its_address(world: World) -> None:
+async def test_a_lost_one_is_made_again_and_rollout_gets_its_address(world: FakeWorld) -> None:
     stay_in_rollout(world)
     async with world.operator():
         await world.until(lambda: len(named_references(world)) == 2 and world.status.get("phase") == "Rollout")
@@ -72,7 +72,7 @@ async def test_a_lost_one_is_made_again_and_rollout_gets_its_address(world: Worl
 
 
 @apart
-async def test_a_job_that_is_suspended_has_none_of_it(world: World) -> None:
+async def test_a_job_that_is_suspended_has_none_of_it(world: FakeWorld) -> None:
     async with world.operator():
         await world.until(lambda: len(references(world)) == 2)
         change(world, suspend=True)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import aiohttp
 import pytest
-from real_world import LEASE_PATH, World, open_real_world
+from real_world import LEASE_PATH, RealWorld, open_real_world
 
 from colocated_rl_api.member_wire import PodTarget, RolloutTarget
 from colocated_rl_operator.clients.kube import version_of
@@ -58,7 +58,7 @@ def take_snapshot(cluster: Path, to: Path) -> None:
         shutil.copytree(cluster / "etcd", to)
 
 
-async def restore(cluster: Path, snapshot: Path, world: World) -> None:
+async def restore(cluster: Path, snapshot: Path, world: RealWorld) -> None:
     """Put other data under etcd, and make the API server forget what it knew, as Kubernetes' documentation asks for."""
     etcd, server = process_of("etcd", cluster), process_of("kube-apiserver", cluster)
     os.kill(etcd, signal.SIGSTOP)
@@ -74,14 +74,14 @@ async def restore(cluster: Path, snapshot: Path, world: World) -> None:
             await asyncio.sleep(0.2)  # it is for a server that is asked
 
 
-async def renewed(world: World, after: Body) -> None:
+async def renewed(world: RealWorld, after: Body) -> None:
     """Wait until the operator has written its Lease once more: a restore of what is no older takes nothing back."""
     async with asyncio.timeout(ANSWER_S):
         while version_of(await world.api.call("GET", LEASE_PATH)) <= version_of(after):  # noqa: ASYNC110
             await asyncio.sleep(0.2)  # it is for a server that is asked
 
 
-def seal_up_to(world: World, step: int) -> None:
+def seal_up_to(world: RealWorld, step: int) -> None:
     """No batch of a later step is sealed."""
 
     def is_there(target: PodTarget | RolloutTarget) -> bool:
@@ -91,7 +91,7 @@ def seal_up_to(world: World, step: int) -> None:
     world.kubelet.wake_all()
 
 
-async def lose_trainer(world: World, seat: str, *, step: int, lineage: int) -> None:
+async def lose_trainer(world: RealWorld, seat: str, *, step: int, lineage: int) -> None:
     """Let the trainer die in that step and lineage: the hold on its pod keeps the group there until then."""
     pod = world.kubelet.of_seat(seat).pod
     assert isinstance(pod, GpuPod)
@@ -106,7 +106,7 @@ async def lose_trainer(world: World, seat: str, *, step: int, lineage: int) -> N
     world.kubelet.wake_all()
 
 
-async def in_rollout(world: World, *, step: int) -> None:
+async def in_rollout(world: RealWorld, *, step: int) -> None:
     await world.until(lambda: (step, "Rollout") == (world.status.get("step"), world.status.get("phase")))
 
 

@@ -36,10 +36,10 @@ from colocated_rl_rollout.rewards.reward_endpoint import RewardEndpoint
 from colocated_rl_rollout.rules.samples import SampleState
 from colocated_rl_rollout.tasks.task_server import COMMAND
 from fakes.cluster_api import ClusterApi, page
-from fakes.gate import FakeGate, Fault
+from fakes.gate import FakeGate, GateFault
 from fakes.gateway import controller_running
 from fakes.kubectl import play_kubectl
-from fakes.rollout import JOB_UID, JobOnDisk, OperatorEnd, Scripted, make_spec, until
+from fakes.rollout import JOB_UID, JobOnDisk, OperatorEnd, ScriptedConversation, make_spec, until
 from fakes.tasks import task_processes
 
 PATIENCE_S = 120.0
@@ -191,7 +191,9 @@ async def talking(directory: Path) -> AsyncIterator[tuple[FakeGate, OperatorEnd,
             )
             for number, reward in endpoints_of(spec.sources).items()
         }
-        gate = FakeGate("job-gpu-0-0", job.tls, Scripted(directory / "model", lambda _: CANARIES["Response"]))
+        gate = FakeGate(
+            "job-gpu-0-0", job.tls, ScriptedConversation(directory / "model", lambda _: CANARIES["Response"])
+        )
         gate.words = f"{CANARIES['Engine']} at {CANARIES['Prompt']}"
         await stack.enter_async_context(gate.listening())
         image = ("/usr/bin/env", f"PYTHONPATH={directory / 'image'}", *COMMAND)
@@ -242,7 +244,7 @@ async def _said_of_a_whole_run(directory: Path) -> tuple[Said, str]:
     """Run a job to its end, and return what it said, and the answer to a client whose request the engine refused."""
     with logged() as log:
         async with talking(directory) as (gate, operator, controller, client), aiohttp.ClientSession() as session:
-            gate.faults.extend([Fault.REJECTED, Fault.ERROR_500, Fault.GARBLED, Fault.DROPPED])
+            gate.faults.extend([GateFault.REJECTED, GateFault.ERROR_500, GateFault.GARBLED, GateFault.DROPPED])
             await gate.open(WeightVersion(0, 1))
             reasons = controller._store.reasons
             expected = {
@@ -252,7 +254,7 @@ async def _said_of_a_whole_run(directory: Path) -> tuple[Said, str]:
             await until(lambda: expected <= {why for state, why in reasons if state is SampleState.FAILED}, PATIENCE_S)
             await operator.until(lambda facts: facts.sealed is not None, PATIENCE_S)
             await operator.until(lambda facts: facts.problem is not None, PATIENCE_S)
-            gate.faults.extend([Fault.REJECTED] * 64)
+            gate.faults.extend([GateFault.REJECTED] * 64)
             with pytest.raises(openai.BadRequestError) as refused:
                 await client.chat.completions.create(
                     model="job", messages=[{"role": "user", "content": CANARIES["Turn"]}]

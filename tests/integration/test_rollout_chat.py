@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
+from colocated_rl_api.names import PromptPosition
 from colocated_rl_rollout.rewards.prompts import NoPrompts, PromptSource
 from colocated_rl_rollout.rules.chat import Chat, Unrenderable
 from colocated_rl_rollout.rules.samples import Prompt
@@ -80,7 +81,7 @@ async def test_questions_rewards_and_split_come_from_the_task(tmp_path: Path) ->
 
     def source(position: int = 0, max_prompt_tokens: int = 200) -> PromptSource:
         return PromptSource(
-            processes, chat, max_prompt_tokens=max_prompt_tokens, position=position, changed=changed.set
+            processes, chat, max_prompt_tokens=max_prompt_tokens, position=PromptPosition(position), changed=changed.set
         )
 
     async with task_processes(make_spec().rollout.prompts, tmp_path) as processes, asyncio.timeout(START_S):

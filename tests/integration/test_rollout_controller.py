@@ -44,16 +44,16 @@ from colocated_rl_rollout.rewards.rewards import REWARD_UNAVAILABLE, RewardFaile
 from colocated_rl_rollout.settings import read_settings
 from colocated_rl_rollout.store.store import Store
 from colocated_rl_rollout.tasks.task_wire import PromptContent, RewardAnswer
-from fakes.gate import FakeGate, Fault, experts_of, logp_of
+from fakes.gate import FakeGate, GateFault, experts_of, logp_of
 from fakes.interface import Interface, rollout_interface, routes_of
 from fakes.rollout import (
     DEADLINE_S,
     JOB_UID,
     MARK,
-    Answers,
     JobOnDisk,
     OperatorEnd,
     SilentProcesses,
+    WorkedSums,
     make_spec,
     of_one_set,
     until,
@@ -86,7 +86,7 @@ class Batch:
 
 
 @dataclass
-class Scene:
+class ControllerScene:
     """A running controller, its gates, and an operator."""
 
     job: JobOnDisk
@@ -160,11 +160,11 @@ class Scene:
 @asynccontextmanager
 async def running(
     job: JobOnDisk, processes: TaskProcesses, *, gates: list[FakeGate] | None = None, tail: int = 0
-) -> AsyncIterator[Scene]:
+) -> AsyncIterator[ControllerScene]:
     """The controller over the job's volume, with two gates that are closed."""
     async with AsyncExitStack() as stack:
         session = await stack.enter_async_context(aiohttp.ClientSession())
-        respond = Answers(job.directory / "model", tail=tail)
+        respond = WorkedSums(job.directory / "model", tail=tail)
         if gates is None:
             gates = [FakeGate(f"job-gpu-{replica}-0", job.tls, respond) for replica in range(2)]
             for gate in gates:
@@ -175,7 +175,7 @@ async def running(
         try:
             await until(lambda: controller.member.ports.control or serving.done())
             async with job.operator(controller.member.ports.control) as operator:
-                yield Scene(job, gates, operator, controller, session)
+                yield ControllerScene(job, gates, operator, controller, session)
         finally:
             controller.drain()
             async with asyncio.timeout(DEADLINE_S):
@@ -362,7 +362,7 @@ async def test_closed_gates_park_everything(job: JobOnDisk, processes: TaskProce
         await scene.sealed(1)
 
 
-async def open_one_after_another(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+async def open_one_after_another(scene: ControllerScene, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first gate has the older half of the samples, and leaves the second its own, however slow the machine."""
     monkeypatch.setattr(engines, "SHARE_S", 10 * DEADLINE_S)
     await scene.target()
@@ -435,8 +435,8 @@ async def test_samples_move_to_another_engine_when_an_agent_is_lost(job: JobOnDi
 
 async def test_what_one_engine_spoils_another_mends(job: JobOnDisk, processes: TaskProcesses) -> None:
     async with running(job, processes) as scene:
-        scene.gates[0].faults.extend([Fault.ERROR_500, Fault.GARBLED])
-        scene.gates[1].faults.extend([Fault.DROPPED, Fault.EMPTY])
+        scene.gates[0].faults.extend([GateFault.ERROR_500, GateFault.GARBLED])
+        scene.gates[1].faults.extend([GateFault.DROPPED, GateFault.EMPTY])
         await scene.target()
         await scene.open(V0)
         await scene.sealed(1)
@@ -457,7 +457,7 @@ async def test_what_a_busy_gate_refuses_was_no_attempt(job: JobOnDisk, processes
     """A gate that had all it could take used up the attempts of what came on top, until those samples had failed."""
     async with running(job, processes) as scene:
         for gate in scene.gates:
-            gate.faults.extend([Fault.BUSY] * 4)
+            gate.faults.extend([GateFault.BUSY] * 4)
         await scene.target()
         await scene.open(V0)
         await scene.sealed(1)
@@ -470,7 +470,7 @@ async def test_what_a_busy_gate_refuses_was_no_attempt(job: JobOnDisk, processes
 
 async def test_a_rejected_sample_is_replaced_in_its_group(job: JobOnDisk, processes: TaskProcesses) -> None:
     async with running(job, processes) as scene:
-        scene.gates[0].faults.append(Fault.REJECTED)
+        scene.gates[0].faults.append(GateFault.REJECTED)
         await scene.target()
         await scene.open(V0)
         facts = await scene.sealed(1)
@@ -950,7 +950,7 @@ async def test_concurrency_and_temperature_are_those_that_the_spec_names_now(
         assert {0.5} == {header.temperature for header in (await scene.batch(1)).headers}
 
 
-def temperatures(scene: Scene) -> set[float]:
+def temperatures(scene: ControllerScene) -> set[float]:
     return {request["sampling_params"]["temperature"] for gate in scene.gates for request in gate.requests}
 
 
@@ -1062,7 +1062,7 @@ async def test_tokens_beyond_the_limit_are_context_where_the_job_says_so(
 async def test_a_group_that_keeps_failing_is_given_up_and_reported(job: JobOnDisk, processes: TaskProcesses) -> None:
     async with running(job, processes) as scene:
         for gate in scene.gates:
-            gate.faults.extend([Fault.REJECTED] * 30)
+            gate.faults.extend([GateFault.REJECTED] * 30)
         await scene.target()
         await scene.open(V0)
         facts = await scene.operator.until(lambda facts: facts.problem)
@@ -1139,7 +1139,7 @@ async def test_whatever_happens_each_batch_is_whole_and_each_token_is_accounted_
     chance = random.Random(seed)
     limit = chance.choice([0, 1, 2])
     job = with_rollout(tmp_path, maxStaleness=limit, maxConcurrency=BATCH * (limit + 1))
-    respond = Answers(job.directory / "model", tail=8)
+    respond = WorkedSums(job.directory / "model", tail=8)
     seen: list[int] = []
     async with AsyncExitStack() as stack:
         gates = [FakeGate(f"job-gpu-{replica}-0", job.tls, respond) for replica in range(2)]
@@ -1165,7 +1165,7 @@ async def test_whatever_happens_each_batch_is_whole_and_each_token_is_accounted_
         assert len(seen) == len(set(seen)) == 8 * BATCH
 
 
-async def disturb(scene: Scene, chance: random.Random, version: WeightVersion) -> None:
+async def disturb(scene: ControllerScene, chance: random.Random, version: WeightVersion) -> None:
     """One thing that happens to a job, and the time in which something may come of it."""
     for gate in scene.gates:
         match chance.choice(["go", "go", "go", "slow", "close", "crash engine", "crash agent", "fault"]):
@@ -1182,13 +1182,13 @@ async def disturb(scene: Scene, chance: random.Random, version: WeightVersion) -
                 await gate.crash_agent()
                 await gate.start()
             case _:
-                gate.faults.append(chance.choice(list(Fault)))
+                gate.faults.append(chance.choice(list(GateFault)))
                 await gate.open(version)
     with contextlib.suppress(AssertionError):
         await scene.operator.until(lambda facts: facts.sealed and facts.sealed.step > version.step, deadline_s=0.3)
 
 
-def check(batch: Batch, respond: Answers, limit: int) -> None:
+def check(batch: Batch, respond: WorkedSums, limit: int) -> None:
     """Every response is the one that its prompt has, and every token says truly which weights made it."""
     step = batch.headers[0].step
     assert 2 * BATCH == len(batch.groups)

@@ -74,7 +74,7 @@ for line in sys.stdin:
 """
 
 
-class Watched(Sessions):
+class WatchedSessions(Sessions):
     """looks: at whether an episode is heard of."""
 
     looks = 0
@@ -84,7 +84,7 @@ class Watched(Sessions):
         return super().quiet_s(session)
 
 
-class Clock:
+class EpisodeClock:
     """Stands still but for the test. It is looked at once a second, while something is waited for."""
 
     now_s = 0.0
@@ -94,15 +94,15 @@ class Clock:
 
 
 @dataclass
-class Scene:
+class EpisodesScene:
     """Episodes over a real store and task server. Turns are recorded by the test, as the gateway does."""
 
     episodes: Episodes
-    sessions: Watched
+    sessions: WatchedSessions
     store: Store
     registry: CollectorRegistry
     directory: Path
-    clock: Clock
+    clock: EpisodeClock
 
     async def go(self) -> None:
         """The environment says what it has to say."""
@@ -145,11 +145,11 @@ async def playing(
     program: str = PLAYER,
     prompts: Prompts = PROMPTS,
     sets: Sequence[EvaluationSet] = (),
-) -> AsyncIterator[Scene]:
+) -> AsyncIterator[EpisodesScene]:
     registry = CollectorRegistry()
     store, metrics = Store(directory / "state", job_uid=JOB_UID), RolloutMetrics(registry)
-    clock = Clock()
-    sessions = Watched(
+    clock = EpisodeClock()
+    sessions = WatchedSessions(
         store,
         metrics,
         group_size=2,
@@ -172,7 +172,7 @@ async def playing(
         running = asyncio.create_task(episodes.run())
         try:
             async with asyncio.timeout(60):
-                yield Scene(episodes, sessions, store, registry, directory, clock)
+                yield EpisodesScene(episodes, sessions, store, registry, directory, clock)
         finally:
             running.cancel()
             await asyncio.wait([running])

@@ -46,7 +46,7 @@ WEIGHT = 0.5
 
 
 @dataclass
-class Scene:
+class EngineClientScene:
     engine: FakeEngine
     gate: Gate
     backend: Backend
@@ -67,7 +67,7 @@ async def listen(stack: AsyncExitStack, app: web.Application) -> int:
 
 
 @pytest.fixture
-async def scene(tmp_path: Path) -> AsyncIterator[Scene]:
+async def scene(tmp_path: Path) -> AsyncIterator[EngineClientScene]:
     job = JobOnDisk.write(tmp_path, make_spec())
     write_export(tmp_path / "export", version=str(VERSION), weight=WEIGHT)
     async with AsyncExitStack() as stack:
@@ -83,7 +83,7 @@ async def scene(tmp_path: Path) -> AsyncIterator[Scene]:
         endpoint = Endpoint(pod="job-gpu-0-0", address="127.0.0.1", port=await stack.enter_async_context(data))
         client = EngineClient(endpoint, DataClient(session, job.tls, JOB_UID), settle_s=5, changed=lambda: None)
         watching = asyncio.create_task(client.watch())
-        yield Scene(engine, gate, Backend(url, "a", VERSION, abort), client)
+        yield EngineClientScene(engine, gate, Backend(url, "a", VERSION, abort), client)
         watching.cancel()
         await asyncio.wait([watching])
 
@@ -92,7 +92,9 @@ def request(prompt: list[int], limit: int = 200) -> GenerateRequest:
     return GenerateRequest(prompt, limit, 1.0, {END_TOKEN})
 
 
-async def test_a_response_comes_back_with_log_probabilities_and_the_version_that_made_it(scene: Scene) -> None:
+async def test_a_response_comes_back_with_log_probabilities_and_the_version_that_made_it(
+    scene: EngineClientScene,
+) -> None:
     await scene.open()
     assert (VERSION, True) == (scene.client.version, scene.client.takes_requests)
     generated = await scene.client.generate(request([5, 6, 7]))
@@ -104,13 +106,13 @@ async def test_a_response_comes_back_with_log_probabilities_and_the_version_that
     assert expected == pytest.approx(generated.tokens.logp.tolist())
 
 
-async def test_the_limit_is_the_one_that_was_asked_for(scene: Scene) -> None:
+async def test_the_limit_is_the_one_that_was_asked_for(scene: EngineClientScene) -> None:
     await scene.open()
     generated = await scene.client.generate(request([5, 6, 7], limit=3))
     assert (Finish.LENGTH, 3) == (generated.finish, len(generated.tokens))
 
 
-async def test_a_switch_brings_back_what_was_generated(scene: Scene) -> None:
+async def test_a_switch_brings_back_what_was_generated(scene: EngineClientScene) -> None:
     await scene.open()
     scene.engine.token_s = 0.02
     asked = asyncio.create_task(scene.client.generate(request([5, 6, 7])))
@@ -125,7 +127,7 @@ async def test_a_switch_brings_back_what_was_generated(scene: Scene) -> None:
         await scene.client.generate(request([5, 6, 7]))
 
 
-async def test_what_was_read_from_a_lost_engine_is_kept(scene: Scene) -> None:
+async def test_what_was_read_from_a_lost_engine_is_kept(scene: EngineClientScene) -> None:
     await scene.open()
     scene.engine.faults["/generate"] = "cut"
     generated = await scene.client.generate(request([5, 6, 7]))
@@ -136,7 +138,7 @@ async def test_what_was_read_from_a_lost_engine_is_kept(scene: Scene) -> None:
 @pytest.mark.parametrize("named", ["", "default"])
 @pytest.mark.parametrize("fault", [None, "cut"])
 async def test_f26_tokens_of_weights_that_have_no_version_get_none_and_are_not_used(
-    scene: Scene, named: str, fault: str | None
+    scene: EngineClientScene, named: str, fault: str | None
 ) -> None:
     """An engine that somebody started or updated without a version names none. The gate then named its own."""
     await scene.open()
@@ -148,7 +150,9 @@ async def test_f26_tokens_of_weights_that_have_no_version_get_none_and_are_not_u
 
 
 @pytest.mark.parametrize("streams", [False, True])
-async def test_f26_a_job_may_accept_tokens_that_have_no_version_and_counts_them(scene: Scene, streams: bool) -> None:
+async def test_f26_a_job_may_accept_tokens_that_have_no_version_and_counts_them(
+    scene: EngineClientScene, streams: bool
+) -> None:
     await scene.open()
     scene.engine.version = "default"
     counted: list[int] = []
@@ -162,7 +166,7 @@ async def test_f26_a_job_may_accept_tokens_that_have_no_version_and_counts_them(
 
 
 async def test_a_request_that_the_engine_will_never_take_is_distinguished_from_trouble_that_passes(
-    scene: Scene,
+    scene: EngineClientScene,
 ) -> None:
     await scene.open()
     with pytest.raises(
@@ -175,7 +179,7 @@ async def test_a_request_that_the_engine_will_never_take_is_distinguished_from_t
     assert not scene.client.takes_requests, "an engine that brings nothing is let be for a while"
 
 
-async def test_a_gate_without_room_is_distinguished_from_an_attempt(scene: Scene) -> None:
+async def test_a_gate_without_room_is_distinguished_from_an_attempt(scene: EngineClientScene) -> None:
     await scene.open()
     scene.gate.in_flight = scene.gate._full.most
     with pytest.raises(GateBusy, match="answered 429 and 64 characters"):
@@ -183,14 +187,14 @@ async def test_a_gate_without_room_is_distinguished_from_an_attempt(scene: Scene
     assert not scene.client.takes_requests, "it is let be for a while"
 
 
-async def test_an_answer_without_end_is_not_read_to_its_end(scene: Scene) -> None:
+async def test_an_answer_without_end_is_not_read_to_its_end(scene: EngineClientScene) -> None:
     await scene.open()
     scene.client._max_answer_bytes = 100
     with pytest.raises(AnswerGarbled, match="more than 100 bytes"):
         await scene.client.generate(request([5, 6, 7]))
 
 
-async def test_an_attempt_that_begins_as_its_gate_is_lost_is_given_up_too(scene: Scene) -> None:
+async def test_an_attempt_that_begins_as_its_gate_is_lost_is_given_up_too(scene: EngineClientScene) -> None:
     """Only attempts under way got a deadline: one that was about to begin waited for ever."""
     await scene.open()
     scene.engine.token_s = 3600.0
@@ -216,7 +220,9 @@ def test_what_log_probabilities_do_not_describe_is_off_whatever_the_engine_prefe
     assert {**off, **penalties, **asked} == sampling
 
 
-async def test_a_gate_that_sends_nothing_is_lost_and_asked_again(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_gate_that_sends_nothing_is_lost_and_asked_again(
+    scene: EngineClientScene, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its machine may be gone without a word. A gate says a line every so often, here too seldom."""
     monkeypatch.setattr(engine_client, "SILENCE_S", GATE_LINE_S / 20)
     monkeypatch.setattr(engine_client, "RECONNECT_S", 0.01)
@@ -232,7 +238,7 @@ async def test_a_gate_that_sends_nothing_is_lost_and_asked_again(scene: Scene, m
     assert [True, False, True] == seen[:3]
 
 
-async def test_a_silent_agent_does_not_hold_a_request_for_ever(scene: Scene) -> None:
+async def test_a_silent_agent_does_not_hold_a_request_for_ever(scene: EngineClientScene) -> None:
     await scene.open()
     scene.engine.token_s = 3600.0
     asked = asyncio.create_task(scene.client.generate(request([5, 6, 7])))
@@ -243,7 +249,9 @@ async def test_a_silent_agent_does_not_hold_a_request_for_ever(scene: Scene) -> 
     await until(lambda: all(sample.abort_asked for sample in scene.engine.samples.values()))
 
 
-async def test_a_request_for_which_there_is_no_descriptor_is_sent_later_and_its_gate_is_not_lost(scene: Scene) -> None:
+async def test_a_request_for_which_there_is_no_descriptor_is_sent_later_and_its_gate_is_not_lost(
+    scene: EngineClientScene,
+) -> None:
     """It ended as if the engine had been lost, and took the gate with it."""
     await scene.open()
     with no_descriptors(), pytest.raises(GateBusy):

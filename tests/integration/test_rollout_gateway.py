@@ -32,7 +32,7 @@ from colocated_rl_rollout.gateway.gateway import MAX_REQUEST_BYTES, Reading
 from colocated_rl_rollout.gateway.openai_requests import ONLY, RequestRefused
 from colocated_rl_rollout.gateway.turns import RETRY_S, Turn
 from colocated_rl_rollout.tasks.task_server import COMMAND
-from fakes.gate import Fault, logp_of
+from fakes.gate import GateFault, logp_of
 from fakes.gateway import ANSWER, QUESTION, TOOLS, TOOLS_TEMPLATE, extra, gateway_running, text_of
 from fakes.gateway import GatewayScene as Scene
 from fakes.interface import Checked, Interface, rollout_interface, routes_of
@@ -388,10 +388,10 @@ async def test_the_end_of_the_controller_is_reported(tmp_path: Path) -> None:
 
 
 async def test_a_request_that_an_engine_brings_nothing_for_goes_to_it_again(scene: Scene) -> None:
-    scene.gate.faults.extend([Fault.EMPTY, Fault.ERROR_500, Fault.GARBLED, Fault.BUSY])
+    scene.gate.faults.extend([GateFault.EMPTY, GateFault.ERROR_500, GateFault.GARBLED, GateFault.BUSY])
     await scene.gate.open(V0)
     assert ANSWER == text_of(await scene.ask())
-    scene.gate.faults.append(Fault.REJECTED)
+    scene.gate.faults.append(GateFault.REJECTED)
     with pytest.raises(openai.BadRequestError, match="longer than the context") as refused:
         await scene.ask()
     assert "context_length_exceeded" == refused.value.code

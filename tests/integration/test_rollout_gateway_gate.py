@@ -23,7 +23,7 @@ from colocated_rl_agent.gate.entrance import Backend
 from colocated_rl_agent.gate.gate import Gate
 from colocated_rl_api.member_wire import Endpoint
 from colocated_rl_api.rungs import WeightVersion
-from fakes.engine import FakeEngine, Sample
+from fakes.engine import EngineRequest, FakeEngine
 from fakes.gateway import controller_running, extra
 from fakes.rollout import DEADLINE_S, JobOnDisk, make_spec, until
 from fakes.weights import experts_of, logprob, write_export
@@ -37,14 +37,14 @@ class HeldEngine(FakeEngine):
 
     hold: int | None = None
 
-    async def make_token(self, sample: Sample) -> None:
+    async def make_token(self, sample: EngineRequest) -> None:
         while self.hold is not None and len(sample.output) >= self.hold and not sample.abort_asked:  # noqa: ASYNC110 - it has no event
             await asyncio.sleep(0.001)
         await super().make_token(sample)
 
 
 @dataclass
-class Pod:
+class GatePod:
     """An agent's gate with its engine. Weights of a step are the number `step / 8`."""
 
     engine: HeldEngine
@@ -72,8 +72,8 @@ class Pod:
 
 
 @dataclass
-class Scene:
-    pods: list[Pod]
+class GatesScene:
+    pods: list[GatePod]
     client: openai.AsyncOpenAI
 
     async def generate(self, number: int, **options: Any) -> Completion:
@@ -92,14 +92,14 @@ class Scene:
     async def made(self, tokens: int, generations: int = GENERATIONS) -> None:
         """Each generation is under way, and has so many tokens more."""
 
-        def samples() -> list[Sample]:
+        def samples() -> list[EngineRequest]:
             return [sample for pod in self.pods for sample in pod.engine.running]
 
         await until(lambda: len(samples()) == generations and all(len(each.output) >= tokens for each in samples()))
 
 
 @pytest.fixture
-async def scene(tmp_path: Path) -> AsyncIterator[Scene]:
+async def scene(tmp_path: Path) -> AsyncIterator[GatesScene]:
     spec = make_spec(maxResponseTokens=LIMIT, engine={"args": ["--enable-return-routed-experts"]})
     job = JobOnDisk.write(tmp_path, spec)
     write_export(tmp_path / "export", version="0-1", weight=0.0)
@@ -107,16 +107,16 @@ async def scene(tmp_path: Path) -> AsyncIterator[Scene]:
         pods = [await pod_of(stack, job, number) for number in range(2)]
         running = controller_running(job, [pod.endpoint for pod in pods])
         _, _, client = await stack.enter_async_context(running)
-        yield Scene(pods, client)
+        yield GatesScene(pods, client)
 
 
-async def pod_of(stack: AsyncExitStack, job: JobOnDisk, number: int) -> Pod:
+async def pod_of(stack: AsyncExitStack, job: JobOnDisk, number: int) -> GatePod:
     engine = HeldEngine(job.directory / "export", "0-1", admin_key="", memory_saver=False, token_s=0.002)
     gate = Gate()
     url = f"http://127.0.0.1:{await listen(stack, engine.app())}"
     data = DataPort(gate.serve, admits=job.tls.admits).listening("127.0.0.1", 0, job.tls.data_context())
     port = await stack.enter_async_context(data)
-    return Pod(engine, gate, url, Endpoint(pod=f"job-gpu-{number}-0", address="127.0.0.1", port=port))
+    return GatePod(engine, gate, url, Endpoint(pod=f"job-gpu-{number}-0", address="127.0.0.1", port=port))
 
 
 async def listen(stack: AsyncExitStack, app: web.Application) -> int:
@@ -164,7 +164,7 @@ def check_experts(completion: Completion) -> None:
     )
 
 
-async def test_verl_without_resume_every_output_is_an_abort_of_the_step_before(scene: Scene) -> None:
+async def test_verl_without_resume_every_output_is_an_abort_of_the_step_before(scene: GatesScene) -> None:
     """verl's published case has steps 1 to 3, with 16 generations each."""
     for step in (1, 2, 3):
         scene.open(step - 1, hold=2)
@@ -178,7 +178,7 @@ async def test_verl_without_resume_every_output_is_an_abort_of_the_step_before(s
             check(each)
 
 
-async def test_verl_with_resume_every_output_is_whole_over_three_updates(scene: Scene) -> None:
+async def test_verl_with_resume_every_output_is_whole_over_three_updates(scene: GatesScene) -> None:
     """verl's published case has 16 generations once, with updates 4, 5 and 6 within them."""
     scene.open(3, hold=2)
     asked = [asyncio.create_task(scene.generate(number)) for number in range(GENERATIONS)]
@@ -195,7 +195,7 @@ async def test_verl_with_resume_every_output_is_whole_over_three_updates(scene: 
         assert versions[-1] > versions[0]
 
 
-async def test_verl_eight_that_are_aborted_together_all_return(scene: Scene) -> None:
+async def test_verl_eight_that_are_aborted_together_all_return(scene: GatesScene) -> None:
     scene.open(0, hold=2)
     asked = [asyncio.create_task(scene.generate(number, resume=False)) for number in range(8)]
     await scene.made(2, generations=8)
@@ -205,7 +205,7 @@ async def test_verl_eight_that_are_aborted_together_all_return(scene: Scene) -> 
 
 
 @pytest.mark.parametrize("updates", [0, 3])
-async def test_verl_routed_experts_of_later_attempts_are_their_tail_alone(scene: Scene, updates: int) -> None:
+async def test_verl_routed_experts_of_later_attempts_are_their_tail_alone(scene: GatesScene, updates: int) -> None:
     """verl's published case gives each token its own experts once, as the engine reports
     them, and passes a single attempt through.
     """
@@ -220,7 +220,7 @@ async def test_verl_routed_experts_of_later_attempts_are_their_tail_alone(scene:
         check_experts(each)
 
 
-async def test_experts_that_a_lost_engine_did_not_report_the_next_one_does(scene: Scene) -> None:
+async def test_experts_that_a_lost_engine_did_not_report_the_next_one_does(scene: GatesScene) -> None:
     """It is asked from where they end."""
     scene.open(0)
     for pod in scene.pods:
@@ -230,7 +230,7 @@ async def test_experts_that_a_lost_engine_did_not_report_the_next_one_does(scene
     check_experts(completion)
 
 
-async def test_experts_that_are_not_as_many_as_before_are_asked_for_again(scene: Scene) -> None:
+async def test_experts_that_are_not_as_many_as_before_are_asked_for_again(scene: GatesScene) -> None:
     """The completion failed as of a bug of the controller, and what earlier attempts had brought was lost."""
     scene.open(0, hold=2)
     asked = asyncio.create_task(scene.generate(1, return_routed_experts=True))
@@ -246,7 +246,7 @@ async def test_experts_that_are_not_as_many_as_before_are_asked_for_again(scene:
     assert any("widen" not in pod.engine.faults for pod in scene.pods)
 
 
-async def test_a_stream_reports_the_experts_at_its_end(scene: Scene) -> None:
+async def test_a_stream_reports_the_experts_at_its_end(scene: GatesScene) -> None:
     scene.open(0)
     whole = await scene.generate(1, return_routed_experts=True)
     more = {"return_routed_experts": True}
@@ -257,7 +257,7 @@ async def test_a_stream_reports_the_experts_at_its_end(scene: Scene) -> None:
     assert [extra(whole)] == reports
 
 
-async def test_verl_update_without_an_interruption_in_it_changes_nothing(scene: Scene) -> None:
+async def test_verl_update_without_an_interruption_in_it_changes_nothing(scene: GatesScene) -> None:
     scene.open(0)
     before = await scene.generate(1)
     await scene.close()
@@ -267,7 +267,7 @@ async def test_verl_update_without_an_interruption_in_it_changes_nothing(scene: 
 
 
 @pytest.mark.parametrize("seed", range(3))
-async def test_switches_and_lost_engines_at_any_instant_are_not_seen(scene: Scene, seed: int) -> None:
+async def test_switches_and_lost_engines_at_any_instant_are_not_seen(scene: GatesScene, seed: int) -> None:
     chance = random.Random(seed)
     scene.open(0)
     asked = [asyncio.create_task(scene.generate(number)) for number in range(GENERATIONS)]

@@ -21,13 +21,13 @@ from safetensors.numpy import load_file
 
 from bench import virtual_time
 from bench.simulated_engines import Rates
-from bench.simulated_job import Job, Scene
+from bench.simulated_job import SimulatedController, SimulatedJob
 from colocated_rl_api.rungs import WeightVersion
 from colocated_rl_rollout.rules.samples import SampleState
 from colocated_rl_rollout.store.batches import shard_path
 from colocated_rl_rollout.store.store import Store
 
-JOB = Job(
+JOB = SimulatedJob(
     trace=lambda prompt, number: 1 + 7 * (prompt % 3 == 0),  # some groups span a switch
     steps=3,
     batch_size=2,
@@ -37,7 +37,7 @@ JOB = Job(
 )
 
 
-class Operator:
+class FileOperator:
     """Goes by what it was told, which it keeps in a file."""
 
     def __init__(self, file: Path) -> None:
@@ -56,9 +56,9 @@ class Operator:
             file.write(json.dumps((step, entry)) + "\n")
 
 
-async def live(directory: Path, operator: Operator, begun: Callable[[Store], None] = lambda _: None) -> Store:
+async def live(directory: Path, operator: FileOperator, begun: Callable[[Store], None] = lambda _: None) -> Store:
     """Run the job from wherever it stands to its end."""
-    scene = Scene(JOB, directory / "store")
+    scene = SimulatedController(JOB, directory / "store")
     begun(scene.store)
     async with asyncio.TaskGroup() as group:
         following = group.create_task(scene.engines.run())
@@ -110,7 +110,7 @@ def killed_at(statement: int, directory: Path) -> bool:
 
         code = 1
         try:
-            virtual_time.run(live(directory, Operator(directory / "told"), watch))
+            virtual_time.run(live(directory, FileOperator(directory / "told"), watch))
             code = 0
         finally:
             os._exit(code)
@@ -129,9 +129,9 @@ def lives() -> Iterator[Path]:
 def test_a_kill_at_any_operation_of_the_store_loses_no_sample_and_trains_none_twice(lives: Path) -> None:
     statement = 1
     while killed_at(statement, directory := made(lives / str(statement))):
-        before = Operator(directory / "told")
+        before = FileOperator(directory / "told")
         store = virtual_time.run(live(directory, before))
-        after = Operator(directory / "told")
+        after = FileOperator(directory / "told")
         assert JOB.steps == after.trained_step
         assert before.sealed.items() <= after.sealed.items(), "a batch that was told never changes"
         assert JOB.steps * JOB.samples == store.counts[SampleState.TRAINED] == store.counts.total()

@@ -21,10 +21,10 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 
 from colocated_rl_api.rungs import WeightVersion
-from fakes.authority import Authority
+from fakes.authority import FakeAuthority
 from fakes.gate import FakeGate
 from fakes.preloaded import preload
-from fakes.rollout import Answers, JobOnDisk, OperatorEnd, Scripted, make_spec, until
+from fakes.rollout import JobOnDisk, OperatorEnd, ScriptedConversation, WorkedSums, make_spec, until
 from fakes.silent import silence
 from fakes.tasks import task_server
 
@@ -32,7 +32,7 @@ START_DEADLINE_S = 60.0
 
 
 @dataclass
-class Running:
+class ControllerProcess:
     """One life of the process."""
 
     process: Process
@@ -49,7 +49,7 @@ class Running:
 @asynccontextmanager
 async def running(
     job: JobOnDisk, *further: str, trouble: str | None = None, around: Mapping[str, str] | None = None
-) -> AsyncIterator[Running]:
+) -> AsyncIterator[ControllerProcess]:
     """further: arguments. trouble: what its disk has from SIGUSR1 on (`refusing_kernel`). around: further variables."""
     words = ["-m"] if trouble is None else [refusing_kernel.__file__, trouble]
     process = await asyncio.create_subprocess_exec(
@@ -63,7 +63,7 @@ async def running(
         await until(lambda: reading.done() or _ready(log), START_DEADLINE_S)
         ports = _ready(log)["ports"]
         async with job.operator(ports["control"]) as operator:
-            yield Running(process, operator, ports["data"], ports["control"], log)
+            yield ControllerProcess(process, operator, ports["data"], ports["control"], log)
     finally:
         if process.returncode is None:
             process.kill()
@@ -87,16 +87,16 @@ def lines(log: list[dict[str, Any]], event: str) -> list[dict[str, Any]]:
 
 @asynccontextmanager
 async def surroundings(
-    job: JobOnDisk, folder: Path, respond: Answers | None = None
+    job: JobOnDisk, folder: Path, respond: WorkedSums | None = None
 ) -> AsyncIterator[tuple[aiohttp.ClientSession, FakeGate]]:
     """Run what a controller has around it: a task server, one gate that is closed, and a session for batches."""
     with task_server(folder, path=job.tasks):
-        gate = FakeGate("job-gpu-0-0", job.tls, respond or Answers(job.directory / "model"))
+        gate = FakeGate("job-gpu-0-0", job.tls, respond or WorkedSums(job.directory / "model"))
         async with gate.listening(), aiohttp.ClientSession() as session:
             yield session, gate
 
 
-async def interrupt_six(life: Running, gate: FakeGate) -> None:
+async def interrupt_six(life: ControllerProcess, gate: FakeGate) -> None:
     """Six samples have begun at the gate, and a switch cuts them short."""
     await life.operator.send(1, [gate.endpoint])
     await gate.open(WeightVersion(0, 1), pace=4)
@@ -116,7 +116,7 @@ async def test_kill_nine_loses_nothing_that_was_accepted(tmp_path: Path) -> None
     async with AsyncExitStack() as stack:
         stack.enter_context(task_server(tmp_path, path=job.tasks))
         session = await stack.enter_async_context(aiohttp.ClientSession())
-        respond = Answers(job.directory / "model")
+        respond = WorkedSums(job.directory / "model")
         gates = [FakeGate(f"job-gpu-{replica}-0", job.tls, respond) for replica in range(2)]
         for gate in gates:
             await stack.enter_async_context(gate.listening())
@@ -244,7 +244,7 @@ async def test_a_resolver_that_hangs_or_lies_costs_no_sample_and_gives_no_reward
 
     application = web.Application()
     application.add_routes([web.post("/score", judge)])
-    stranger = Authority().server_context(tmp_path / "stranger", server_name="judge.example")
+    stranger = FakeAuthority().server_context(tmp_path / "stranger", server_name="judge.example")
     async with (
         TestServer(application) as honest,
         TestServer(application, scheme="https") as lying,
@@ -258,7 +258,7 @@ async def test_a_resolver_that_hangs_or_lies_costs_no_sample_and_gives_no_reward
         rows = {"claimName": "mine", "path": "rows.jsonl", "heldOutPercent": 0, "reward": {"http": reward}}
         spec = make_spec(prompts={"file": rows}).model_copy(update={"evaluation": None})
         job = JobOnDisk.write(tmp_path, spec)
-        respond = Scripted(job.directory / "model", lambda _: "four")
+        respond = ScriptedConversation(job.directory / "model", lambda _: "four")
         session, gate = await stack.enter_async_context(surroundings(job, tmp_path, respond))
         trouble = {"RESOLVE_S": "5"} if resolver == "hangs" else {"RESOLVE_TO": "127.0.0.1"}
         async with running(job, around={**preload("slow_libc", tmp_path), **trouble}) as first:

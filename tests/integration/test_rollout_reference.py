@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import pytest_asyncio
 import torch
-from integration.test_rollout_controller import BATCH, V0, Batch, Scene, processes, running
+from integration.test_rollout_controller import BATCH, V0, Batch, ControllerScene, processes, running
 from numpy.typing import NDArray
 from real_reference import RunningReference
 
@@ -53,7 +53,9 @@ async def references(job: JobOnDisk) -> AsyncIterator[list[FakeReference]]:
         ]
 
 
-async def begin(scene: Scene, *references: FakeReference | RunningReference, epoch: int = 1, **target: Any) -> None:
+async def begin(
+    scene: ControllerScene, *references: FakeReference | RunningReference, epoch: int = 1, **target: Any
+) -> None:
     await scene.target(epoch, references=tuple(each.endpoint for each in references), **target)
 
 

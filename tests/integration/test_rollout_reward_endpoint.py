@@ -26,7 +26,7 @@ Answer = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 @dataclass
-class Judge:
+class ScriptedJudge:
     """An endpoint that answers one after another of `answers`, the last one again and again."""
 
     answers: list[Answer]
@@ -69,7 +69,9 @@ GOOD = answers_with('{"reward": 0.5, "why": "half of it"}')
 
 
 @asynccontextmanager
-async def endpoint(judge: Judge, tokens: Path = Path("/nowhere"), **fields: Any) -> AsyncIterator[RewardEndpoint]:
+async def endpoint(
+    judge: ScriptedJudge, tokens: Path = Path("/nowhere"), **fields: Any
+) -> AsyncIterator[RewardEndpoint]:
     application = web.Application(client_max_size=2 * MAX_REQUEST_BYTES)
     application.add_routes([web.post("/score", judge.answer)])
     job = JobFile(name="job", namespace="us", uid=JOB_UID, created=datetime.now(UTC), spec=make_spec())
@@ -80,7 +82,7 @@ async def endpoint(judge: Judge, tokens: Path = Path("/nowhere"), **fields: Any)
 
 
 async def test_it_is_asked_with_prompt_response_row_and_job() -> None:
-    judge = Judge([GOOD])
+    judge = ScriptedJudge([GOOD])
     async with endpoint(judge) as made:
         assert HALF == await made.score("2 + 2?", {"prompt": "2 + 2?", "answer": 4}, "four")
     assert [
@@ -96,7 +98,7 @@ async def test_it_is_asked_with_prompt_response_row_and_job() -> None:
 
 async def test_the_token_of_its_secret_is_sent_along_and_may_change(tmp_path: Path) -> None:
     (tmp_path / "judge").mkdir()
-    judge = Judge([GOOD])
+    judge = ScriptedJudge([GOOD])
     async with endpoint(judge, tmp_path, secretName="judge") as made:
         for token in ("first", "second\n"):
             (tmp_path / "judge/reward-token").write_text(token)
@@ -108,7 +110,7 @@ async def test_the_token_of_its_secret_is_sent_along_and_may_change(tmp_path: Pa
 async def test_what_is_no_token_is_a_problem_and_not_the_end_of_the_controller(tmp_path: Path, token: bytes) -> None:
     (tmp_path / "judge").mkdir()
     (tmp_path / "judge/reward-token").write_bytes(token)
-    judge = Judge([GOOD])
+    judge = ScriptedJudge([GOOD])
     async with endpoint(judge, tmp_path, secretName="judge", attempts=1) as asked:
         with pytest.raises(RewardFailed, match="key reward-token of Secret judge is no token") as failed:
             await asked.score("?", {}, "!")
@@ -119,7 +121,7 @@ async def test_what_is_no_token_is_a_problem_and_not_the_end_of_the_controller(t
 
 @pytest.mark.parametrize("trouble", [answers_with("busy", 503), answers_with("", 429), answers_with("", 500), hangs_up])
 async def test_what_may_pass_is_tried_again(trouble: Answer) -> None:
-    judge = Judge([trouble, trouble, GOOD])
+    judge = ScriptedJudge([trouble, trouble, GOOD])
     async with endpoint(judge) as made:
         asked = asyncio.create_task(made.score("", {}, ""))
         assert HALF == await asked
@@ -138,7 +140,7 @@ async def test_pauses_grow_and_are_as_long_as_it_asks_for(monkeypatch: pytest.Mo
 
     busy = answers_with("busy", 503)
     asks = [answers_with("", 429, **{"Retry-After": seconds}) for seconds in ("7", "3600", "-7", "soon", "²")]
-    async with endpoint(Judge([*[busy] * 4, *asks, GOOD]), attempts=10) as made:
+    async with endpoint(ScriptedJudge([*[busy] * 4, *asks, GOOD]), attempts=10) as made:
         made._first_pause_s = 0.1
         with monkeypatch.context() as patched:
             patched.setattr(asyncio, "sleep", noted)
@@ -159,7 +161,7 @@ async def test_pauses_grow_and_are_as_long_as_it_asks_for(monkeypatch: pytest.Mo
 async def test_it_is_given_up_after_so_many_attempts_and_is_a_problem_until_it_answers(
     trouble: Answer, timeout_s: int, message: str
 ) -> None:
-    judge = Judge([trouble, trouble, GOOD])
+    judge = ScriptedJudge([trouble, trouble, GOOD])
     async with endpoint(judge, timeoutSeconds=timeout_s, attempts=2) as made:
         with pytest.raises(RewardFailed, match=message) as failed:
             await made.score("", {}, "")
@@ -194,7 +196,7 @@ async def test_it_is_given_up_after_so_many_attempts_and_is_a_problem_until_it_a
     ],
 )
 async def test_what_will_not_pass_fails_the_sample_at_once(answer: Answer, reason: str, message: str) -> None:
-    judge = Judge([answer])
+    judge = ScriptedJudge([answer])
     async with endpoint(judge) as made:
         with pytest.raises(RewardFailed, match=message) as failed:
             await made.score("", {}, "")
@@ -203,12 +205,14 @@ async def test_what_will_not_pass_fails_the_sample_at_once(answer: Answer, reaso
 
 
 async def test_figures_come_beside_the_reward() -> None:
-    async with endpoint(Judge([answers_with('{"reward": 0.5, "figures": {"format": 1}, "why": "half"}')])) as made:
+    async with endpoint(
+        ScriptedJudge([answers_with('{"reward": 0.5, "figures": {"format": 1}, "why": "half"}')])
+    ) as made:
         assert RewardAnswer(reward=0.5, figures={"format": 1.0}) == await made.score("", {}, "")
 
 
 async def test_a_row_that_cannot_be_sent_fails_its_sample_and_nobody_is_asked() -> None:
-    judge = Judge([GOOD])
+    judge = ScriptedJudge([GOOD])
     async with endpoint(judge) as made:
         for fields in ({"value": float("nan")}, {"value": "x" * MAX_REQUEST_BYTES}):
             with pytest.raises(RewardFailed) as failed:
@@ -225,7 +229,7 @@ async def test_no_more_are_asked_at_once_than_the_job_says() -> None:
         await go_on.wait()
         return web.json_response({"reward": 1})
 
-    judge = Judge([waits])
+    judge = ScriptedJudge([waits])
     async with endpoint(judge, maxConcurrency=2) as made:
         asked = [asyncio.create_task(made.score("", {}, str(number))) for number in range(10)]
         for _ in range(2):

@@ -23,13 +23,13 @@ from colocated_rl_rollout.tasks.task_wire import RewardAnswer
 from fakes.gate import FakeGate, experts_of, logp_of
 from fakes.gateway import QUESTION, TOOLS, TOOLS_TEMPLATE, GatewayScene, extra, gateway_running, text_of
 from fakes.interface import Checked
-from fakes.rollout import CHAT_TEMPLATE, DEADLINE_S, Scripted, until
+from fakes.rollout import CHAT_TEMPLATE, DEADLINE_S, ScriptedConversation, until
 
 V0, V1 = WeightVersion(0, 1), WeightVersion(1, 1)
 AND: ChatCompletionMessageParam = {"role": "user", "content": "And then?"}
 
 
-class Agent:
+class ConversingAgent:
     """A framework that keeps a conversation of its own, and knows of sessions only a header."""
 
     def __init__(self, scene: GatewayScene, name: str = "s", **options: Any) -> None:
@@ -84,7 +84,7 @@ async def test_the_next_turn_goes_on_from_the_tokens_that_were_generated(tmp_pat
         chat = scene.job.chat
         assert broken != list(chat.encode(chat.text(broken)))
         await scene.gate.open(V0)
-        agent = Agent(scene)
+        agent = ConversingAgent(scene)
         await agent.ask(QUESTION)
         await agent.ask(AND)
         first, second = [request["input_ids"] for request in scene.gate.requests]
@@ -109,7 +109,7 @@ async def test_a_template_that_forgets_thoughts_does_not_make_the_record_forget_
 
     async with gateway_running(tmp_path, answer, template=forgets) as scene:
         await scene.gate.open(V0)
-        agent = Agent(scene)
+        agent = ConversingAgent(scene)
         for _ in range(3):
             await agent.ask(QUESTION)
         last = scene.gate.requests[-1]["input_ids"]
@@ -118,7 +118,7 @@ async def test_a_template_that_forgets_thoughts_does_not_make_the_record_forget_
 
 
 async def test_a_reply_that_was_cut_off_is_ended_by_the_template(scene: GatewayScene) -> None:
-    agent = Agent(scene)
+    agent = ConversingAgent(scene)
     cut = await agent.ask(QUESTION, max_tokens=3)
     assert ("Ans", "length") == (text_of(cut), cut.choices[0].finish_reason)
     await agent.ask(AND)
@@ -130,7 +130,7 @@ async def test_a_reply_that_was_cut_off_is_ended_by_the_template(scene: GatewayS
 
 
 async def test_a_history_that_does_not_go_on_from_a_recorded_one_is_a_path_of_its_own(scene: GatewayScene) -> None:
-    agent = Agent(scene)
+    agent = ConversingAgent(scene)
     await agent.ask(QUESTION)
     await agent.ask(AND)
     agent.messages[-2] = {"role": "user", "content": "Forget it."}
@@ -220,10 +220,10 @@ async def test_an_episode_of_the_job_has_the_experts_that_read_each_token_last(t
     async with gateway_running(tmp_path, counting, maxResponseTokens=200, routerReplay=True) as scene:
         sessions = scene.controller._gateway._sessions
         session = sessions.open(lambda _: None)
-        episode = Agent(scene, session.id)
+        episode = ConversingAgent(scene, session.id)
         await scene.gate.open(V0)
         await episode.ask(QUESTION)
-        await Agent(scene, "client").ask(QUESTION)
+        await ConversingAgent(scene, "client").ask(QUESTION)
         assert [True, False] == ["return_routed_experts" in request for request in scene.gate.requests]
         scene.gate.pace = 4
         asked = asyncio.create_task(episode.ask(AND, extra_body={"return_routed_experts": True}))
@@ -244,7 +244,7 @@ async def test_sessions_with_rewards_become_a_group_of_a_batch(tmp_path: Path) -
     """Prompts that are not the same have their difference as context; a dropped path is counted."""
     async with gateway_running(tmp_path, counting, batchSize=1, groupSize=2) as scene:
         await scene.gate.open(V0)
-        agents = [Agent(scene, f"s{number}") for number in range(2)]
+        agents = [ConversingAgent(scene, f"s{number}") for number in range(2)]
         for number, agent in enumerate(agents):
             await agent.ask({"role": "user", "content": f"Where is {number}?"})
             await agent.ask(AND)
@@ -264,7 +264,7 @@ async def test_sessions_with_rewards_become_a_group_of_a_batch(tmp_path: Path) -
         ]
         patient = replace(scene, client=scene.client.with_options(max_retries=2))
         with pytest.raises(openai.ConflictError, match="has its reward"):
-            await Agent(patient, "s0").ask(AND)
+            await ConversingAgent(patient, "s0").ask(AND)
         assert 3 == scene.figure("refused_total", status="409"), "the client does not ask again what can't change"
         assert 200 == (await agents[1].reward(0.0)).status_code
         facts = await scene.operator.until(lambda facts: facts.sealed is not None)
@@ -308,7 +308,7 @@ async def test_sessions_survive_the_loss_of_the_process(tmp_path: Path) -> None:
     """Every turn that a client was answered is durable: the copy is what a kill would leave."""
     async with gateway_running(tmp_path / "a", counting) as scene:
         await scene.gate.open(V0)
-        agent, other = Agent(scene), Agent(scene, "other")
+        agent, other = ConversingAgent(scene), ConversingAgent(scene, "other")
         await agent.ask(QUESTION)
         await other.ask(QUESTION)
         await other.reward(1.0)
@@ -327,7 +327,7 @@ async def test_sessions_survive_the_loss_of_the_process(tmp_path: Path) -> None:
 
 
 async def test_requests_that_a_session_cannot_take_are_refused(scene: GatewayScene) -> None:
-    agent = Agent(scene)
+    agent = ConversingAgent(scene)
     with pytest.raises(openai.BadRequestError, match="turns of a session use that") as refused:
         await agent.ask(QUESTION, temperature=0.5)
     assert "temperature" == refused.value.param
@@ -353,7 +353,7 @@ async def test_a_session_is_no_longer_than_what_a_trainer_was_promised(tmp_path:
     """Its path is trained in one piece: one that outgrew the trainer's memory would fail every retry of its batch."""
     async with gateway_running(tmp_path, counting, maxPromptTokens=40, maxResponseTokens=60) as scene:
         await scene.gate.open(V0)
-        agent = Agent(scene)
+        agent = ConversingAgent(scene)
         await agent.ask(QUESTION)
         with pytest.raises(openai.BadRequestError, match="leave room for") as refused:
             await agent.ask({"role": "user", "content": "And? " * 20})
@@ -368,7 +368,7 @@ async def test_a_session_is_no_longer_than_what_a_trainer_was_promised(tmp_path:
 
 
 async def test_an_answer_is_not_resumed_into_another_session(scene: GatewayScene) -> None:
-    one, other = Agent(scene, "one"), Agent(scene, "other")
+    one, other = ConversingAgent(scene, "one"), ConversingAgent(scene, "other")
     await one.ask(QUESTION)
     other.messages = json.loads(json.dumps(one.messages))
     await other.ask(AND)
@@ -382,10 +382,10 @@ async def test_a_session_keeps_its_engine_while_that_is_open(tmp_path: Path) -> 
     again when they open.
     """
     async with gateway_running(tmp_path, counting, maxPromptTokens=2000) as scene:
-        other = FakeGate("job-gpu-1-0", scene.job.tls, Scripted(tmp_path / "model", counting))
+        other = FakeGate("job-gpu-1-0", scene.job.tls, ScriptedConversation(tmp_path / "model", counting))
         async with other.listening():
             gates = scene.gate, other
-            agent = Agent(scene)
+            agent = ConversingAgent(scene)
 
             async def name(*named: FakeGate) -> None:
                 await scene.operator.send(1, [gate.endpoint for gate in named])

@@ -7,10 +7,10 @@ from concurrent.futures import ProcessPoolExecutor
 
 from bench.rollout import held
 from bench.simulated_engines import Rates
-from bench.simulated_job import Job
+from bench.simulated_job import SimulatedJob
 from bench.traces import brief
 
-JOB = Job(brief, steps=98, batch_size=64, group_size=16, engines=2, rates=Rates(slots=1024))
+JOB = SimulatedJob(brief, steps=98, batch_size=64, group_size=16, engines=2, rates=Rates(slots=1024))
 GROWTH_KIB = 6 * 1024  # of a process of some 90 MiB: 75 bytes for each sample
 
 

@@ -24,7 +24,7 @@ from colocated_rl_rollout.rewards.rewards import TaskProcesses
 from colocated_rl_rollout.rewards.task_connection import ProcessLost, TaskConnection
 from colocated_rl_rollout.settings import read_settings
 from fakes.gate import FakeGate
-from fakes.rollout import Answers, JobOnDisk, make_spec, until
+from fakes.rollout import JobOnDisk, WorkedSums, make_spec, until
 
 DEADLINE_S = 120.0
 TIMEOUTS = int(os.environ.get("COLOCATED_RL_TIMEOUTS", "1000"))  # of the slow form
@@ -76,7 +76,7 @@ def score(response, row):
 
 
 @dataclass
-class Container:
+class RewardsContainer:
     """A Container holds the process that the container of rewards runs, and what has become of it."""
 
     server: asyncio.subprocess.Process
@@ -116,7 +116,7 @@ def _descends_from_nobody(pid: int) -> bool:
 
 
 @asynccontextmanager
-async def container(path: Path, command: list[str]) -> AsyncIterator[Container]:
+async def container(path: Path, command: list[str]) -> AsyncIterator[RewardsContainer]:
     """The server of tasks as the first process of a container does it, with few processes."""
     main = f"from colocated_rl_rollout.tasks import task_server as it; it.COMMAND = {tuple(command)!r}; it.main()"
     words = ["--socket", str(path), "--claims", str(path.parent), "--cache", str(path.parent / "cache")]
@@ -124,7 +124,7 @@ async def container(path: Path, command: list[str]) -> AsyncIterator[Container]:
         server = await asyncio.create_subprocess_exec(sys.executable, "-c", main, *words, preexec_fn=limited)
         try:
             await until(path.exists, DEADLINE_S)
-            yield Container(server, path)
+            yield RewardsContainer(server, path)
         finally:
             server.terminate()
             await server.wait()
@@ -150,7 +150,7 @@ async def test_whatever_rewards_leave_behind_ends_with_them_and_the_next_is_give
         assert it.most_zombies <= MOST_ZOMBIES
 
 
-async def time_out(it: Container, what: str) -> None:
+async def time_out(it: RewardsContainer, what: str) -> None:
     """Ask for a reward and hang up once everything is left behind; where no process is left for it, ask again."""
     while True:
         try:
@@ -176,7 +176,7 @@ async def test_a_batch_is_sealed_of_the_rewards_that_end(tmp_path: Path) -> None
         processes = TaskProcesses(job.spec.rollout.prompts, count=2, socket=job.tasks)
         running = asyncio.create_task(processes.run())
         session = await stack.enter_async_context(aiohttp.ClientSession())
-        gate = FakeGate("job-gpu-0-0", job.tls, Answers(job.directory / "model"))
+        gate = FakeGate("job-gpu-0-0", job.tls, WorkedSums(job.directory / "model"))
         await stack.enter_async_context(gate.listening())
         controller = Controller(read_settings(job.arguments, job.environment), session, processes, CollectorRegistry())
         serving = asyncio.create_task(controller.run())

@@ -51,7 +51,7 @@ from colocated_rl_rollout.tasks.hub import fetch
 from colocated_rl_rollout.tasks.rows import Row, RowsUnusable
 from colocated_rl_rollout.tasks.task_server import COMMAND
 from colocated_rl_rollout.tasks.task_wire import Greeting, PromptContent, RewardAnswer
-from examples.own_prompts.judge import Judge
+from examples.own_prompts.judge import JudgeHandler
 from fakes.hub import FakeHub
 from fakes.rollout import make_spec, until
 from fakes.tasks import task_processes, task_server
@@ -434,8 +434,8 @@ async def test_the_example_of_a_mix_is_asked_and_scored(tmp_path: Path) -> None:
 
 async def test_the_example_of_an_endpoint_answers(tmp_path: Path) -> None:
     job = JobFile(name="job", namespace="us", uid="-", created=datetime.now(UTC), spec=make_spec())
-    with ThreadingHTTPServer(("127.0.0.1", 0), Judge) as server:
-        Judge.log_message = lambda *_: None  # type: ignore[method-assign]
+    with ThreadingHTTPServer(("127.0.0.1", 0), JudgeHandler) as server:
+        JudgeHandler.log_message = lambda *_: None  # type: ignore[method-assign]
         serving = threading.Thread(target=server.serve_forever)
         serving.start()
         async with aiohttp.ClientSession(trust_env=False) as session:

@@ -19,7 +19,7 @@ import torch
 from contract.test_engine_experts import NOTHING_TO_PIN
 from contract.test_trainer_experts import name_experts
 from contract.test_trainer_lora import ask_peft
-from contract.trainer_in_process import OneRank
+from contract.trainer_in_process import RankInProcess
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
@@ -97,7 +97,7 @@ async def test_trainer_and_engine_agree_at_every_version(engine: SGLang, model: 
 
     The engine computed such a token behind a prefix that other weights had made; torch says the same of it.
     """
-    trainer = OneRank(tmp_path, model, learningRate=1e-2, minibatches=2)
+    trainer = RankInProcess(tmp_path, model, learningRate=1e-2, minibatches=2)
     weights = tmp_path / "weights"
     logps = exported(trainer, weights / "0-1")
     prompt = PROMPTS[0]
@@ -150,7 +150,7 @@ async def test_trainer_and_engine_agree_at_every_version(engine: SGLang, model: 
 async def test_engine_says_with_merged_adapters_what_peft_says_with_adapters(
     engine: SGLang, model: Path, tmp_path: Path
 ) -> None:
-    trainer = OneRank(tmp_path, model, learningRate=1e-2, minibatches=2, lora={"rank": 4, "alpha": 8})
+    trainer = RankInProcess(tmp_path, model, learningRate=1e-2, minibatches=2, lora={"rank": 4, "alpha": 8})
     weights = tmp_path / "weights"
     for step in range(1, STEPS):
         metrics = trainer.train(await rollout(engine, token_step=step - 1), temperature=TEMPERATURE)
@@ -190,7 +190,7 @@ async def test_replaying_the_engines_choice_of_experts_brings_the_trainer_nearer
                 samples, chosen = await routed_rollout(engine, token_step=step - 1)
                 mismatch = {}
                 for replays in (False, True):  # each goes on from the checkpoint, and the last one is saved
-                    trainer = OneRank(tmp_path, model, replays=replays, **config)
+                    trainer = RankInProcess(tmp_path, model, replays=replays, **config)
                     assert step - 1 == trainer.step
                     metrics = trainer.train(samples, finish=partial(name_experts, chosen=dict(enumerate(chosen))))
                     mismatch[replays] = metrics["mismatch_mean"]
@@ -249,7 +249,7 @@ def mix_up(export: Path, copy: Path) -> None:
     save_file(tensors, file, metadata={"format": "pt"})
 
 
-def exported(trainer: OneRank, directory: Path) -> Probe:
+def exported(trainer: RankInProcess, directory: Path) -> Probe:
     directory.mkdir(parents=True)
     logps = trainer.loop.export(directory)
     assert logps is not None

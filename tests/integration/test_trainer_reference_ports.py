@@ -18,7 +18,7 @@ from colocated_rl_trainer.ref_policy import ports
 from colocated_rl_trainer.ref_policy.figures import ScoreCounts
 from colocated_rl_trainer.ref_policy.ports import MetricsPort, ScorePort
 from colocated_rl_trainer.ref_policy.score_queue import QueuedSample, ScoreQueue, ScoringFailed
-from fakes.authority import Authority
+from fakes.authority import FakeAuthority
 
 JOB_UID = names.JobUid("6f0d1c52-8a35-4a7c-9d55-0c8a3f1b2e4d")
 TOKEN = "a-token-of-this-test"
@@ -76,7 +76,7 @@ def test_who_has_gone_is_passed_over() -> None:
 def port(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[ScorePort]:
     """An indirect parameter is the time that strangers have."""
     unauthenticated_s = getattr(request, "param", DEADLINE_S)
-    tls = Authority().member_directory(tmp_path / "tls", job_uid=JOB_UID, token=TOKEN)
+    tls = FakeAuthority().member_directory(tmp_path / "tls", job_uid=JOB_UID, token=TOKEN)
     figures = ScoreCounts(CollectorRegistry())
     desk = ScoreQueue(most_tokens=10)
     made = ScorePort(
@@ -212,7 +212,7 @@ def test_a_question_that_no_device_takes_in_time_is_told_so_and_forgotten(port: 
 
 
 def test_a_token_that_is_too_short_to_be_one_ends_the_process(tmp_path: Path) -> None:
-    tls = Authority().member_directory(tmp_path / "tls", job_uid=JOB_UID, token="short")
+    tls = FakeAuthority().member_directory(tmp_path / "tls", job_uid=JOB_UID, token="short")
     with pytest.raises(ValueError, match="a data token has at least 16 characters, this one 5"):
         ScorePort(
             "127.0.0.1", 0, tls=tls, score_queue=ScoreQueue(1), deadline_s=1, figures=ScoreCounts(CollectorRegistry())

@@ -16,9 +16,9 @@ from real_world import open_real_world
 from colocated_rl_api.rungs import WeightVersion
 from colocated_rl_operator.clients.cluster import ClusterAccess
 from fakes.gate import FakeGate
-from fakes.pod import Group, make_job, network, pod
+from fakes.pod import PodGroup, make_job, network, pod
 from fakes.preloaded import HOUR_S, WallClock
-from fakes.rollout import Answers, JobOnDisk, make_spec, until
+from fakes.rollout import JobOnDisk, WorkedSums, make_spec, until
 from fakes.tasks import task_server
 from real_operator import JOBS
 
@@ -47,7 +47,7 @@ async def test_an_agent_whose_clock_is_set_serves_on_and_takes_the_operators_nex
     tmp_path_factory: pytest.TempPathFactory, clock: WallClock
 ) -> None:
     async with network(tmp_path_factory.mktemp("n")) as net, pod(net, make_job()) as it:
-        group = Group([it])
+        group = PodGroup([it])
         await group.climb(WeightVersion(0, 1))
         for step, ahead_s in ((1, HOUR_S), (2, -HOUR_S)):
             clock.set(ahead_s)
@@ -65,7 +65,7 @@ async def test_a_rollout_controller_whose_clock_is_set_seals_on_and_discards_not
     job = JobOnDisk.write(tmp_path, make_spec())
     async with AsyncExitStack() as stack:
         stack.enter_context(task_server(tmp_path, path=job.tasks))
-        gate = FakeGate("job-gpu-0-0", job.tls, Answers(job.directory / "model"))
+        gate = FakeGate("job-gpu-0-0", job.tls, WorkedSums(job.directory / "model"))
         await stack.enter_async_context(gate.listening())
         session = await stack.enter_async_context(aiohttp.ClientSession())
         controller = await stack.enter_async_context(running(job))

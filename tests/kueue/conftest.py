@@ -20,7 +20,7 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from e2e.conftest import installed, with_images
-from e2e.running_job import Kubectl
+from e2e.running_job import KubectlCall
 
 from setup.layout import CHECKOUT
 
@@ -43,7 +43,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 
 @pytest.fixture(scope="session")
-def kubectl(cluster: Cluster) -> Kubectl:
+def kubectl(cluster: Cluster) -> KubectlCall:
     return cluster.kubectl
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import yaml
 from e2e.conftest import NAMESPACE, SCENARIOS
-from e2e.running_job import Kubectl, RunningJob, wait_for
+from e2e.running_job import KubectlCall, RunningJob, wait_for
 
 from colocated_rl_api import names
 from colocated_rl_api.job_status import Phase
@@ -25,7 +25,7 @@ Queued = Callable[..., RunningJob]
 
 
 @pytest.fixture
-def queued(kubectl: Kubectl) -> Queued:
+def queued(kubectl: KubectlCall) -> Queued:
     """Creates a job whose GPU pods wait in the queue."""
 
     def create(name: str, *, replicas: int = 1, steps: int = 2, **labels: str) -> RunningJob:
@@ -53,7 +53,7 @@ def wait_until_gated(job: RunningJob, count: int) -> None:
     )
 
 
-def reserved(kubectl: Kubectl) -> int | None:
+def reserved(kubectl: KubectlCall) -> int | None:
     """Pods that Kueue counts against the quota; None before it has counted."""
     queue: dict[str, Any] = json.loads(kubectl("get", "clusterqueue", "lab", "-o", "json"))
     if not (flavors := queue.get("status", {}).get("flavorsReservation")):
@@ -63,12 +63,12 @@ def reserved(kubectl: Kubectl) -> int | None:
     return int(resource["total"])
 
 
-def wait_until_reserved(kubectl: Kubectl, count: int, job: RunningJob) -> None:
+def wait_until_reserved(kubectl: KubectlCall, count: int, job: RunningJob) -> None:
     what = f"{count} pods counted against the quota"
     wait_for(what, lambda: reserved(kubectl) == count, deadline_s=SOON_S, explain=job.describe)
 
 
-def test_a_job_waits_with_all_its_pods_and_starts_when_another_has_ended(kubectl: Kubectl, queued: Queued) -> None:
+def test_a_job_waits_with_all_its_pods_and_starts_when_another_has_ended(kubectl: KubectlCall, queued: Queued) -> None:
     first = queued("first", replicas=2)
     first.wait_for_step(1, deadline_s=START_S)
     assert [False, False] == gated(first)
@@ -85,7 +85,7 @@ def test_a_job_waits_with_all_its_pods_and_starts_when_another_has_ended(kubectl
     wait_until_reserved(kubectl, 0, second)
 
 
-def test_a_preempted_job_waits_at_the_gate_and_goes_on(kubectl: Kubectl, queued: Queued) -> None:
+def test_a_preempted_job_waits_at_the_gate_and_goes_on(kubectl: KubectlCall, queued: Queued) -> None:
     patient = queued("patient", replicas=2, steps=1000)
     patient.wait_for_step(1, deadline_s=START_S)
     urgent = queued("urgent", **{"kueue.x-k8s.io/priority-class": "urgent"})
@@ -98,7 +98,7 @@ def test_a_preempted_job_waits_at_the_gate_and_goes_on(kubectl: Kubectl, queued:
     assert "False" == patient.condition("Failed")
 
 
-def test_a_suspended_job_gives_its_quota_back_and_gets_it_again(kubectl: Kubectl) -> None:
+def test_a_suspended_job_gives_its_quota_back_and_gets_it_again(kubectl: KubectlCall) -> None:
     patient = RunningJob(kubectl, namespace=NAMESPACE, name="patient")
     patient.kubectl("patch", names.PLURAL, patient.name, "--type=merge", "--patch", '{"spec":{"suspend":true}}')
     wait_until_reserved(kubectl, 0, patient)

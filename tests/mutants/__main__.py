@@ -47,6 +47,7 @@ TARGETS: dict[str, tuple[str, ...]] = {  # file of the core -> the tests that mu
     f"{_PLANNER}/failure_policy.py": _OF_PLAN,
     f"{_PLANNER}/plan.py": _OF_PLAN,
     f"{_PLANNER}/roster.py": _OF_PLAN,
+    f"{_PLANNER}/targets.py": _OF_PLAN,
     "workloads/agent/colocated_rl_agent/planner/next_actions.py": _OF_AGENT,
     f"{_ROLLOUT}/rules/filters.py": ("unit/test_rollout_filters.py",),
     f"{_ROLLOUT}/rules/overlong.py": ("unit/test_rollout_overlong.py",),

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
 
-class GivenCompletions(GRPOTrainer):  # type: ignore[misc]  # untyped where we are checked
+class TimedCompletions(GRPOTrainer):  # type: ignore[misc]  # untyped where we are checked
     samples: list[dict[str, Any]]
 
     def _generate(self, prompts: list[Any]) -> tuple[Any, ...]:
@@ -27,7 +27,7 @@ class GivenCompletions(GRPOTrainer):  # type: ignore[misc]  # untyped where we a
         return prompt_ids, responses, None, ["" for _ in prompts], None, {}, None, None
 
 
-class Clock(TrainerCallback):  # type: ignore[misc]  # no types of transformers are read
+class StepClock(TrainerCallback):  # type: ignore[misc]  # no types of transformers are read
     """One step: its batch, as many forward and backward passes as it has parts, and the optimizer call."""
 
     def __init__(self) -> None:
@@ -46,9 +46,9 @@ def given_reward(prompts: list[Any], completions: list[Any], given: list[float],
 
 def main(folder: Path) -> None:
     case = json.loads((folder / "case.json").read_bytes())
-    samples, clock = case["samples"], Clock()
+    samples, clock = case["samples"], StepClock()
     prompts = [samples[number]["reward"] for number in range(0, len(samples), case["groupSize"])]
-    trainer = GivenCompletions(
+    trainer = TimedCompletions(
         model=AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32),
         reward_funcs=given_reward,
         args=GRPOConfig(

@@ -16,7 +16,7 @@ from urllib.parse import urlencode
 import pytest
 from cluster import Cluster
 from e2e.conftest import OPERATOR_NAMESPACE, installed, with_images
-from e2e.running_job import Kubectl
+from e2e.running_job import KubectlCall
 
 from setup.layout import CHECKOUT
 
@@ -29,7 +29,7 @@ STARTS_S = 120
 class Prometheus:
     """Its HTTP API, through the API server."""
 
-    kubectl: Kubectl
+    kubectl: KubectlCall
 
     def __call__(self, page: str, **parameters: str) -> Any:
         """The data of an answer, as Prometheus writes it."""
@@ -74,10 +74,10 @@ def images_of_prometheus() -> dict[str, Any]:
 
 
 @pytest.fixture(scope="session")
-def kubectl(cluster: Cluster) -> Kubectl:
+def kubectl(cluster: Cluster) -> KubectlCall:
     return cluster.kubectl
 
 
 @pytest.fixture(scope="session")
-def prometheus(kubectl: Kubectl) -> Prometheus:
+def prometheus(kubectl: KubectlCall) -> Prometheus:
     return Prometheus(kubectl)

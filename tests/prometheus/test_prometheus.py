@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from e2e.conftest import NAMESPACE, OPERATOR_NAMESPACE, apply
-from e2e.running_job import Kubectl, RunningJob, wait_for
+from e2e.running_job import KubectlCall, RunningJob, wait_for
 from prometheus.conftest import PROMETHEUS, Prometheus
 from unit.test_documents import RULES
 
@@ -45,7 +45,7 @@ def test_alerts_fire_on_what_they_say_and_on_nothing_else() -> None:
 
 
 @pytest.fixture(scope="module")
-def job(kubectl: Kubectl) -> RunningJob:
+def job(kubectl: KubectlCall) -> RunningJob:
     job = apply(kubectl, "one-pod.yaml")
     job.wait_for_step(1, deadline_s=START_S)
     assert "choices" in job.python(job.rollout_pod, names.ROLLOUT_CONTAINER, A_CLIENT_ASKS, job.name)
@@ -58,7 +58,9 @@ def targets(prometheus: Prometheus) -> list[tuple[str, str, dict[str, str]]]:
     return [(target["labels"]["pod"], target["health"], target["labels"]) for target in found]
 
 
-def test_operator_and_members_are_scraped_and_named(kubectl: Kubectl, prometheus: Prometheus, job: RunningJob) -> None:
+def test_operator_and_members_are_scraped_and_named(
+    kubectl: KubectlCall, prometheus: Prometheus, job: RunningJob
+) -> None:
     (gpu,) = job.gpu_pods
     operators = kubectl("-n", OPERATOR_NAMESPACE, "get", "pods", "-o", "jsonpath={.items[*].metadata.name}").split()
     wanted = sorted((pod, "up") for pod in (*operators, gpu, job.rollout_pod))
@@ -90,7 +92,7 @@ def as_grafana_asks(query: str) -> str:
     return query.replace("$namespace", ".*").replace("$job", ".*")
 
 
-def test_the_dashboard_shows_a_running_job(kubectl: Kubectl, prometheus: Prometheus, job: RunningJob) -> None:
+def test_the_dashboard_shows_a_running_job(kubectl: KubectlCall, prometheus: Prometheus, job: RunningJob) -> None:
     (installed,) = json.loads(kubectl("get", "configmap", "-A", "-l", "grafana_dashboard=1", "-o", "json"))["items"]
     dashboard = json.loads(installed["data"]["colocated-rl.json"])
     queries = {
@@ -108,7 +110,9 @@ def test_the_dashboard_shows_a_running_job(kubectl: Kubectl, prometheus: Prometh
     assert [job.name] == prometheus("label/colocatedrljob/values", **{"match[]": "colocate_rollout_samples"})
 
 
-def test_an_alert_fires_and_ends_and_the_job_goes_on(kubectl: Kubectl, prometheus: Prometheus, job: RunningJob) -> None:
+def test_an_alert_fires_and_ends_and_the_job_goes_on(
+    kubectl: KubectlCall, prometheus: Prometheus, job: RunningJob
+) -> None:
     def firing() -> set[str]:
         return {alert["labels"]["alertname"] for alert in prometheus("alerts")["alerts"] if alert["state"] == "firing"}
 

@@ -11,7 +11,7 @@ from typing import NoReturn, TextIO
 
 from setup import environments, localcluster, lock, model, preflight, toolchain, trained_model
 from setup.layout import CHECKOUT, Layout
-from setup.session import Session, SetupError
+from setup.session import SetupError, SetupSession
 from setup.tasks import Board
 
 EVERYTHING = (environments.DEV, localcluster.BINARY, localcluster.IMAGE_LIST, model.MODEL)
@@ -45,7 +45,7 @@ def main(words: Sequence[str]) -> int:
         sys.stderr.write("".join(f"{line}\n" for line in lacking))
         return BAD_MACHINE
     signal.signal(signal.SIGTERM, _interrupt)
-    session = Session(CHECKOUT.logs)
+    session = SetupSession(CHECKOUT.logs)
     try:
         return _run(session, options)
     except SetupError as error:
@@ -58,7 +58,7 @@ def main(words: Sequence[str]) -> int:
         session.stop()
 
 
-def _run(session: Session, options: argparse.Namespace) -> int:
+def _run(session: SetupSession, options: argparse.Namespace) -> int:
     held = _one_at_a_time(CHECKOUT, session)
     board = Board(
         [
@@ -92,14 +92,14 @@ def _run(session: Session, options: argparse.Namespace) -> int:
     return 0
 
 
-def _make(session: Session, target: str) -> int:
+def _make(session: SetupSession, target: str) -> int:
     began = time.monotonic()
     code = session.show([os.environ.get("MAKE", "make"), "--no-print-directory", target], cwd=CHECKOUT.root)
     session.say(f"make {target}: {'passed' if code == 0 else 'failed'} after {time.monotonic() - began:.0f} s")
     return code
 
 
-def _one_at_a_time(layout: Layout, session: Session) -> TextIO:
+def _one_at_a_time(layout: Layout, session: SetupSession) -> TextIO:
     """Wait until no other set-up works on this checkout; the open file that holds the others off."""
     layout.build.mkdir(exist_ok=True)
     file = (layout.build / "lock").open("a")

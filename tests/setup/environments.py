@@ -15,8 +15,8 @@ from pathlib import Path
 
 from setup.digest import digest, forget, is_made_from, remember, sources
 from setup.layout import Layout
-from setup.session import Session, SetupError
-from setup.tasks import Task
+from setup.session import SetupError, SetupSession
+from setup.tasks import SetupTask
 from setup.toolchain import TOOLS, UV, clean_environment
 
 DEV = "dev"
@@ -26,7 +26,7 @@ WHEELS = "wheels"
 
 
 @dataclass(frozen=True)
-class Environment:
+class ImageEnvironment:
     """An Environment holds what an image has. Paths are relative to the checkout."""
 
     name: str
@@ -36,12 +36,14 @@ class Environment:
 
 
 IMAGES = (
-    Environment("operator", ("operator/requirements.txt",), ("operator",), 3),
-    Environment("agent", ("workloads/agent/requirements.txt",), ("operator", "workloads/member", "workloads/agent"), 3),
-    Environment(
+    ImageEnvironment("operator", ("operator/requirements.txt",), ("operator",), 3),
+    ImageEnvironment(
+        "agent", ("workloads/agent/requirements.txt",), ("operator", "workloads/member", "workloads/agent"), 3
+    ),
+    ImageEnvironment(
         "rollout", ("workloads/rollout/requirements.txt",), ("operator", "workloads/member", "workloads/rollout"), 10
     ),
-    Environment(
+    ImageEnvironment(
         "gpu",
         ("workloads/gpu/requirements.txt", "workloads/gpu/engine.txt"),
         ("operator", "workloads/trainer", "tests/engine_cpu"),
@@ -49,9 +51,12 @@ IMAGES = (
     ),
 )
 BESIDE = (
-    (Environment(PEERS, ("tests/peers/requirements.txt",), (), 30), "installing what the trainer is compared with"),
     (
-        Environment(FRAMEWORKS, ("tests/frameworks/requirements.txt",), (), 15),
+        ImageEnvironment(PEERS, ("tests/peers/requirements.txt",), (), 30),
+        "installing what the trainer is compared with",
+    ),
+    (
+        ImageEnvironment(FRAMEWORKS, ("tests/frameworks/requirements.txt",), (), 15),
         "installing what plays against the gateway",
     ),
 )
@@ -66,8 +71,8 @@ TYPED = (  # what our code imports; one that is missing here is read when types 
 OURS = ("operator", "operator/cli", "workloads/member", "workloads/agent", "workloads/rollout", "workloads/trainer")
 
 
-def tasks(layout: Layout) -> Iterator[Task]:
-    yield Task(
+def tasks(layout: Layout) -> Iterator[SetupTask]:
+    yield SetupTask(
         name=DEV,
         doing="downloading and installing all libraries, torch among them",
         needs=(TOOLS,),
@@ -75,7 +80,7 @@ def tasks(layout: Layout) -> Iterator[Task]:
         make=lambda session: _make_dev(layout, session),
         expected_s=60,
     )
-    yield Task(
+    yield SetupTask(
         name=WHEELS,
         doing="building our packages",
         needs=(DEV,),  # has the pinned setuptools
@@ -89,9 +94,9 @@ def tasks(layout: Layout) -> Iterator[Task]:
         yield _image_task(layout, environment)
 
 
-def _libraries_task(layout: Layout, environment: Environment, doing: str) -> Task:
+def _libraries_task(layout: Layout, environment: ImageEnvironment, doing: str) -> SetupTask:
     path = layout.environment(environment.name)
-    return Task(
+    return SetupTask(
         name=environment.name,
         doing=doing,
         needs=(DEV,),  # has nearly all of it downloaded
@@ -101,9 +106,9 @@ def _libraries_task(layout: Layout, environment: Environment, doing: str) -> Tas
     )
 
 
-def _image_task(layout: Layout, environment: Environment) -> Task:
+def _image_task(layout: Layout, environment: ImageEnvironment) -> SetupTask:
     path = layout.environment(environment.name)
-    return Task(
+    return SetupTask(
         name=environment.name,
         doing="installing the image's environment",
         needs=(WHEELS,),
@@ -113,7 +118,7 @@ def _image_task(layout: Layout, environment: Environment) -> Task:
     )
 
 
-def _make_dev(layout: Layout, session: Session) -> None:
+def _make_dev(layout: Layout, session: SetupSession) -> None:
     inputs = _dev_inputs(layout)
     path = _begin(layout, session, DEV)
     _uv(layout, session, DEV, "pip", "sync", "--python", path, "tests/requirements.txt")
@@ -125,20 +130,20 @@ def _make_dev(layout: Layout, session: Session) -> None:
     remember(path, inputs)
 
 
-def _learn_types(layout: Layout, session: Session) -> None:
+def _learn_types(layout: Layout, session: SetupSession) -> None:
     """Let the type checker read the libraries, which takes longer than all that is ours. What it finds nobody asks."""
     words = ("--config-file", "tests/pyproject.toml", "-c", "\n".join(f"import {name}" for name in TYPED))
     with suppress(SetupError):
         session.run(DEV, [layout.environment(DEV) / "bin/mypy", *words], cwd=layout.root, env=clean_environment())
 
 
-def _make_libraries(layout: Layout, session: Session, environment: Environment) -> None:
+def _make_libraries(layout: Layout, session: SetupSession, environment: ImageEnvironment) -> None:
     path = _begin(layout, session, environment.name)
     _uv(layout, session, environment.name, "pip", "sync", "--python", path, *environment.requirements)
     remember(path, _library_inputs(layout, environment))
 
 
-def _make_image(layout: Layout, session: Session, environment: Environment) -> None:
+def _make_image(layout: Layout, session: SetupSession, environment: ImageEnvironment) -> None:
     inputs = _image_inputs(layout, environment)
     path = _begin(layout, session, environment.name)
     ours = path.with_name(f".{environment.name}.wheels.txt")
@@ -153,7 +158,7 @@ def _make_image(layout: Layout, session: Session, environment: Environment) -> N
     remember(path, inputs)
 
 
-def _begin(layout: Layout, session: Session, name: str) -> Path:
+def _begin(layout: Layout, session: SetupSession, name: str) -> Path:
     """An environment of this Python, perhaps with something in it already, that counts as unfinished."""
     path = layout.environment(name)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -165,7 +170,7 @@ def _begin(layout: Layout, session: Session, name: str) -> Path:
     return path
 
 
-def _make_wheels(layout: Layout, session: Session) -> None:
+def _make_wheels(layout: Layout, session: SetupSession) -> None:
     """A wheel per package, in a folder named after its sources, so that another content is another address for uv."""
     for folder in _packages():
         place = _wheel_folder(layout, folder)
@@ -185,7 +190,7 @@ def _make_wheels(layout: Layout, session: Session) -> None:
             made.rename(place)
 
 
-def _uv(layout: Layout, session: Session, log: str, *words: str | Path) -> None:
+def _uv(layout: Layout, session: SetupSession, log: str, *words: str | Path) -> None:
     session.run(log, [layout.uv, *words], cwd=layout.root, env=clean_environment())
 
 
@@ -199,12 +204,12 @@ def _wheel_folder(layout: Layout, folder: str) -> Path:
     return layout.wheels / folder.replace("/", "-") / digest(files=sources(layout.root / folder))
 
 
-def _image_inputs(layout: Layout, environment: Environment) -> str:
+def _image_inputs(layout: Layout, environment: ImageEnvironment) -> str:
     wheels = (str(_wheel_folder(layout, folder)) for folder in environment.packages)
     return digest(words=[_library_inputs(layout, environment), *wheels])
 
 
-def _library_inputs(layout: Layout, environment: Environment) -> str:
+def _library_inputs(layout: Layout, environment: ImageEnvironment) -> str:
     files = (layout.root / path for path in environment.requirements)
     return digest(files=files, words=[UV, str(layout.build), sys.base_prefix, sys.version])
 

@@ -7,8 +7,8 @@ from pathlib import Path
 from setup.digest import digest, is_made_from, remember, sources
 from setup.environments import IMAGES
 from setup.layout import Layout
-from setup.session import Session
-from setup.tasks import Task
+from setup.session import SetupSession
+from setup.tasks import SetupTask
 from setup.toolchain import TOOLS, environment_of_go
 
 BINARY = "cluster"
@@ -30,18 +30,18 @@ ENGINE_ON_CPU = {
 }
 
 
-def binary_task(layout: Layout) -> Task:
+def binary_task(layout: Layout) -> SetupTask:
     folder = layout.root / "tests/localcluster"
 
     def inputs() -> str:
         return digest(files=sources(folder))
 
-    def make(session: Session) -> None:
+    def make(session: SetupSession) -> None:
         made_from = inputs()
         session.run(BINARY, ["bash", folder / "build.sh", layout.localcluster], env=environment_of_go(layout))
         remember(layout.localcluster, made_from)
 
-    return Task(
+    return SetupTask(
         name=BINARY,
         doing="building the Kubernetes control plane, node and Helm from source",
         needs=(TOOLS,),
@@ -51,15 +51,15 @@ def binary_task(layout: Layout) -> Task:
     )
 
 
-def images_task(layout: Layout) -> Task:
+def images_task(layout: Layout) -> SetupTask:
     text = json.dumps({"images": image_list(layout)}, indent=2) + "\n"
 
-    def make(_: Session) -> None:
+    def make(_: SetupSession) -> None:
         part = layout.images.with_suffix(".part")
         part.write_text(text)
         part.rename(layout.images)
 
-    return Task(
+    return SetupTask(
         name=IMAGE_LIST,
         doing="listing the images",
         needs=tuple(environment.name for environment in IMAGES),

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from setup.layout import Layout
-from setup.session import Session
+from setup.session import SetupSession
 from setup.toolchain import UV, clean_environment
 
 PYTHON = "3.11"  # the oldest supported
@@ -45,7 +45,7 @@ VENDOR = "workloads/gpu/vendor.txt"
 OF_VENDOR = ("--python-platform", "x86_64-manylinux_2_35", "--python-version", "3.12", "--prerelease", "allow")
 
 
-def resolve(layout: Layout, session: Session) -> None:
+def resolve(layout: Layout, session: SetupSession) -> None:
     session.say("resolving all requirement files, about 30 s")
     _compile(layout, session, [*ASKED, *(f"{part}/pyproject.toml" for part in PARTS)], into=ALL)
     for into, asked in SELECTIONS.items():
@@ -60,7 +60,7 @@ def resolve(layout: Layout, session: Session) -> None:
     session.run("lock", [layout.uv, "pip", "compile", "--quiet", *words], cwd=layout.root, env=clean_environment())
 
 
-def _compile(layout: Layout, session: Session, words: Sequence[str], *, into: str) -> None:
+def _compile(layout: Layout, session: SetupSession, words: Sequence[str], *, into: str) -> None:
     session.run(
         "lock",
         [

@@ -27,7 +27,7 @@ CLONE_NEWNS, CLONE_NEWUSER, CLONE_NEWPID, CLONE_NEWNET = 0x00020000, 0x10000000,
 
 
 @dataclass(frozen=True)
-class Machine:
+class MachineFacts:
     """A Machine holds the facts that the checks read."""
 
     system: str
@@ -44,7 +44,7 @@ class Machine:
     memory_needed_gib: float
 
 
-def problems(machine: Machine) -> Iterator[str]:
+def problems(machine: MachineFacts) -> Iterator[str]:
     """One line for each thing that is missing, with the fix."""
     if machine.system != "Linux":
         yield f"system: {machine.system}, but the local cluster needs Linux namespaces: use a Linux machine"
@@ -80,11 +80,11 @@ def problems(machine: Machine) -> Iterator[str]:
         )
 
 
-def inspect(layout: Layout, *, runs_jobs: bool) -> Machine:
+def inspect(layout: Layout, *, runs_jobs: bool) -> MachineFacts:
     """Look at this machine. Changes nothing. runs_jobs: whole jobs are to run, not checks alone."""
     built = layout.localcluster.exists() and layout.images.exists()
     on_linux = platform.system() == "Linux"
-    return Machine(
+    return MachineFacts(
         system=platform.system(),
         architecture=platform.machine(),
         python=sys.version_info[:2],

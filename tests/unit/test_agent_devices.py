@@ -17,7 +17,7 @@ def reading(*used: int | None) -> tuple[DeviceFacts, ...]:
     return tuple(DeviceFacts(index=n, total_bytes=TOTAL, used_bytes=each) for n, each in enumerate(used))
 
 
-class Scripted(RunnerLink):
+class ScriptedRunner(RunnerLink):
     """A runner whose devices are as they are told, one reading after the other; the last one stays."""
 
     def __init__(self, *readings: tuple[DeviceFacts, ...]) -> None:
@@ -36,19 +36,21 @@ BOTH_RANKS = reading(2 * GIB, 3 * GIB)
 
 
 async def test_h61_a_release_is_judged_once_every_rank_has_freed() -> None:
-    runner = Scripted(ONE_RANK, ONE_RANK, BOTH_RANKS, BEFORE)
+    runner = ScriptedRunner(ONE_RANK, ONE_RANK, BOTH_RANKS, BEFORE)
     freed = await until_freed(Devices(runner, gpus=2), BEFORE, of=range(2), mapped_bytes=48 * GIB, deadline_s=60)
     assert ({0: 48 * GIB, 1: 47 * GIB}, 3) == (freed, runner.asked)
 
 
 async def test_release_is_judged_by_the_devices_of_its_engine() -> None:
     """Another engine of the pod is on the second one."""
-    freed = await until_freed(Devices(Scripted(ONE_RANK), gpus=2), BEFORE, of=[0], mapped_bytes=48 * GIB, deadline_s=60)
+    freed = await until_freed(
+        Devices(ScriptedRunner(ONE_RANK), gpus=2), BEFORE, of=[0], mapped_bytes=48 * GIB, deadline_s=60
+    )
     assert {0: 48 * GIB} == freed
 
 
 async def test_h61_a_rank_that_frees_nothing_is_named_at_the_deadline() -> None:
-    runner = Scripted(ONE_RANK)
+    runner = ScriptedRunner(ONE_RANK)
     with pytest.raises(MemoryHeld, match=r"^0\.0 GiB of device 1 came free, weights and KV pool had 48\.0"):
         await until_freed(Devices(runner, gpus=2), BEFORE, of=range(2), mapped_bytes=48 * GIB, deadline_s=0.2)
     assert runner.asked > 1, "one reading proves nothing"

@@ -31,7 +31,7 @@ from colocated_rl_api.ladder import (
 from colocated_rl_api.member_wire import Endpoint, Goal, PodTarget, Rendezvous
 from colocated_rl_api.rungs import Placement, Rung, WeightVersion
 from fakes.explore import all_must_be_well, explore
-from fakes.model import FAILING, Model
+from fakes.model import FAILING, JobModel
 
 V0, V1, V2, V3 = (WeightVersion(step, 1) for step in range(4))
 RULES = Rules(TIME_SLICED, settle_s=30.0, checkpoint_every=2, verify=Verify.PROBE)
@@ -580,7 +580,7 @@ def test_pod_keeps_every_promise_and_arrives_whatever_fails_on_the_way(
     """Any call, before its effect or after it, or a deadline; any two of them, and what else may end, in contract."""
     spec: dict[str, Any] = {"checkpoint": {"everySteps": 1}, "reference": {} if reference else None}
     job = make_job(replicas=1, steps=1, **spec, **PLACED[placement] | {"rollout": ROLLOUT | rollout})
-    all_must_be_well(explore(Model(job, deaths=1, of=FAILING), limit=100_000))
+    all_must_be_well(explore(JobModel(job, deaths=1, of=FAILING), limit=100_000))
 
 
 # ------------------------------------------------------------------------- one case for each small change of the table

@@ -45,7 +45,7 @@ from colocated_rl_member.data import DataClient, data_application
 from colocated_rl_member.tls import MemberTls
 from colocated_rl_trainer.conformance.ranks import free_port
 from fakes import serving
-from fakes.authority import Authority
+from fakes.authority import FakeAuthority
 from fakes.relay import relayed
 from fakes.weights import write_export
 
@@ -185,7 +185,7 @@ def test_only_exports_of_other_versions_are_removed(export: Path) -> None:
 
 # -------------------------------------------------------------------------------------------------------------- shards
 @dataclass
-class Controller:
+class BatchServer:
     """The data port of a rollout controller, with one batch."""
 
     client: DataClient
@@ -215,11 +215,11 @@ class Controller:
 
 
 @pytest.fixture
-async def controller(tmp_path: Path) -> AsyncIterator[Controller]:
-    directory = Authority().member_directory(tmp_path / "tls", job_uid=names.JobUid("uid"), token="t" * 20)
+async def controller(tmp_path: Path) -> AsyncIterator[BatchServer]:
+    directory = FakeAuthority().member_directory(tmp_path / "tls", job_uid=names.JobUid("uid"), token="t" * 20)
     tls = MemberTls.read(directory)
     async with aiohttp.ClientSession() as session:
-        it = Controller(DataClient(session, tls, names.JobUid("uid")))
+        it = BatchServer(DataClient(session, tls, names.JobUid("uid")))
         app = data_application(tls, max_request_bytes=100)
         app.router.add_get("/v1/batches/4", it.serve)
         runner = web.AppRunner(app)
@@ -230,27 +230,27 @@ async def controller(tmp_path: Path) -> AsyncIterator[Controller]:
         await serving.end(runner)
 
 
-async def fetch(controller: Controller, directory: Path, **options: int) -> Path:
+async def fetch(controller: BatchServer, directory: Path, **options: int) -> Path:
     return await fetch_shard(
         controller.client, controller.endpoint, directory, step=4, rank=1, deadline_s=60, **options
     )
 
 
-async def test_shard_that_is_too_large_is_read_no_further(controller: Controller, tmp_path: Path) -> None:
+async def test_shard_that_is_too_large_is_read_no_further(controller: BatchServer, tmp_path: Path) -> None:
     size = len(controller.data)
     await fetch(controller, tmp_path, most_bytes=size)
     with pytest.raises(ShardUnavailable, match=f"larger than {size - 1} bytes"):
         await fetch(controller, tmp_path, most_bytes=size - 1)
 
 
-async def test_shard_is_written_whole(controller: Controller, tmp_path: Path) -> None:
+async def test_shard_is_written_whole(controller: BatchServer, tmp_path: Path) -> None:
     path = await fetch(controller, tmp_path)
     assert shard_path(tmp_path, step=4, rank=1) == path
     assert controller.data == path.read_bytes()
 
 
 async def test_shard_that_can_not_be_had_whole_is_not_there_and_the_error_names_it(
-    controller: Controller, tmp_path: Path
+    controller: BatchServer, tmp_path: Path
 ) -> None:
     for name, value, words in (
         ("digest", "0" * 64, "the header declares 0000"),
@@ -263,7 +263,7 @@ async def test_shard_that_can_not_be_had_whole_is_not_there_and_the_error_names_
         assert not shard_path(tmp_path, step=4, rank=1).exists()
 
 
-async def test_what_stands_in_the_way_of_shards_is_waited_for(controller: Controller, tmp_path: Path) -> None:
+async def test_what_stands_in_the_way_of_shards_is_waited_for(controller: BatchServer, tmp_path: Path) -> None:
     """The agent ended of it, and so did the next one: a trainer with a reference writes here too."""
     in_the_way = shard_path(tmp_path, step=3, rank=1)
     in_the_way.mkdir()
@@ -276,7 +276,7 @@ async def test_what_stands_in_the_way_of_shards_is_waited_for(controller: Contro
 
 
 async def test_connection_that_is_left_half_open_costs_one_try(
-    controller: Controller, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    controller: BatchServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The other end is gone in the middle of a shard and without a word, as with its node."""
     monkeypatch.setattr(batches, "SILENCE", aiohttp.ClientTimeout(total=None, sock_connect=5, sock_read=0.2))
@@ -295,7 +295,7 @@ async def test_connection_that_is_left_half_open_costs_one_try(
     assert controller.data == shard_path(tmp_path, step=4, rank=1).read_bytes()
 
 
-async def test_rollout_controller_that_does_not_listen_is_named(controller: Controller, tmp_path: Path) -> None:
+async def test_rollout_controller_that_does_not_listen_is_named(controller: BatchServer, tmp_path: Path) -> None:
     controller.endpoint = Endpoint(pod="rollout", address="127.0.0.1", port=9)
     with pytest.raises(ShardUnavailable, match=r"rollout at 127\.0\.0\.1:9"):
         await fetch(controller, tmp_path)

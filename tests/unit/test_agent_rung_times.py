@@ -8,7 +8,7 @@ from colocated_rl_api.ladder import TIME_SLICED
 from colocated_rl_api.rungs import Rung
 
 
-class Times:
+class CountedTimes:
     """Rung times of a pod, and what was counted of them."""
 
     def __init__(self) -> None:
@@ -23,7 +23,7 @@ class Times:
 
 
 def test_wait_counts_once_when_it_ends_however_often_it_is_seen() -> None:
-    times = Times()
+    times = CountedTimes()
     times.stands(Rung.SEALED, 0)
     for now in (3, 5, 8):
         times.stands(Rung.DRAINED, now, waits=True)
@@ -38,7 +38,7 @@ def test_wait_counts_once_when_it_ends_however_often_it_is_seen() -> None:
 
 
 def test_wait_that_an_epoch_ends_is_counted_and_belongs_to_the_old_one_which_is_forgotten() -> None:
-    times = Times()
+    times = CountedTimes()
     times.stands(Rung.DRAINED, 0, waits=True)
     times.stands(Rung.DRAINED, 4, epoch=2, waits=True)
     assert (4.0, [4]) == (times.of.waited_s, times.waits)
@@ -54,7 +54,7 @@ def test_wait_that_an_epoch_ends_is_counted_and_belongs_to_the_old_one_which_is_
 
 
 def test_pod_that_never_stands_at_its_target_below_the_top_has_waited_for_nobody() -> None:
-    times = Times()
+    times = CountedTimes()
     for now, rung in enumerate((Rung.SEALED, Rung.DRAINED, Rung.RELEASED, Rung.SERVING)):
         times.stands(rung, now)
     assert (0.0, []) == (times.of.waited_s, times.waits)

@@ -27,7 +27,7 @@ SOON_S = 0.02
 LATER_S = 60.0  # more than any of these tests takes
 
 
-class Server:
+class HeldServer:
     """Answers when it is told to."""
 
     def __init__(self) -> None:
@@ -38,7 +38,7 @@ class Server:
         return "answer"
 
 
-class Clock:
+class StoppedClock:
     """Stands still but for the test."""
 
     def __init__(self) -> None:
@@ -60,7 +60,7 @@ async def test_call_returns_or_raises_what_the_file_system_said() -> None:
 
 
 async def test_silent_call_is_given_up_and_no_other_begins_before_it_has_ended() -> None:
-    volume, server = VolumeDirectory(PLACE, silent_s=SOON_S), Server()
+    volume, server = VolumeDirectory(PLACE, silent_s=SOON_S), HeldServer()
     with pytest.raises(VolumeSilent, match=re.escape("/weights does not answer: to list exports took over")):
         await volume.call("list exports", server.call)
     begun = threading.active_count()
@@ -80,7 +80,7 @@ async def test_silent_call_is_given_up_and_no_other_begins_before_it_has_ended()
 
 
 async def test_call_that_gets_on_may_take_as_long_as_it_needs() -> None:
-    clock, server = Clock(), Server()
+    clock, server = StoppedClock(), HeldServer()
     volume = VolumeDirectory(PLACE, silent_s=SOON_S, clock=clock)
 
     def read_slowly(beat: Beat) -> str:

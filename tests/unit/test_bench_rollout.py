@@ -18,8 +18,8 @@ from safetensors.numpy import load_file
 
 from bench import virtual_time
 from bench.rollout_bound import least_s
-from bench.simulated_engines import PROMPT_TOKENS, Machine, Rates
-from bench.simulated_job import Job, Scene, colocated, synchronous
+from bench.simulated_engines import PROMPT_TOKENS, EngineMachine, Rates
+from bench.simulated_job import SimulatedController, SimulatedJob, colocated, synchronous
 from colocated_rl_api.job import AtMaxStaleness, Interruption
 from colocated_rl_api.rungs import WeightVersion
 from colocated_rl_rollout.engines.engines import BURST, PACE_S
@@ -37,8 +37,8 @@ def some_lengths(prompt: int, number: int) -> int:
     return 1 + int(400 * random.Random(prompt * 8 + number).random() ** 4)
 
 
-def small(**fields: Any) -> Job:
-    return Job(**{"trace": some_lengths, "steps": 6, "batch_size": 4, "group_size": 4, "engines": 2, **fields})
+def small(**fields: Any) -> SimulatedJob:
+    return SimulatedJob(**{"trace": some_lengths, "steps": 6, "batch_size": 4, "group_size": 4, "engines": 2, **fields})
 
 
 def test_without_staleness_a_job_is_as_fast_as_a_synchronous_loop() -> None:
@@ -108,9 +108,9 @@ def test_what_a_store_holds_does_not_grow_with_the_job() -> None:
     assert late[0] <= (job.max_staleness + 2) * job.samples
 
 
-def run_scene(job: Job, directory: Path, script: Any) -> None:
+def run_scene(job: SimulatedJob, directory: Path, script: Any) -> None:
     async def main() -> None:
-        scene = Scene(job, directory)
+        scene = SimulatedController(job, directory)
         async with asyncio.TaskGroup() as group:
             following = group.create_task(scene.engines.run())
             working = group.create_task(scene.worker.run())
@@ -125,7 +125,7 @@ def run_scene(job: Job, directory: Path, script: Any) -> None:
     virtual_time.run(main())
 
 
-def noting(machine: Machine, sent: list[tuple[float, int]]) -> None:
+def noting(machine: EngineMachine, sent: list[tuple[float, int]]) -> None:
     """Note when a request came, and how much of it was to be prefilled."""
     generate = machine.generate
 
@@ -140,7 +140,7 @@ def test_after_a_switch_interrupted_samples_go_first_and_an_engine_gets_so_many_
     job = small(trace=lambda prompt, number: 1000, batch_size=128, engines=1, rates=Rates(slots=64))
     sent: list[tuple[float, int]] = []
 
-    async def script(scene: Scene) -> None:
+    async def script(scene: SimulatedController) -> None:
         scene.open_gates(V0)
         await asyncio.sleep(5)
         scene.close_gates()
@@ -164,7 +164,7 @@ def test_nothing_is_sent_once_a_batch_is_sealed_unless_no_switch_comes(tmp_path:
     job = small(max_staleness=3, engines=1, rates=Rates(slots=2))
     sent: list[tuple[float, int]] = []
 
-    async def script(scene: Scene) -> None:
+    async def script(scene: SimulatedController) -> None:
         scene.open_gates(V0)
         await scene.sealed(1)
         sealed_at = virtual_time.loop().now
@@ -186,7 +186,7 @@ def test_samples_of_every_length_are_trained_as_they_were_admitted(tmp_path: Pat
     trained: dict[int, list[int]] = {}
     masked = 0
 
-    async def script(scene: Scene) -> None:
+    async def script(scene: SimulatedController) -> None:
         nonlocal masked
         for step in range(1, job.steps + 1):
             scene.open_gates(WeightVersion(step - 1, 1))
@@ -218,7 +218,7 @@ def test_slime_topping_up_stops_while_twice_the_concurrency_waits(tmp_path: Path
     job = small(max_staleness=1, max_concurrency=4)
     held: list[int] = []
 
-    async def script(scene: Scene) -> None:
+    async def script(scene: SimulatedController) -> None:
         scene.open_gates(V0)
         for _ in range(200):
             await asyncio.sleep(0.1)
@@ -233,7 +233,7 @@ def test_tunix_four_groups_in_batches_of_two_are_two_batches_and_then_no_more(tm
     """tunix's published barriers work so: each batch closes its own step, and the last one the job."""
     job = small(steps=2, batch_size=2, max_staleness=3)
 
-    async def script(scene: Scene) -> None:
+    async def script(scene: SimulatedController) -> None:
         for step in (1, 2):
             scene.open_gates(V0)
             assert 2 == (await scene.sealed(step)).groups
@@ -251,7 +251,7 @@ def test_tunix_a_stage_that_fails_ends_everybody_who_waits_for_it(tmp_path: Path
     """tunix's published queues work so. Here it is the store that fails, and a trainer's agent waits for its batch."""
 
     async def main() -> None:
-        scene = Scene(small(), tmp_path)
+        scene = SimulatedController(small(), tmp_path)
         async with asyncio.TaskGroup() as group:
             group.create_task(scene.engines.run())
             group.create_task(scene.worker.run())

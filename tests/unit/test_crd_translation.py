@@ -59,18 +59,18 @@ def test_parts_are_inlined_with_defaults_and_without_null() -> None:
 
 
 def test_fractional_bound_is_a_rule_too_because_the_server_cuts_it_for_whole_numbers() -> None:
-    class Part(BaseModel):
+    class Shared(BaseModel):
         share: float = Field(default=1, ge=0.01, le=10)
 
-    rules = crd.structural_schema(Part)["properties"]["share"]["x-kubernetes-validations"]
+    rules = crd.structural_schema(Shared)["properties"]["share"]["x-kubernetes-validations"]
     assert [{"rule": "self >= 0.01", "message": "should be greater than or equal to 0.01"}] == rules
 
 
 def test_length_of_keys_is_a_rule_because_the_server_has_no_schema_for_keys() -> None:
-    class Part(BaseModel):
+    class Named(BaseModel):
         by_name: dict[Annotated[str, Field(max_length=8)], Annotated[str, Field(max_length=4)]] = Field(max_length=3)
 
-    rules = crd.structural_schema(Part)["properties"]["by_name"]["x-kubernetes-validations"]
+    rules = crd.structural_schema(Named)["properties"]["by_name"]["x-kubernetes-validations"]
     assert [{"rule": "self.all(key, size(key) <= 8)", "message": "keys should have at most 8 characters"}] == rules
 
 

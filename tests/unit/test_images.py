@@ -18,7 +18,7 @@ from dockerfile import Dockerfile
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from setup.environments import IMAGES, Environment
+from setup.environments import IMAGES, ImageEnvironment
 from setup.layout import CHECKOUT
 from setup.localcluster import image_list
 from setup.toolchain import UV
@@ -31,7 +31,7 @@ TARGETS = ("operator", "agent", "rollout", "gpu", "gpu-cpu")
 LOCAL = {"gpu": "gpu-cpu"}  # the local cluster has no GPU
 
 
-def target(environment: Environment) -> str:
+def target(environment: ImageEnvironment) -> str:
     return LOCAL.get(environment.name, environment.name)
 
 
@@ -46,7 +46,7 @@ def pins(path: str) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("environment", IMAGES, ids=target)
-def test_environment_is_made_from_the_files_that_the_local_one_is_made_from(environment: Environment) -> None:
+def test_environment_is_made_from_the_files_that_the_local_one_is_made_from(environment: ImageEnvironment) -> None:
     lines = commands(f"{target(environment)}-environment")
     options = r'--compile-bytecode --require-hashes --python "\$\{ENVIRONMENT\}"'
     [synced] = re.findall(rf"uv pip sync {options} *((?: [\w./-]+)+)", lines)
@@ -58,7 +58,7 @@ def test_environment_is_made_from_the_files_that_the_local_one_is_made_from(envi
 
 
 @pytest.mark.parametrize("environment", IMAGES, ids=target)
-def test_image_starts_and_sets_what_that_of_the_local_cluster_does(environment: Environment) -> None:
+def test_image_starts_and_sets_what_that_of_the_local_cluster_does(environment: ImageEnvironment) -> None:
     stages = DOCKERFILE.inherited(target(environment))
     local = image_list(CHECKOUT)[f"colocated-rl/{environment.name}:dev"]
     assert local["entrypoint"] == stages[-1].entrypoint

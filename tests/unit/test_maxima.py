@@ -27,7 +27,7 @@ from colocated_rl_rollout.rules.chat import MAX_TEXT_BYTES, Chat, ModelUnusable
 from colocated_rl_rollout.tasks.rows import MAX_ROW_BYTES, Rows, RowsUnusable
 from colocated_rl_trainer.protocol.manifest import NotAnExport, tensor_entries
 from fakes.rollout import write_model
-from fuzz.gate import LOOP, Wire
+from fuzz.gate import LOOP, FuzzedWire
 from setup.layout import CHECKOUT
 
 ROW = re.compile(r"^\| [^|]+ \| ([\d,]+)( [KMG]iB| bytes|) \| ([^|]+) \| ([^|]+) \|$", re.MULTILINE)
@@ -67,7 +67,7 @@ def test_page_has_a_row_for_each_part() -> None:
 def test_engine_whose_head_does_not_end_is_lost() -> None:
     async def ask() -> None:
         connection = UpstreamConnection(Upstream("http://engine:1"))
-        connection.connection_made(Wire())
+        connection.connection_made(FuzzedWire())
         line = b"X: " + b"x" * 1000 + b"\r\n"
 
         def speak(left: int) -> None:

@@ -18,17 +18,17 @@ NOT_A_VERB = re.compile("[^A-Z]|(The|A|An|One|This|It|Its|No|None|All|Each|Every
 HAPPENED = re.compile(
     r"\w+(ed|en|ing)|begun|found|full|gone|kept|left|lost|made|read|ready|sent|shut|unreadable|unusable"
 )
+CLASS = re.compile(r"^ *class (\w+)[:(\[]", re.MULTILINE)
 Documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 
-def classes(*folders: str) -> dict[str, list[str]]:
-    """Return where each class of the product is defined, by its name."""
+def classes() -> dict[str, list[str]]:
+    """Return where the repository defines each class, by its name: searched as text, which takes a tenth of parsing."""
     found: dict[str, list[str]] = defaultdict(list)
-    for folder in folders:
-        for file, tree in sources(folder):
-            for node in ast.walk(tree):
-                if isinstance(node, ast.ClassDef):
-                    found[node.name].append(f"{file.relative_to(ROOT)}:{node.lineno}")
+    for folder in ("operator", "workloads", "tests", "bench", "examples"):
+        for file in sorted((ROOT / folder).rglob("*.py")):
+            for name in CLASS.findall(file.read_text(encoding="utf-8")):
+                found[name].append(str(file.relative_to(ROOT)))
     return found
 
 
@@ -57,10 +57,10 @@ def events(folder: str) -> Iterator[tuple[str, str]]:
                         yield f"{file.relative_to(ROOT)}:{node.lineno}", argument.value
 
 
-def test_no_two_modules_define_a_class_of_one_name() -> None:
-    found = classes("operator", "workloads")
+def test_no_two_classes_of_the_repository_have_one_name() -> None:
+    found = classes()
 
-    assert len(found) > 300, "the product's classes were not found"
+    assert len(found) > 900, "the classes were not found"
     assert {} == {name: places for name, places in found.items() if len(places) > 1}
 
 

@@ -27,7 +27,7 @@ CLOSE = 0x8
 LONG_AGO_S = 60.0
 
 
-class Wire(asyncio.Transport):
+class KeptWire(asyncio.Transport):
     """A Wire keeps what the link writes, and whether it is closed."""
 
     def __init__(self) -> None:
@@ -48,7 +48,7 @@ class Peer:
     def __init__(self, *, hear: Callable[[bytes], None] | None = None, ping_s: float = LONG_AGO_S) -> None:
         self.heard: list[bytes] = []
         take = hear or self.heard.append
-        self.wire = Wire()
+        self.wire = KeptWire()
         self.link = Link(host="10.0.0.1:7443", ping_s=ping_s, hear=lambda link, text: take(text))
         self.link.connection_made(self.wire)
         (self.request,) = self.wire.written

@@ -53,7 +53,7 @@ def make_pod(name: str = "sums-rollout-0", version: int = 1, **parts: Any) -> Bo
     return {"metadata": metadata, "spec": {"nodeName": "node-1"}, "status": status}
 
 
-class Scene:
+class ObserveScene:
     """One job, as the process holds it between passes."""
 
     def __init__(self, api: FakeApiServer, kube: Kube, members: Members) -> None:
@@ -79,16 +79,16 @@ class Scene:
 
 
 @pytest.fixture
-async def scene() -> AsyncIterator[Scene]:
+async def scene() -> AsyncIterator[ObserveScene]:
     async with (
         FakeApiServer() as api,
         Kube(api.access) as kube,
         Members(Authority.new().operator_context(), lambda job_uid, *, hurry=True: None) as members,
     ):
-        yield Scene(api, kube, members)
+        yield ObserveScene(api, kube, members)
 
 
-def test_failures_that_an_older_operator_recorded_count_as_if_all_were_of_the_present_step(scene: Scene) -> None:
+def test_failures_that_an_older_operator_recorded_count_as_if_all_were_of_the_present_step(scene: ObserveScene) -> None:
     status = {"epoch": 9, "targetStep": 7, "lineage": 2, "cause": "TrainerDied", "restarts": 2}
     scene.case.record.take({"metadata": {"resourceVersion": "1"}, "status": status})
     climb = scene.observe(make_job()).climb
@@ -116,13 +116,13 @@ ENDED = {"exitCode": 1, "reason": "Error", "message": "log line\nno task is call
     ids=["its probe has not passed", "started", "an init container that ended", "a node that does not report it"],
 )
 def test_a_pod_starts_until_each_container_that_runs_has_passed_its_startup_probe(
-    scene: Scene, kind: str, reported: Body, is_starting: bool
+    scene: ObserveScene, kind: str, reported: Body, is_starting: bool
 ) -> None:
     statuses: Body = {kind: [container("other", running={}) | {"started": True}, container("rollout") | reported]}
     assert is_starting == scene.only(make_pod(**statuses)).is_starting
 
 
-def test_a_crash_loop_is_reported_with_the_containers_last_words(scene: Scene) -> None:
+def test_a_crash_loop_is_reported_with_the_containers_last_words(scene: ObserveScene) -> None:
     """Kubelet's own words say how long it waits, and not why."""
     back_off = {"reason": "CrashLoopBackOff", "message": "back-off 40s restarting failed container=rollout pod=..."}
     crashing = container("rollout", restarts=3, last=ENDED, waiting=back_off)
@@ -133,14 +133,14 @@ def test_a_crash_loop_is_reported_with_the_containers_last_words(scene: Scene) -
     )
 
 
-def test_a_pod_that_fetches_its_model_says_so_and_since_when(scene: Scene) -> None:
+def test_a_pod_that_fetches_its_model_says_so_and_since_when(scene: ObserveScene) -> None:
     fetching = container("model", running={"startedAt": "2026-11-01T10:00:00Z"})
     trouble = scene.only(make_pod(initContainerStatuses=[fetching])).trouble
     assert "model: is fetching the model since 2026-11-01T10:00:00Z" == trouble
     assert scene.only(make_pod(initContainerStatuses=[container("model", terminated={"exitCode": 0})])).trouble is None
 
 
-def test_an_end_without_a_word_is_reported_with_its_reason(scene: Scene) -> None:
+def test_an_end_without_a_word_is_reported_with_its_reason(scene: ObserveScene) -> None:
     killed = container("gpu", restarts=1, last={"exitCode": 137, "reason": "OOMKilled"}, waiting={"reason": "Error"})
     assert (
         "gpu: Error, 1 restarts, last ended with code 137 (OOMKilled)"
@@ -148,7 +148,7 @@ def test_an_end_without_a_word_is_reported_with_its_reason(scene: Scene) -> None
     )
 
 
-def test_only_the_gpu_container_is_asked_for_its_memory(scene: Scene) -> None:
+def test_only_the_gpu_container_is_asked_for_its_memory(scene: ObserveScene) -> None:
     """A container that a webhook had put before it, killed once, hid each later end of it."""
     killed = {"exitCode": 137, "reason": "OOMKilled"}
     beside = container("injected", restarts=7, last=killed, running={})
@@ -157,7 +157,9 @@ def test_only_the_gpu_container_is_asked_for_its_memory(scene: Scene) -> None:
     assert 1 == scene.only(make_pod(version=2, containerStatuses=[beside, ours])).memory_kills
 
 
-def test_an_end_for_memory_counts_once_from_its_end_through_kubelet_s_back_off_to_its_restart(scene: Scene) -> None:
+def test_an_end_for_memory_counts_once_from_its_end_through_kubelet_s_back_off_to_its_restart(
+    scene: ObserveScene,
+) -> None:
     """In the back-off it counted no longer, and the death of its trainers was taken for one of another cause."""
     killed = {"exitCode": 137, "reason": "OOMKilled"}
     ends = [
@@ -170,7 +172,7 @@ def test_an_end_for_memory_counts_once_from_its_end_through_kubelet_s_back_off_t
     assert [1, 2, 2, 2] == [scene.only(pod).memory_kills for pod in pods]
 
 
-def test_a_container_that_runs_again_is_in_trouble_until_its_member_answers(scene: Scene) -> None:
+def test_a_container_that_runs_again_is_in_trouble_until_its_member_answers(scene: ObserveScene) -> None:
     """It looks like any other in between two crashes."""
     containers = [container("rollout", restarts=3, last=ENDED, running={})]
     pod = make_pod(containerStatuses=containers)
@@ -191,12 +193,12 @@ def test_a_container_that_runs_again_is_in_trouble_until_its_member_answers(scen
         ({"phase": "Failed", "reason": "Evicted", "message": "low on memory"}, "failed: Evicted low on memory"),
     ],
 )  # fmt: skip
-def test_kubelets_words_are_passed_on(scene: Scene, parts: Body, expected: str | None) -> None:
+def test_kubelets_words_are_passed_on(scene: ObserveScene, parts: Body, expected: str | None) -> None:
     assert expected == scene.only(make_pod(**parts)).trouble
 
 
 @pytest.mark.parametrize("kind", ["DisruptionTarget", "TerminationTarget"])
-def test_who_takes_a_pod_away_says_so_in_a_condition(scene: Scene, kind: str) -> None:
+def test_who_takes_a_pod_away_says_so_in_a_condition(scene: ObserveScene, kind: str) -> None:
     """The second is Kueue's, of a pod that it preempts and then deletes."""
     taken = make_pod(conditions=[{"type": kind, "status": "True"}], deletionTimestamp="2000-01-01T00:00:00Z")
     assert FailureCause.POD_EVICTED is scene.only(taken).fate
@@ -213,7 +215,9 @@ def test_who_takes_a_pod_away_says_so_in_a_condition(scene: Scene, kind: str) ->
     ],
 )
 @pytest.mark.parametrize("phase", ["Running", "Failed"])
-def test_a_disruption_is_one_whoever_it_is_that_takes_the_pod_away(scene: Scene, reason: str, phase: str) -> None:
+def test_a_disruption_is_one_whoever_it_is_that_takes_the_pod_away(
+    scene: ObserveScene, reason: str, phase: str
+) -> None:
     """It is one also before the pod is deleted, and where its node ended it, so that it stays."""
     condition = {"type": "DisruptionTarget", "status": "True", "reason": reason}
     assert FailureCause.POD_EVICTED is scene.only(make_pod(phase=phase, conditions=[condition])).fate
@@ -232,7 +236,7 @@ def test_a_disruption_is_one_whoever_it_is_that_takes_the_pod_away(scene: Scene,
     ],
 )
 def test_a_pod_that_its_node_ended_is_distinguished_from_one_that_failed(
-    scene: Scene, reason: str, fate: FailureCause
+    scene: ObserveScene, reason: str, fate: FailureCause
 ) -> None:
     """The nodes here set no condition."""
     assert fate is scene.only(make_pod(phase="Failed", reason=reason)).fate
@@ -255,7 +259,7 @@ def with_device(health: str, **said: str) -> dict[str, Any]:
     ],
 )
 def test_a_device_is_bad_that_its_node_reports_as_unhealthy(
-    scene: Scene, container: dict[str, Any], expected: str | None
+    scene: ObserveScene, container: dict[str, Any], expected: str | None
 ) -> None:
     alive = make_pod(containerStatuses=[container])
     assert expected == scene.only(alive).bad_device
@@ -263,14 +267,14 @@ def test_a_device_is_bad_that_its_node_reports_as_unhealthy(
     assert (FailureCause.BAD_DEVICE if expected else FailureCause.POD_FAILED) is ended.fate
 
 
-def test_a_pod_that_somebody_deletes_has_no_fate_however_it_ends(scene: Scene) -> None:
+def test_a_pod_that_somebody_deletes_has_no_fate_however_it_ends(scene: ObserveScene) -> None:
     since = "2000-01-01T00:00:00Z"
     assert scene.only(make_pod(phase="Failed", deletionTimestamp=since)).fate is None
     over = [{"type": "DisruptionTarget", "status": "False"}]
     assert scene.only(make_pod(version=2, conditions=over, deletionTimestamp=since)).fate is None
 
 
-def test_a_pod_with_a_scheduling_gate_waits_in_a_queue(scene: Scene) -> None:
+def test_a_pod_with_a_scheduling_gate_waits_in_a_queue(scene: ObserveScene) -> None:
     pod = make_pod("sums-gpu-0-0", phase="Pending")
     gated = pod | {"spec": {"schedulingGates": [{"name": "kueue.x-k8s.io/admission"}]}}
     assert scene.only(gated).is_gated
@@ -278,7 +282,7 @@ def test_a_pod_with_a_scheduling_gate_waits_in_a_queue(scene: Scene) -> None:
 
 
 # -------------------------------------------------------------------------------------------------------------- moments
-def test_the_grace_of_an_ending_pod_is_counted_from_when_its_end_was_seen(scene: Scene) -> None:
+def test_the_grace_of_an_ending_pod_is_counted_from_when_its_end_was_seen(scene: ObserveScene) -> None:
     """A clock that was ahead of the API server's took a pod's grace away from it."""
     assert 50.0 == scene.only(make_pod(), now=50.0).created_at
     ending = make_pod(version=2, deletionTimestamp="2000-01-01T00:00:00Z", deletionGracePeriodSeconds=60)
@@ -286,17 +290,17 @@ def test_the_grace_of_an_ending_pod_is_counted_from_when_its_end_was_seen(scene:
     assert (50.0, 160.0) == (scene.only(now=110.0).created_at, scene.only(now=110.0).ends_at)
 
 
-def test_seats_are_read_off_names_whatever_happened_to_labels(scene: Scene) -> None:
+def test_seats_are_read_off_names_whatever_happened_to_labels(scene: ObserveScene) -> None:
     seats = {(member.seat, member.attempt) for member in scene.see(make_pod("sums-gpu-1-2"), make_pod())}
     assert {("gpu-1", 2), (ROLLOUT_SEAT, 0)} == seats
 
 
-def test_a_pod_that_somebody_else_put_under_the_job_is_nobodys(scene: Scene) -> None:
+def test_a_pod_that_somebody_else_put_under_the_job_is_nobodys(scene: ObserveScene) -> None:
     assert () == scene.see(make_pod("sums-debug"))
 
 
 # -------------------------------------------------------------------------------------------------- what the watch says
-def test_an_older_state_changes_nothing_and_a_late_answer_brings_nobody_back(scene: Scene) -> None:
+def test_an_older_state_changes_nothing_and_a_late_answer_brings_nobody_back(scene: ObserveScene) -> None:
     """A list that was under way while a pod went put it back, for good."""
     pods = scene.pods
     pods.put(make_pod(version=5, phase="Running"))
@@ -307,7 +311,7 @@ def test_an_older_state_changes_nothing_and_a_late_answer_brings_nobody_back(sce
     assert [] == pods.of(UID)
 
 
-def test_a_complete_list_counts_though_its_versions_are_older(scene: Scene) -> None:
+def test_a_complete_list_counts_though_its_versions_are_older(scene: ObserveScene) -> None:
     """Versions begin again after a restore of etcd: pods stayed as they were known, for good."""
     pods, uid = scene.pods, make_pod()["metadata"]["uid"]
     pods.put(make_pod(version=900))
@@ -320,7 +324,7 @@ def test_a_complete_list_counts_though_its_versions_are_older(scene: Scene) -> N
     assert [] == pods.of(UID)
 
 
-def test_a_list_takes_nothing_back_that_became_known_while_it_was_under_way(scene: Scene) -> None:
+def test_a_list_takes_nothing_back_that_became_known_while_it_was_under_way(scene: ObserveScene) -> None:
     pods, other = scene.pods, "sums-gpu-0-0"
     pods.put(make_pod(version=5))
     pods.put(make_pod(other, version=5))
@@ -334,7 +338,7 @@ def test_a_list_takes_nothing_back_that_became_known_while_it_was_under_way(scen
     }
 
 
-async def test_pods_are_seen_again_half_a_minute_after_a_restore_of_etcd(scene: Scene) -> None:
+async def test_pods_are_seen_again_half_a_minute_after_a_restore_of_etcd(scene: ObserveScene) -> None:
     """No state of a pod counted until the versions had come back to where they were."""
     scene.pods.put(make_pod(version=10**9))
     scene.case.is_waiting = True
@@ -347,7 +351,7 @@ async def test_pods_are_seen_again_half_a_minute_after_a_restore_of_etcd(scene: 
     ]
 
 
-def test_pods_of_jobs_without_a_loop_are_not_kept(scene: Scene) -> None:
+def test_pods_of_jobs_without_a_loop_are_not_kept(scene: ObserveScene) -> None:
     scene.pods.put(make_pod())
     scene.pods.forget(UID)
     scene.pods.put(make_pod(version=2))
@@ -355,7 +359,7 @@ def test_pods_of_jobs_without_a_loop_are_not_kept(scene: Scene) -> None:
     assert {} == scene.pods._pods
 
 
-async def test_a_pod_whose_end_the_watch_missed_is_missed_half_a_minute_after_its_member(scene: Scene) -> None:
+async def test_a_pod_whose_end_the_watch_missed_is_missed_half_a_minute_after_its_member(scene: ObserveScene) -> None:
     """A rollout pod that had gone unnoticed kept its seat until the operator restarted."""
     scene.pods.put(make_pod())
     await refresh_pods(scene.case, scene.kube, scene.pods, now=1000.0)
@@ -373,7 +377,7 @@ def ended_status(started: datetime, ended: datetime) -> ColocatedRLJobStatus:
     return ColocatedRLJobStatus(start_time=started, conditions=[failed])
 
 
-async def test_moments_of_the_record_are_those_of_this_process_clock(scene: Scene) -> None:
+async def test_moments_of_the_record_are_those_of_this_process_clock(scene: ObserveScene) -> None:
     """They survive a restart, which the monotonic clock does not."""
     started, ended = CREATED - timedelta(seconds=50), CREATED - timedelta(seconds=20)
     scene.case.record.status = ended_status(started, ended)
@@ -386,7 +390,7 @@ async def test_moments_of_the_record_are_those_of_this_process_clock(scene: Scen
 
 
 @pytest.mark.parametrize("hours", [1, -1, 24 * 365, -24 * 365])
-async def test_a_wall_clock_that_is_set_moves_no_deadline_that_runs(scene: Scene, hours: int) -> None:
+async def test_a_wall_clock_that_is_set_moves_no_deadline_that_runs(scene: ObserveScene, hours: int) -> None:
     """An hour forward ended jobs by activeDeadlineSeconds and ttlSecondsAfterFinished, an hour back kept them."""
     started, ended = CREATED - timedelta(seconds=50), CREATED - timedelta(seconds=20)
     scene.case.record.status = ended_status(started, ended)
@@ -395,7 +399,7 @@ async def test_a_wall_clock_that_is_set_moves_no_deadline_that_runs(scene: Scene
     assert (50.0, 80.0) == (seen.started_at, seen.finished_at)
 
 
-async def test_a_time_that_lies_ahead_was_written_by_a_clock_that_was_set_back(scene: Scene) -> None:
+async def test_a_time_that_lies_ahead_was_written_by_a_clock_that_was_set_back(scene: ObserveScene) -> None:
     ahead = CREATED + timedelta(hours=1)
     scene.case.record.status = ended_status(ahead, ahead)
     seen = scene.observe(make_job(), now=100.0)
@@ -406,7 +410,7 @@ def aged(uid: str, age_s: float) -> Job:
     return replace(make_job(), uid=names.JobUid(uid), created=CREATED - timedelta(seconds=age_s))
 
 
-async def test_a_job_is_queued_from_when_its_pods_did_not_come_until_it_comes_back(scene: Scene) -> None:
+async def test_a_job_is_queued_from_when_its_pods_did_not_come_until_it_comes_back(scene: ObserveScene) -> None:
     queued = {"epoch": 3, "target_step": 1, "lineage": 1}
     for cause, is_queued in ((Cause.PODS_NOT_READY, True), (Cause.RESUMED, False)):
         scene.case.record.status = ColocatedRLJobStatus(**queued, cause=cause)

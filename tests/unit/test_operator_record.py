@@ -23,7 +23,7 @@ from colocated_rl_operator.planner.reasons import Cause
 DEADLINE_S = 60.0
 
 
-class Server:
+class HeldApiServer:
     """A job on an API server that answers when it may. `written`: steps and notes of events, as they were accepted."""
 
     def __init__(self) -> None:
@@ -70,12 +70,12 @@ class Server:
 
 
 @pytest.fixture
-def server() -> Server:
-    return Server()
+def server() -> HeldApiServer:
+    return HeldApiServer()
 
 
 @pytest.fixture
-async def record(server: Server) -> AsyncIterator[Record]:
+async def record(server: HeldApiServer) -> AsyncIterator[Record]:
     events = Events(server, instance="test")
     record = Record(About("default", "sums", UID), server, events, failed=server.failed.set, rest=server.rest)
     record.take(server.job)
@@ -104,7 +104,7 @@ async def under_way() -> None:
         await asyncio.sleep(0)
 
 
-async def test_what_was_overtaken_before_its_turn_is_never_written(server: Server, record: Record) -> None:
+async def test_what_was_overtaken_before_its_turn_is_never_written(server: HeldApiServer, record: Record) -> None:
     server.answers.clear()
     record.note(at(1))
     await under_way()
@@ -116,7 +116,7 @@ async def test_what_was_overtaken_before_its_turn_is_never_written(server: Serve
     assert [1, 4] == server.written
 
 
-async def test_an_event_comes_after_the_status_that_it_tells_of(server: Server, record: Record) -> None:
+async def test_an_event_comes_after_the_status_that_it_tells_of(server: HeldApiServer, record: Record) -> None:
     server.answers.clear()
     record.note(at(1), news("one"))
     await under_way()
@@ -126,7 +126,7 @@ async def test_an_event_comes_after_the_status_that_it_tells_of(server: Server, 
     assert [1, 2, "one", "two"] == server.written
 
 
-async def overtaking(server: Server, record: Record) -> asyncio.Task[None]:
+async def overtaking(server: HeldApiServer, record: Record) -> asyncio.Task[None]:
     """An epoch, 3, that is to be written while a status, 1, is under way and another, 2, waits; no answer comes yet."""
     server.answers.clear()
     record.note(at(1))
@@ -138,7 +138,7 @@ async def overtaking(server: Server, record: Record) -> asyncio.Task[None]:
 
 
 async def test_an_epoch_is_written_after_what_is_under_way_and_instead_of_what_waits(
-    server: Server, record: Record
+    server: HeldApiServer, record: Record
 ) -> None:
     committing = await overtaking(server, record)
     assert not committing.done()
@@ -149,13 +149,13 @@ async def test_an_epoch_is_written_after_what_is_under_way_and_instead_of_what_w
     assert at(3, epoch=2) == record.status
 
 
-async def test_a_change_of_the_spec_in_between_is_no_obstacle(server: Server, record: Record) -> None:
+async def test_a_change_of_the_spec_in_between_is_no_obstacle(server: HeldApiServer, record: Record) -> None:
     server.change(spec={"steps": 9})
     await record.commit(at(1, epoch=2))
     assert [1] == server.written
 
 
-async def test_an_epoch_that_somebody_else_raised_is_not_written_over(server: Server, record: Record) -> None:
+async def test_an_epoch_that_somebody_else_raised_is_not_written_over(server: HeldApiServer, record: Record) -> None:
     server.change(status={"epoch": 2, "step": 0})
     with pytest.raises(StaleEpoch):
         await record.commit(at(1, epoch=2))
@@ -164,7 +164,7 @@ async def test_an_epoch_that_somebody_else_raised_is_not_written_over(server: Se
 
 @pytest.mark.parametrize(("status", "rests"), [(None, [1] * 7), (500, [1, 1, 2, 4, 8, 10, 10])])
 async def test_the_newest_status_is_tried_again_until_the_server_is_back(
-    server: Server, record: Record, status: int | None, rests: list[float]
+    server: HeldApiServer, record: Record, status: int | None, rests: list[float]
 ) -> None:
     server.faults = [ApiUnreachable("away", status)] * 7
     record.note(at(1), news("one"))
@@ -175,7 +175,9 @@ async def test_the_newest_status_is_tried_again_until_the_server_is_back(
 
 
 @pytest.mark.parametrize("error", [NotAdmitted("a rule"), StaleEpoch("somebody else"), TypeError("a bug")])
-async def test_what_can_not_be_written_is_the_loops_to_know(server: Server, record: Record, error: Exception) -> None:
+async def test_what_can_not_be_written_is_the_loops_to_know(
+    server: HeldApiServer, record: Record, error: Exception
+) -> None:
     server.faults = [error]
     record.note(at(1))
     async with asyncio.timeout(DEADLINE_S):
@@ -186,7 +188,7 @@ async def test_what_can_not_be_written_is_the_loops_to_know(server: Server, reco
     record.check()  # said once
 
 
-async def test_what_an_epoch_overtook_in_vain_is_not_taken_for_written(server: Server, record: Record) -> None:
+async def test_what_an_epoch_overtook_in_vain_is_not_taken_for_written(server: HeldApiServer, record: Record) -> None:
     """It stood for the newest status, and was not written before something else changed."""
     committing = await overtaking(server, record)
     server.faults = [ApiUnreachable("away"), ApiUnreachable("away")]
@@ -197,13 +199,13 @@ async def test_what_an_epoch_overtook_in_vain_is_not_taken_for_written(server: S
     assert ([], at(0)) == (server.written, record.status)
 
 
-async def test_what_is_noted_is_still_written_when_the_process_ends(server: Server, record: Record) -> None:
+async def test_what_is_noted_is_still_written_when_the_process_ends(server: HeldApiServer, record: Record) -> None:
     record.note(at(1), news("one"))
     await record.close()
     assert [1, "one"] == server.written
 
 
-async def test_a_job_that_another_operator_has_is_not_taken_from_it(server: Server, record: Record) -> None:
+async def test_a_job_that_another_operator_has_is_not_taken_from_it(server: HeldApiServer, record: Record) -> None:
     server.change(status={"epoch": 1, "step": 0, "operator": "others/lease"})
     with pytest.raises(StaleEpoch, match="operator others/lease has sums"):
         await record.commit(at(1).model_copy(update={"operator": "ours/lease"}))
@@ -214,7 +216,7 @@ THEIRS = {"type": "QuotaReserved", "status": "True", "reason": "Admitted", "mess
 
 
 async def test_conditions_of_another_controller_are_kept_as_they_are_and_not_read(
-    server: Server, record: Record
+    server: HeldApiServer, record: Record
 ) -> None:
     """Theirs may say less than ours do, such as no generation; the newest that they wrote is written back."""
     server.change(status={**server.job["status"], "conditions": [THEIRS]})

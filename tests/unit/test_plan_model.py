@@ -23,12 +23,12 @@ from colocated_rl_agent.planner.actions import Offload, StartEngine, Wait
 from colocated_rl_agent.planner.views import KV_CACHE, EngineView
 from colocated_rl_api.ladder import Ladder
 from colocated_rl_api.rungs import Placement, Rung
-from colocated_rl_operator.planner import plan
+from colocated_rl_operator.planner import plan, targets
 from colocated_rl_operator.planner.observation import Job, Observation
 from fakes.explore import Search, all_must_be_well, bounds_of, explore, must_walk_to_the_end
 from fakes.left_out import must_mean_the_same, searched
-from fakes.model import Model, Shown
-from fakes.model_pod import Broken, facts_of
+from fakes.model import JobModel, Shown
+from fakes.model_pod import InvariantBroken, facts_of
 
 MOST_STATES = 2_000_000
 STATES_ANEW = 500
@@ -40,9 +40,9 @@ def job(replicas: int, placement: Placement = Placement.TIME_SLICED, *, referenc
 
 
 @cache
-def walked(replicas: int, placement: Placement, *, deaths: int, reference: bool) -> Model:
+def walked(replicas: int, placement: Placement, *, deaths: int, reference: bool) -> JobModel:
     """One for all walks over the same states: it knows what it has planned."""
-    return Model(job(replicas, placement, reference=reference), deaths=deaths, in_all_orders=True)
+    return JobModel(job(replicas, placement, reference=reference), deaths=deaths, in_all_orders=True)
 
 
 SMALL = [(1, 1, 0, False), (2, 0, 0, True), (1, 0, 1, False)]  # the contract layer has larger bounds
@@ -69,7 +69,7 @@ def test_every_state_is_safe_and_leads_to_an_end(
     placement: Placement,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    model = Model(job(replicas, placement, reference=reference), deaths=deaths, suspensions=suspensions)
+    model = JobModel(job(replicas, placement, reference=reference), deaths=deaths, suspensions=suspensions)
     explored = explore(model, limit=MOST_STATES)
     with capsys.disabled():
         sys.stdout.write(f"\n{bounds_of(model)}, {explored.words()}\n")
@@ -79,7 +79,7 @@ def test_every_state_is_safe_and_leads_to_an_end(
 @pytest.mark.parametrize("placement", TOGETHER)
 def test_every_state_of_a_job_that_fails_and_is_retried_is_safe_and_leads_to_an_end(placement: Placement) -> None:
     once = job(1, placement, backoffLimit=0)
-    explored = explore(Model(once, deaths=1, of=("trainer",), retries=1), limit=MOST_STATES)
+    explored = explore(JobModel(once, deaths=1, of=("trainer",), retries=1), limit=MOST_STATES)
     all_must_be_well(explored)
 
 
@@ -127,7 +127,7 @@ def test_what_a_search_leaves_out_differs_in_nothing_from_what_it_looks_at(
 
 @pytest.mark.parametrize("placement", Placement)
 def test_what_is_remembered_of_other_states_is_what_follows_each(placement: Placement) -> None:
-    search = Search(Model(job(2, placement, reference=True), deaths=1, suspensions=1), anew=1)
+    search = Search(JobModel(job(2, placement, reference=True), deaths=1, suspensions=1), anew=1)
     search.look(STATES_ANEW)
     assert search.looked_at == STATES_ANEW
 
@@ -135,42 +135,42 @@ def test_what_is_remembered_of_other_states_is_what_follows_each(placement: Plac
 # --------------------------------------------------------------------------------------- the checks themselves can fail
 def test_a_pod_that_shows_others_too_little_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Here no pod shows whether its rank has joined."""
-    nobody = Shown.of(Model(job(2), deaths=0).start().pods[0])
+    nobody = Shown.of(JobModel(job(2), deaths=0).start().pods[0])
     shown = Shown.of
     monkeypatch.setattr(Shown, "of", lambda pod: shown(pod)._replace(rank=nobody.rank))
-    with pytest.raises(Broken, match="what is remembered differs from what is so"):
-        Search(Model(job(2), deaths=0), anew=1).look(MOST_STATES)
+    with pytest.raises(InvariantBroken, match="what is remembered differs from what is so"):
+        Search(JobModel(job(2), deaths=0), anew=1).look(MOST_STATES)
 
 
 def test_a_forgotten_journal_write_is_noticed() -> None:
-    with pytest.raises(Broken, match=r"released twice|resumed twice|other weights"):
-        explore(Model(job(1), deaths=1, has_journal=False), limit=MOST_STATES)
+    with pytest.raises(InvariantBroken, match=r"released twice|resumed twice|other weights"):
+        explore(JobModel(job(1), deaths=1, has_journal=False), limit=MOST_STATES)
 
 
 def test_a_call_that_failed_and_is_taken_for_one_that_was_never_made_is_noticed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(EngineView, "broke", lambda view, reason, unknown_tags=(): view)
-    with pytest.raises(Broken, match=r"released twice|resumed twice|released before it was drained"):
-        explore(Model(job(1), deaths=1, of=("call",)), limit=MOST_STATES)
+    with pytest.raises(InvariantBroken, match=r"released twice|resumed twice|released before it was drained"):
+        explore(JobModel(job(1), deaths=1, of=("call",)), limit=MOST_STATES)
 
 
 def test_weights_that_an_engine_starts_on_after_two_were_not_shown_to_hold_them_are_noticed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(next_actions, "_start", lambda pod, version: StartEngine(version))
-    with pytest.raises(Broken, match="an engine starts on weights that two were not shown to hold"):
-        explore(Model(job(1), deaths=2, of=("call",)), limit=MOST_STATES)
+    with pytest.raises(InvariantBroken, match="an engine starts on weights that two were not shown to hold"):
+        explore(JobModel(job(1), deaths=2, of=("call",)), limit=MOST_STATES)
 
 
 def test_a_target_of_an_older_epoch_that_is_let_in_is_noticed() -> None:
-    with pytest.raises(Broken, match="was accepted after one of epoch"):
-        explore(Model(job(1), deaths=1, has_fence=False), limit=MOST_STATES)
+    with pytest.raises(InvariantBroken, match="was accepted after one of epoch"):
+        explore(JobModel(job(1), deaths=1, has_fence=False), limit=MOST_STATES)
 
 
 def test_an_epoch_that_is_recorded_over_another_leaders_is_noticed() -> None:
-    with pytest.raises(Broken, match="stands for two decisions"):
-        explore(Model(job(1), deaths=1, has_precondition=False), limit=MOST_STATES)
+    with pytest.raises(InvariantBroken, match="stands for two decisions"):
+        explore(JobModel(job(1), deaths=1, has_precondition=False), limit=MOST_STATES)
 
 
 def straight_to_training(ladder: Ladder, after: Rung) -> Rung:
@@ -180,32 +180,32 @@ def straight_to_training(ladder: Ladder, after: Rung) -> Rung:
 
 def test_a_dropped_barrier_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Ladder, "next_barrier", straight_to_training)
-    with pytest.raises(Broken, match="a target asks for Trained"):
-        explore(Model(job(2), deaths=0), limit=MOST_STATES)
+    with pytest.raises(InvariantBroken, match="a target asks for Trained"):
+        explore(JobModel(job(2), deaths=0), limit=MOST_STATES)
 
 
 def test_a_release_without_a_flush_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(EngineView, "was_paused", lambda view: replace(view, paused=True, drained=True))
-    with pytest.raises(Broken, match="released before it was drained"):
-        explore(Model(job(1), deaths=0), limit=MOST_STATES)
+    with pytest.raises(InvariantBroken, match="released before it was drained"):
+        explore(JobModel(job(1), deaths=0), limit=MOST_STATES)
 
 
 def test_a_cache_that_is_kept_beside_a_trainer_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fakes.model, "kept_tags", lambda offload: (KV_CACHE,))
-    with pytest.raises(Broken, match="Onload while engine memory is mapped"):
-        explore(Model(job(1), deaths=0), limit=MOST_STATES)
+    with pytest.raises(InvariantBroken, match="Onload while engine memory is mapped"):
+        explore(JobModel(job(1), deaths=0), limit=MOST_STATES)
 
 
 def test_an_export_that_nobody_verified_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(next_actions, "_may_rise", lambda pod, target, rules: rules.asks_for(target, Rung.UPDATED))
-    with pytest.raises(Broken, match="an export that nobody has verified"):
-        explore(Model(job(1), deaths=1, of=("agent",)), limit=MOST_STATES)
+    with pytest.raises(InvariantBroken, match="an export that nobody has verified"):
+        explore(JobModel(job(1), deaths=1, of=("agent",)), limit=MOST_STATES)
 
 
 def test_a_state_without_a_way_out_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Observation, "trainer_died", property(lambda seen: False))
     monkeypatch.setattr(plan, "_deadline", lambda seen: seen.now + 1)
-    explored = explore(Model(job(1), deaths=1, of=("trainer",)), limit=MOST_STATES)
+    explored = explore(JobModel(job(1), deaths=1, of=("trainer",)), limit=MOST_STATES)
     assert any("trainer 0 dies" in way for way in explored.hopeless)
 
 
@@ -222,36 +222,36 @@ def forget_barrier(monkeypatch: pytest.MonkeyPatch, *, at: Rung, before: Rung) -
 
 def test_an_update_of_an_engine_that_nobody_drained_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(EngineView, "was_paused", lambda view: replace(view, paused=True, drained=True))
-    with pytest.raises(Broken, match="updated before it was drained"):
-        explore(Model(job(1, Placement.RESIDENT), deaths=0), limit=MOST_STATES)
+    with pytest.raises(InvariantBroken, match="updated before it was drained"):
+        explore(JobModel(job(1, Placement.RESIDENT), deaths=0), limit=MOST_STATES)
 
 
 def test_a_gate_that_closes_before_every_pod_has_the_new_weights_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The agent closes it as soon as its own export is whole."""
     forget_barrier(monkeypatch, at=Rung.EXPORTED, before=Rung.CLOSED)
-    with pytest.raises(Broken, match=r"a gate closes in epoch 2 before gpu-\d stood at Exported"):
-        explore(Model(job(2, Placement.RESIDENT), deaths=0), limit=MOST_STATES)
+    with pytest.raises(InvariantBroken, match=r"a gate closes in epoch 2 before gpu-\d stood at Exported"):
+        explore(JobModel(job(2, Placement.RESIDENT), deaths=0), limit=MOST_STATES)
 
 
 def test_a_gate_that_opens_on_new_weights_before_every_engine_holds_them_is_noticed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     forget_barrier(monkeypatch, at=Rung.UPDATED, before=Rung.SERVING)
-    with pytest.raises(Broken, match=r"OpenGate led to Serving in epoch 1 before gpu-\d stood at Updated"):
-        explore(Model(job(2, Placement.RESIDENT), deaths=0), limit=MOST_STATES)
+    with pytest.raises(InvariantBroken, match=r"OpenGate led to Serving in epoch 1 before gpu-\d stood at Updated"):
+        explore(JobModel(job(2, Placement.RESIDENT), deaths=0), limit=MOST_STATES)
 
 
 def test_a_step_that_is_trained_before_every_reference_has_scored_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """An agent trains it whose own reference has scored."""
     forget_barrier(monkeypatch, at=Rung.SCORED, before=Rung.TRAINED)
-    with pytest.raises(Broken, match=r"Train led to Trained in epoch 2 before gpu-\d stood at Scored"):
-        explore(Model(job(2, Placement.RESIDENT, reference=True), deaths=0), limit=MOST_STATES)
+    with pytest.raises(InvariantBroken, match=r"Train led to Trained in epoch 2 before gpu-\d stood at Scored"):
+        explore(JobModel(job(2, Placement.RESIDENT, reference=True), deaths=0), limit=MOST_STATES)
 
 
 def test_a_trainer_that_leaves_the_device_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(next_actions, "_rest", lambda pod, target, rules: Offload())
-    with pytest.raises(Broken, match="Offload on the Resident ladder"):
-        explore(Model(job(1, Placement.RESIDENT), deaths=0), limit=MOST_STATES)
+    with pytest.raises(InvariantBroken, match="Offload on the Resident ladder"):
+        explore(JobModel(job(1, Placement.RESIDENT), deaths=0), limit=MOST_STATES)
 
 
 # -------------------------------------------------------------------------------------------- and of the disaggregated
@@ -268,13 +268,13 @@ def test_old_weights_that_are_removed_while_an_engine_may_need_them_are_noticed(
             else next_actions._train(pod, target, rules) or Wait()
         ),
     )
-    with pytest.raises(Broken, match="an export that is not there"):
-        explore(Model(job(1, Placement.DISAGGREGATED), deaths=1, of=("engine",)), limit=MOST_STATES)
+    with pytest.raises(InvariantBroken, match="an export that is not there"):
+        explore(JobModel(job(1, Placement.DISAGGREGATED), deaths=1, of=("engine",)), limit=MOST_STATES)
 
 
 def test_engines_that_get_weights_as_target_before_they_are_written_are_noticed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(plan, "_weights", lambda seen, climb: climb.version)
-    with pytest.raises(Broken, match="VerifyExport on an export that is not there"):
-        explore(Model(job(1, Placement.DISAGGREGATED), deaths=0), limit=MOST_STATES)
+    monkeypatch.setattr(targets, "_weights", lambda seen, climb: climb.version)
+    with pytest.raises(InvariantBroken, match="VerifyExport on an export that is not there"):
+        explore(JobModel(job(1, Placement.DISAGGREGATED), deaths=0), limit=MOST_STATES)

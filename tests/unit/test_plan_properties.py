@@ -20,7 +20,7 @@ from colocated_rl_operator.planner import observation
 from colocated_rl_operator.planner.observation import FailureTally
 from colocated_rl_operator.planner.reasons import Cause
 from fakes.group import GpuPod
-from fakes.model_pod import Broken
+from fakes.model_pod import InvariantBroken
 from fakes.walks import (
     ANY_WALK,
     COMPARING_WALK,
@@ -280,6 +280,6 @@ def test_a_seeded_defect_is_caught(defect: str, monkeypatch: pytest.MonkeyPatch)
 def _breaks(seed: int) -> bool:
     try:
         walk(seed, replicas=2, faults=4)
-    except Broken:
+    except InvariantBroken:
         return True
     return False

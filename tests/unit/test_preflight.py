@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 
 from setup.layout import CHECKOUT
-from setup.preflight import DISK_EMPTY_GIB, MEMORY_JOB_GIB, Machine, inspect, problems
+from setup.preflight import DISK_EMPTY_GIB, MEMORY_JOB_GIB, MachineFacts, inspect, problems
 
-GOOD = Machine(
+GOOD = MachineFacts(
     system="Linux",
     architecture="x86_64",
     python=(3, 11),
@@ -49,7 +49,7 @@ def test_this_machine_can_run_what_it_is_running() -> None:
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_each_missing_prerequisite_is_one_line_with_the_fix(machine: Machine, subject: str, fix: str) -> None:
+def test_each_missing_prerequisite_is_one_line_with_the_fix(machine: MachineFacts, subject: str, fix: str) -> None:
     (line,) = problems(machine)
     assert line.startswith(subject)
     assert fix in line

@@ -146,3 +146,11 @@ def test_no_library_has_two_versions_in_the_project() -> None:
         if path not in besides or name in ours
     }
     assert set() == others - everything
+
+
+def test_contributors_find_every_import_contract() -> None:
+    settings = tomllib.loads((ROOT / "tests/pyproject.toml").read_text())
+    contracts = sorted(contract["name"] for contract in settings["tool"]["importlinter"]["contracts"])
+    table = re.search(r"\| about \| contract \|\n\|---\|---\|\n((?:\|.*\n)+)", (ROOT / "CONTRIBUTING.md").read_text())
+    assert table is not None
+    assert contracts == sorted(row.split("|")[2].strip() for row in table[1].splitlines())

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from safetensors.numpy import load
 
 from colocated_rl_api.batch import HEADER_KEY, BatchHeader
+from colocated_rl_api.names import PromptPosition
 from colocated_rl_api.rungs import WeightVersion
 from colocated_rl_rollout.rules.samples import (
     Finish,
@@ -53,7 +54,10 @@ def make_sample(
 
 
 def make_groups() -> list[Group]:
-    first, second = Group(GroupId(4), Prompt(0, 0, (7, 8))), Group(GroupId(6), Prompt(1, 1, (9,)))
+    first, second = (
+        Group(GroupId(4), Prompt(PromptPosition(0), 0, (7, 8))),
+        Group(GroupId(6), Prompt(PromptPosition(1), 1, (9,))),
+    )
     first.samples = [
         make_sample(first, 1, lengths=[(1, 2), (2, 1)], reward=1.0),
         make_sample(first, 2, lengths=[(2, 2)], reward=0.0, finish=Finish.LENGTH),
@@ -120,7 +124,7 @@ def test_figures_that_came_beside_rewards_are_by_sample_and_name_and_the_commone
 
 
 def test_a_batch_whose_tokens_have_no_version_has_no_mean_staleness(tmp_path: Path) -> None:
-    group = Group(GroupId(1), Prompt(0, 0, (7,)))
+    group = Group(GroupId(1), Prompt(PromptPosition(0), 0, (7,)))
     group.samples = [make_sample(group, 1, lengths=[(None, 2)], reward=1.0)]
     assert write_batch(tmp_path, [group], step=1, shards=1, temperature=1.0, seed=0).staleness_mean is None
 

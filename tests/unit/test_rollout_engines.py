@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from bench import virtual_time
 from bench.simulated_engines import SimulatedEngine
-from bench.simulated_job import Job, SimulatedEngines
+from bench.simulated_job import SimulatedEngines, SimulatedJob
 from colocated_rl_api.gate_wire import GateState
 from colocated_rl_api.member_wire import Endpoint
 from colocated_rl_api.rungs import WeightVersion
@@ -57,7 +57,7 @@ def looked_for(engines: Engines, at_most: int) -> EngineClient | None:
 
 
 async def play(moves: list[tuple[str, int]]) -> None:
-    engines = SimulatedEngines(Job(lambda prompt, number: 1, engines=4), changed=lambda: None)
+    engines = SimulatedEngines(SimulatedJob(lambda prompt, number: 1, engines=4), changed=lambda: None)
     under_way: list[asyncio.Event] = []
     attempts: list[asyncio.Task[None]] = []
     async with asyncio.TaskGroup() as group:
@@ -131,7 +131,7 @@ def test_no_more_requests_are_sent_than_there_are_descriptors_for_until_one_ends
     virtual_time.run(main())
 
 
-class Broken(EngineClient):
+class ScriptedClient(EngineClient):
     """Brings nothing, but where it is told what to bring."""
 
     brings: Generated | None = None
@@ -156,7 +156,7 @@ def test_an_engine_that_brings_nothing_rests_twice_as_long_each_time_until_it_br
 
     async def main() -> None:
         nobody: Any = None
-        client = Broken(Endpoint(pod="a", address="", port=1), nobody, settle_s=1, changed=lambda: None)
+        client = ScriptedClient(Endpoint(pod="a", address="", port=1), nobody, settle_s=1, changed=lambda: None)
         client._set(OPEN)
         growing = [min(REST_S * 2**times, REST_AT_MOST_S) for times in range(12)]
         assert growing == pytest.approx([await rest(client) for _ in range(12)])
@@ -171,7 +171,7 @@ def test_an_engine_that_brings_nothing_rests_twice_as_long_each_time_until_it_br
 def test_a_gate_that_opens_ends_the_rest_of_its_engine() -> None:
     async def main() -> None:
         nobody: Any = None
-        client = Broken(Endpoint(pod="a", address="", port=1), nobody, settle_s=1, changed=lambda: None)
+        client = ScriptedClient(Endpoint(pod="a", address="", port=1), nobody, settle_s=1, changed=lambda: None)
         client._set(OPEN)
         with suppress(AttemptLost):
             await client.generate(GenerateRequest([1], 9, 1.0, end_ids=[2]))

@@ -21,6 +21,7 @@ from prometheus_client import CollectorRegistry
 from colocated_rl_api.facts import EvaluationResult
 from colocated_rl_api.job import Evaluation as Rules
 from colocated_rl_api.job import EvaluationSampling, EvaluationSet, Sampling
+from colocated_rl_api.names import PromptPosition
 from colocated_rl_api.prompts import ReasoningGym
 from colocated_rl_api.rungs import WeightVersion
 from colocated_rl_rollout.controller import EVALUATIONS_SAID, in_one_line
@@ -40,7 +41,7 @@ from colocated_rl_rollout.rules.samples import (
     Trajectory,
 )
 from colocated_rl_rollout.store.store import Store
-from fakes.episodes import Told
+from fakes.episodes import ScriptedEpisodes
 from fakes.rollout import JOB_UID, JobOnDisk, make_spec, of_one_set, until
 
 V = WeightVersion
@@ -163,8 +164,8 @@ class OneEngine(Engines):
 
 
 SUMS = ReasoningGym(name="chain_sum")
-TASKS = [Prompt(0, 5, ()), Prompt(1, 6, ())]
-QUESTIONS = [Prompt(0, 5, (1, 2)), Prompt(1, 6, (3,))]
+TASKS = [Prompt(PromptPosition(0), 5, ()), Prompt(PromptPosition(1), 6, ())]
+QUESTIONS = [Prompt(PromptPosition(0), 5, (1, 2)), Prompt(PromptPosition(1), 6, (3,))]
 
 
 class HeldOut(PromptSource):
@@ -181,12 +182,12 @@ class HeldOut(PromptSource):
 
 
 @dataclass
-class Scene:
+class EvaluationScene:
     """An evaluation of two tasks of an environment, by the weights of step 3."""
 
     evaluation: Evaluator
     prompts: HeldOut
-    episodes: Told
+    episodes: ScriptedEpisodes
     store: Store
     engines: OneEngine
     group: asyncio.TaskGroup
@@ -219,15 +220,15 @@ class Scene:
 @asynccontextmanager
 async def evaluating(
     directory: Path, sampling: Sampling | None = None, rules: Rules | None = None, *, missing: str = ""
-) -> AsyncIterator[Scene]:
+) -> AsyncIterator[EvaluationScene]:
     job = JobOnDisk.write(directory, make_spec())
     prompts = job.spec.rollout.prompts
     store = Store(directory / "state", job_uid=JOB_UID)
     metrics = RolloutMetrics(CollectorRegistry())
     sessions = Sessions(store, metrics, group_size=2, max_staleness=1, changed=lambda: None, clock=lambda: 0.0)
     processes = TaskProcesses(prompts, count=1, socket=directory)
-    episodes = Told(prompts, sessions, count=0, socket=directory, model="job", gateway=lambda: "")
-    held_out = HeldOut(processes, job.chat, max_prompt_tokens=9, position=0, changed=lambda: None)
+    episodes = ScriptedEpisodes(prompts, sessions, count=0, socket=directory, model="job", gateway=lambda: "")
+    held_out = HeldOut(processes, job.chat, max_prompt_tokens=9, position=PromptPosition(0), changed=lambda: None)
     held_out.missing = missing
     evaluation = Evaluator(
         rules or of_one_set(samples=2),
@@ -245,7 +246,7 @@ async def evaluating(
         preparing = group.create_task(evaluation.prepare())
         evaluation.ask(3)
         await until(lambda: evaluation.demand)
-        yield Scene(evaluation, held_out, episodes, store, OneEngine(), group)
+        yield EvaluationScene(evaluation, held_out, episodes, store, OneEngine(), group)
         preparing.cancel()
     store.close()
 
@@ -413,7 +414,7 @@ class Answering(Serving):
         return Generated(tokens, None)
 
 
-class Asked(OneEngine):
+class AskedEngine(OneEngine):
     def __init__(self) -> None:
         self.engine = Answering()
 
@@ -427,7 +428,7 @@ class Asked(OneEngine):
 async def test_answers_are_drawn_and_limited_as_the_evaluation_says(tmp_path: Path) -> None:
     """Answers that the evaluation's limit ends are complete, and worth nothing."""
     async with evaluating(tmp_path) as scene:
-        evaluation, engines = scene.evaluation, Asked()
+        evaluation, engines = scene.evaluation, AskedEngine()
         sampling = EvaluationSampling(temperature=0, top_p=0.9, top_k=7, min_p=0.1)
         evaluation.how = of_one_set(samples=3, max_response_tokens=4, sampling=sampling)
         await scene.ask_anew(QUESTIONS)
@@ -453,7 +454,7 @@ async def test_answers_are_drawn_as_in_rollout_where_the_evaluation_says_nothing
     tmp_path: Path, rollout: Sampling, own: EvaluationSampling, expected: dict[str, Any]
 ) -> None:
     async with evaluating(tmp_path, rollout) as scene:
-        evaluation, engines = scene.evaluation, Asked()
+        evaluation, engines = scene.evaluation, AskedEngine()
         evaluation.how = of_one_set(samples=3, sampling=own)
         await scene.ask_anew(QUESTIONS)
         evaluation.send(engines, scene.group, at_most=9, episodes_at_most=0)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import pytest
 
 from colocated_rl_api.job import Filter
+from colocated_rl_api.names import PromptPosition
 from colocated_rl_rollout.rules.filters import judge
 from colocated_rl_rollout.rules.samples import (
     Finish,
@@ -22,7 +23,7 @@ EQUAL, TRUNCATED = Filter.EQUAL_REWARDS, Filter.TRUNCATED
 
 
 def group_of(*samples: tuple[float, Finish]) -> Group:
-    group = Group(GroupId(1), Prompt(0, 0, (1,)))
+    group = Group(GroupId(1), Prompt(PromptPosition(0), 0, (1,)))
     group.samples = [
         Sample(SampleId(number), group, SampleState.COMPLETED, reward=reward, finish=finish)
         for number, (reward, finish) in enumerate(samples)

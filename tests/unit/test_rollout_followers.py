@@ -30,7 +30,7 @@ DEADLINE_S = 60.0
 
 
 @dataclass
-class Scene:
+class FollowersScene:
     store: Store
     followers: Followers
     port: int
@@ -60,7 +60,7 @@ async def next_row(response: aiohttp.ClientResponse) -> dict[str, Any]:
 @asynccontextmanager
 async def serving(
     store: Store, *, text: Callable[[list[int]], str] = str, model: Path = Path(), **options: Any
-) -> AsyncIterator[Scene]:
+) -> AsyncIterator[FollowersScene]:
     followers = Followers(store, text, pace_s=0, **options)
     application = web.Application()
     application.add_routes(
@@ -73,7 +73,7 @@ async def serving(
     port = runner.addresses[0][1]
     try:
         async with aiohttp.ClientSession(f"http://127.0.0.1:{port}") as client:
-            yield Scene(store, followers, port, client)
+            yield FollowersScene(store, followers, port, client)
     finally:
         followers.end()
         await runner.cleanup()

@@ -75,7 +75,7 @@ def word_piece() -> Tokenizer:
     return tokenizer
 
 
-class Counting:
+class CountingTokenizer:
     """decoded: the longest that was decoded at once."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -99,7 +99,7 @@ TOKENIZERS = {"bytes": byte_level(), "fallback": byte_fallback(), "metaspace": m
 @given(data=st.data())
 def test_pieces_add_up_to_a_beginning_of_what_all_tokens_decode_to(name: str, data: st.DataObject) -> None:
     """However many come at a time; and no more of them is held back than a character or a row of bytes."""
-    decoder = Counting(TOKENIZERS[name])
+    decoder = CountingTokenizer(TOKENIZERS[name])
     steps = data.draw(st.lists(st.lists(st.integers(0, decoder.size - 1), min_size=1, max_size=4), max_size=40))
     growing = GrowingText(decoder)
     ids: list[int] = []
@@ -107,7 +107,7 @@ def test_pieces_add_up_to_a_beginning_of_what_all_tokens_decode_to(name: str, da
     for step in steps:
         ids += step
         text += growing.more(step)
-        whole = Counting(TOKENIZERS[name]).text(ids)
+        whole = CountingTokenizer(TOKENIZERS[name]).text(ids)
         assert whole.startswith(text)
         words = [token for token in ids if token not in decoder.special_ids]
         if words and words[-1] not in decoder.byte_ids:
@@ -117,7 +117,7 @@ def test_pieces_add_up_to_a_beginning_of_what_all_tokens_decode_to(name: str, da
 @pytest.mark.parametrize("word", ["the", "☃", "\U0001f600", "\udcff"])
 def test_however_long_a_text_gets_only_a_few_tokens_are_decoded_at_a_time(word: str) -> None:
     """The bound holds also for a text that never makes a whole character. Each event decoded all tokens again."""
-    decoder = Counting(TOKENIZERS["bytes"])
+    decoder = CountingTokenizer(TOKENIZERS["bytes"])
     places = {value: number for number, value in enumerate(unicode_bytes(), len(SPECIAL))}
     ids = [places[value] for value in word.encode(errors="surrogateescape")] * 200
     growing = GrowingText(decoder)
@@ -129,7 +129,7 @@ def test_however_long_a_text_gets_only_a_few_tokens_are_decoded_at_a_time(word: 
 
 def test_a_row_of_bytes_is_reported_once_it_has_ended() -> None:
     """One more byte may make all of it unreadable: each is shown for itself then."""
-    decoder = Counting(TOKENIZERS["fallback"])
+    decoder = CountingTokenizer(TOKENIZERS["fallback"])
     snow = [2 + value for value in "☃☃".encode()]
     word, broken = TOKENIZERS["fallback"].get_vocab()["a"], 2 + 0xFF
     growing = GrowingText(decoder)

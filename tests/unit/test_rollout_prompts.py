@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from colocated_rl_api.names import PromptPosition
 from colocated_rl_rollout.rewards.prompts import LeftOut, PromptSource
 from colocated_rl_rollout.rules.chat import Chat
 from fakes.rollout import JobOnDisk, make_spec, until
@@ -35,7 +36,9 @@ async def test_questions_that_can_not_be_made_are_a_problem_until_they_can(tmp_p
         problems.append(prompts.problem.message if prompts.problem else "")
 
     async with task_processes(job.spec.rollout.prompts, tmp_path, command=command) as processes:
-        prompts = PromptSource(processes, job.chat, max_prompt_tokens=200, position=0, changed=changed, retry_s=0.01)
+        prompts = PromptSource(
+            processes, job.chat, max_prompt_tokens=200, position=PromptPosition(0), changed=changed, retry_s=0.01
+        )
         running = asyncio.create_task(prompts.run())
         await until(prompts.take)
         running.cancel()
@@ -59,7 +62,7 @@ async def test_a_prompt_that_the_models_template_refuses_is_left_out_and_named(
             processes,
             Chat(tmp_path / "model"),
             max_prompt_tokens=200,
-            position=0,
+            position=PromptPosition(0),
             changed=lambda: None,
             count=lambda why: counted.update([why]),
         )
@@ -84,7 +87,7 @@ async def test_a_template_that_takes_no_prompt_stops_the_job(tmp_path: Path) -> 
     command = says_rows("place, 'no' if place else 'yes', False")
     async with task_processes(job.spec.rollout.prompts, tmp_path, command=command) as processes:
         chat = Chat(tmp_path / "model")
-        prompts = PromptSource(processes, chat, max_prompt_tokens=200, position=0, changed=lambda: None)
+        prompts = PromptSource(processes, chat, max_prompt_tokens=200, position=PromptPosition(0), changed=lambda: None)
         await prompts.run()
     assert prompts.problem is not None
     assert "PromptsUnusable" == prompts.problem.reason
@@ -113,7 +116,9 @@ async def test_prompts_of_the_greatest_length_are_trained_and_longer_ones_counte
     longest = len(job.chat.prompt_ids("xx"))
     command = says_rows("place, 'x' * (1 + place % 4), False")
     async with task_processes(job.spec.rollout.prompts, tmp_path, command=command) as processes:
-        prompts = PromptSource(processes, job.chat, max_prompt_tokens=longest, position=0, changed=lambda: None)
+        prompts = PromptSource(
+            processes, job.chat, max_prompt_tokens=longest, position=PromptPosition(0), changed=lambda: None
+        )
         running = asyncio.create_task(prompts.run())
         await until(lambda: prompts.left_out[LeftOut.TOO_LONG] >= 64)
         running.cancel()
@@ -130,7 +135,7 @@ async def test_a_prompt_of_no_token_is_left_out_and_not_taken_for_an_episode(tmp
     command = says_rows("place, ' ', False")
     async with task_processes(job.spec.rollout.prompts, tmp_path, command=command) as processes:
         prompts = PromptSource(
-            processes, Chat(tmp_path / "model"), max_prompt_tokens=9, position=0, changed=lambda: None
+            processes, Chat(tmp_path / "model"), max_prompt_tokens=9, position=PromptPosition(0), changed=lambda: None
         )
         await prompts.run()
     assert prompts.take() is None
@@ -142,7 +147,9 @@ async def test_what_is_held_out_is_asked_once_however_often_it_stands_there(tmp_
     job = JobOnDisk.write(tmp_path, make_spec())
     prompts = job.spec.rollout.prompts
     async with task_processes(prompts, tmp_path, command=says_rows("place, f'{place % 3} + 1 =', True")) as processes:
-        source = PromptSource(processes, job.chat, max_prompt_tokens=200, position=0, changed=lambda: None)
+        source = PromptSource(
+            processes, job.chat, max_prompt_tokens=200, position=PromptPosition(0), changed=lambda: None
+        )
         assert [0, 1, 2] == [prompt.position for prompt in await source.held_out(5)]
         assert [0, 1] == [prompt.position for prompt in await source.held_out(2)]
 
@@ -160,7 +167,7 @@ async def test_a_restart_over_other_data_stops_instead_of_mistaking_rows(
             made,
             job.chat,
             max_prompt_tokens=200,
-            position=0,
+            position=PromptPosition(0),
             changed=changed.set,
             known_digest=known,
             remember=problems.append,

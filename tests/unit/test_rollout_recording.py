@@ -19,6 +19,7 @@ from safetensors.numpy import save_file
 from builders import PLACED, make_job
 from colocated_rl_api import names
 from colocated_rl_api.batch import HEADER_KEY, BatchHeader
+from colocated_rl_api.names import PromptPosition
 from colocated_rl_api.rungs import Placement, WeightVersion
 from colocated_rl_rollout.replay import Replay
 from colocated_rl_rollout.rules.samples import (
@@ -43,7 +44,7 @@ Row = tuple[object, ...]
 
 def group_of(number: int, lengths: list[int]) -> Group:
     """Samples of so many tokens, each written by two versions and with a word of a tool between them."""
-    group = Group(GroupId(number), Prompt(number, number, (number, 1)))
+    group = Group(GroupId(number), Prompt(PromptPosition(number), number, (number, 1)))
     for place, length in enumerate(lengths):
         versions = WeightVersion(0, 1), WeightVersion(1, 1)
         spans = (

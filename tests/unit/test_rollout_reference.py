@@ -14,6 +14,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from colocated_rl_api.member_wire import Endpoint
+from colocated_rl_api.names import PromptPosition
 from colocated_rl_api.rungs import WeightVersion
 from colocated_rl_member.data import DataClient
 from colocated_rl_member.tls import MemberTls
@@ -31,14 +32,14 @@ from colocated_rl_rollout.rules.samples import (
     Tokens,
 )
 from colocated_rl_trainer.conformance.ranks import free_port
-from fakes.authority import Authority
+from fakes.authority import FakeAuthority
 from fakes.reference import FakeReference, reference_logp
 from fakes.relay import relayed
 from fakes.rollout import JOB_UID, TOKEN, until
 
 
 @dataclass
-class Scene:
+class ReferenceScene:
     """The stage, driven as the worker drives it, and its pods."""
 
     stage: ReferencePods
@@ -66,8 +67,8 @@ class Scene:
 
 
 @pytest.fixture
-async def scene(tmp_path: Path) -> AsyncIterator[Scene]:
-    tls = MemberTls.read(Authority().member_directory(tmp_path / "tls", job_uid=JOB_UID, token=TOKEN))
+async def scene(tmp_path: Path) -> AsyncIterator[ReferenceScene]:
+    tls = MemberTls.read(FakeAuthority().member_directory(tmp_path / "tls", job_uid=JOB_UID, token=TOKEN))
     registry, woken = CollectorRegistry(), asyncio.Event()
     async with AsyncExitStack() as stack:
         session = await stack.enter_async_context(aiohttp.ClientSession())
@@ -89,7 +90,7 @@ async def scene(tmp_path: Path) -> AsyncIterator[Scene]:
                     await woken.wait()
 
         task = asyncio.create_task(drive())
-        yield Scene(stage, pods, registry, woken)
+        yield ReferenceScene(stage, pods, registry, woken)
         task.cancel()
         await asyncio.wait([task])
         assert task.cancelled(), task.exception()
@@ -97,7 +98,7 @@ async def scene(tmp_path: Path) -> AsyncIterator[Scene]:
 
 def make_group(number: int = 1, *, samples: int = 2, prompt: tuple[int, ...] = (3, 4), length: int = 5) -> Group:
     """Finished: rewards are in."""
-    group = Group(GroupId(number), Prompt(0, 0, prompt))
+    group = Group(GroupId(number), Prompt(PromptPosition(0), 0, prompt))
     for place in range(samples):
         ids = np.arange(place, place + length, dtype=np.int32)
         tokens = Tokens(ids, np.full(length, -1, np.float32), (Span(WeightVersion(0, 1), 0, length),))
@@ -119,7 +120,7 @@ def expected_of(sample: Sample, temperature: float = 1.0) -> list[float]:
     return expected
 
 
-async def test_every_finished_sample_gets_the_references_scores_of_its_own_tokens(scene: Scene) -> None:
+async def test_every_finished_sample_gets_the_references_scores_of_its_own_tokens(scene: ReferenceScene) -> None:
     first, second = make_group(1), make_group(2, length=7)
     scene.follow(*scene.pods)
     scene.want(first, second)
@@ -135,7 +136,7 @@ async def test_every_finished_sample_gets_the_references_scores_of_its_own_token
     assert 4 == scene.counted("scored")
 
 
-async def test_connection_that_is_left_half_open_has_its_samples_scored_by_another_pod(scene: Scene) -> None:
+async def test_connection_that_is_left_half_open_has_its_samples_scored_by_another_pod(scene: ReferenceScene) -> None:
     """A node that is gone says nothing: its samples wait for one answer's deadline, or until its pod is replaced."""
     lost, other = scene.pods
     frozen, port = asyncio.Event(), free_port()
@@ -156,7 +157,9 @@ async def test_connection_that_is_left_half_open_has_its_samples_scored_by_anoth
     assert 2 == len(other.asked)
 
 
-async def test_answer_that_a_half_open_connection_keeps_is_asked_for_again_after_its_deadline(scene: Scene) -> None:
+async def test_answer_that_a_half_open_connection_keeps_is_asked_for_again_after_its_deadline(
+    scene: ReferenceScene,
+) -> None:
     scene.stage._deadline_s = 0.2
     frozen, port = asyncio.Event(), free_port()
     async with relayed(port, scene.pods[0].endpoint.port, frozen):
@@ -169,7 +172,7 @@ async def test_answer_that_a_half_open_connection_keeps_is_asked_for_again_after
     assert scene.counted("failed") >= 1
 
 
-async def test_tunix_on_devices_of_its_own_a_group_comes_out_before_any_barrier(scene: Scene) -> None:
+async def test_tunix_on_devices_of_its_own_a_group_comes_out_before_any_barrier(scene: ReferenceScene) -> None:
     """tunix's published stage works so: each group as it comes, whatever else the batch waits for."""
     scene.follow(*scene.pods)
     for number in (1, 2):
@@ -178,7 +181,7 @@ async def test_tunix_on_devices_of_its_own_a_group_comes_out_before_any_barrier(
         await until(lambda: scene.stage.has_scored(group))  # noqa: B023 - it is waited for here
 
 
-async def test_sample_that_is_scored_is_not_asked_again(scene: Scene) -> None:
+async def test_sample_that_is_scored_is_not_asked_again(scene: ReferenceScene) -> None:
     group = make_group()
     scene.follow(scene.pods[0])
     scene.want(group, group)
@@ -190,7 +193,7 @@ async def test_sample_that_is_scored_is_not_asked_again(scene: Scene) -> None:
 
 
 @pytest.mark.parametrize("fault", [500, 503, 429, 400, 0])
-async def test_no_sample_is_lost_over_an_answer_that_is_none(scene: Scene, fault: int) -> None:
+async def test_no_sample_is_lost_over_an_answer_that_is_none(scene: ReferenceScene, fault: int) -> None:
     group = make_group()
     scene.pods[0].faults.extend([fault, fault, fault])
     scene.follow(scene.pods[0])
@@ -202,7 +205,7 @@ async def test_no_sample_is_lost_over_an_answer_that_is_none(scene: Scene, fault
     assert not scene.problem_text
 
 
-async def test_what_one_pod_does_not_answer_another_one_does(scene: Scene) -> None:
+async def test_what_one_pod_does_not_answer_another_one_does(scene: ReferenceScene) -> None:
     scene.pods[0].is_down = True
     groups = [make_group(number) for number in range(1, 20)]
     scene.follow(*scene.pods)
@@ -213,7 +216,7 @@ async def test_what_one_pod_does_not_answer_another_one_does(scene: Scene) -> No
     assert not scene.problem_text
 
 
-async def test_samples_wait_with_a_word_while_no_pod_is_there(scene: Scene) -> None:
+async def test_samples_wait_with_a_word_while_no_pod_is_there(scene: ReferenceScene) -> None:
     group = make_group()
     assert not scene.problem_text, "nothing waits"
     scene.want(group)
@@ -227,7 +230,7 @@ async def test_samples_wait_with_a_word_while_no_pod_is_there(scene: Scene) -> N
     assert not scene.problem_text
 
 
-async def test_word_says_what_the_pods_say_when_all_of_them_fail(scene: Scene) -> None:
+async def test_word_says_what_the_pods_say_when_all_of_them_fail(scene: ReferenceScene) -> None:
     scene.pods[0].is_down = True
     scene.follow(scene.pods[0])
     scene.want(make_group())
@@ -239,7 +242,7 @@ async def test_word_says_what_the_pods_say_when_all_of_them_fail(scene: Scene) -
     assert not scene.problem_text
 
 
-async def test_sample_that_no_pod_can_score_is_reported_and_tried_again(scene: Scene) -> None:
+async def test_sample_that_no_pod_can_score_is_reported_and_tried_again(scene: ReferenceScene) -> None:
     poisoned = make_group(1, samples=1)
     scene.pods[0].faults.extend([400] * (TOLD_AFTER + 3))
     scene.follow(scene.pods[0])
@@ -252,7 +255,7 @@ async def test_sample_that_no_pod_can_score_is_reported_and_tried_again(scene: S
     assert not scene.problem_text
 
 
-async def test_pod_that_is_named_no_more_gives_its_samples_to_another_one(scene: Scene) -> None:
+async def test_pod_that_is_named_no_more_gives_its_samples_to_another_one(scene: ReferenceScene) -> None:
     scene.pods[0].hold()
     group = make_group()
     scene.follow(scene.pods[0])
@@ -265,7 +268,7 @@ async def test_pod_that_is_named_no_more_gives_its_samples_to_another_one(scene:
     assert 2 == len(scene.pods[1].asked)
 
 
-async def test_pod_gets_no_more_at_once_than_it_may_have(scene: Scene) -> None:
+async def test_pod_gets_no_more_at_once_than_it_may_have(scene: ReferenceScene) -> None:
     scene.pods[0].hold()
     scene.follow(scene.pods[0])
     scene.want(make_group(samples=AT_ONCE + 5))
@@ -276,7 +279,7 @@ async def test_pod_gets_no_more_at_once_than_it_may_have(scene: Scene) -> None:
     assert AT_ONCE == scene.pods[0].most_at_once
 
 
-async def test_other_temperature_asks_anew_also_for_what_was_on_its_way(scene: Scene) -> None:
+async def test_other_temperature_asks_anew_also_for_what_was_on_its_way(scene: ReferenceScene) -> None:
     scored, asked = make_group(1), make_group(2)
     scene.follow(scene.pods[0])
     scene.want(scored)
@@ -295,7 +298,7 @@ async def test_other_temperature_asks_anew_also_for_what_was_on_its_way(scene: S
         assert expected_of(sample, 2.0) == said_of(sample)
 
 
-async def test_sample_that_is_given_up_is_waited_for_no_more(scene: Scene) -> None:
+async def test_sample_that_is_given_up_is_waited_for_no_more(scene: ReferenceScene) -> None:
     group = make_group()
     scene.want(group)
     group.samples[0].state = SampleState.DISCARDED
@@ -310,7 +313,9 @@ async def test_sample_that_is_given_up_is_waited_for_no_more(scene: Scene) -> No
 
 
 @pytest.mark.parametrize("length", [1, 4])
-async def test_first_token_of_an_episode_has_no_context_and_is_not_asked_for(scene: Scene, length: int) -> None:
+async def test_first_token_of_an_episode_has_no_context_and_is_not_asked_for(
+    scene: ReferenceScene, length: int
+) -> None:
     group = make_group(samples=1, prompt=(), length=length)
     scene.follow(scene.pods[0])
     scene.want(group)

@@ -279,12 +279,12 @@ def test_sessions_that_wait_for_their_group_are_looked_at_once_a_step(tmp_path: 
     store = Store(tmp_path, job_uid=JOB_UID)
     looked: list[str] = []
 
-    class Watched(Sessions):
+    class AgeWatchedSessions(Sessions):
         def _is_too_old(self, session: Session) -> bool:
             looked.append(session.id)
             return super()._is_too_old(session)
 
-    sessions = Watched(
+    sessions = AgeWatchedSessions(
         store,
         RolloutMetrics(CollectorRegistry()),
         group_size=2,

@@ -230,7 +230,7 @@ def dataset(**fields: Any) -> HuggingFace:
 
 
 # ----------------------------------------------------------------------------------------------------------- in turns
-class Counting:
+class CountingSource:
     """A source whose question says which source it is of, and how far that is."""
 
     def __init__(self, name: str, size: int) -> None:
@@ -243,7 +243,11 @@ class Counting:
         return {"prompt": self.name, "fields": {"index": index}} if response == "ask" else float(index)
 
 
-MIX = [MixPart(Counting("a", 7), weight=3), MixPart(Counting("b", 100)), MixPart(Counting("c", 2), weight=2)]
+MIX = [
+    MixPart(CountingSource("a", 7), weight=3),
+    MixPart(CountingSource("b", 100)),
+    MixPart(CountingSource("c", 2), weight=2),
+]
 
 
 def test_sources_take_turns_in_their_shares_each_at_its_own_pace() -> None:
@@ -281,7 +285,7 @@ def test_a_row_of_a_mix_is_found_again_by_its_index() -> None:
 def test_sets_of_an_evaluation_change_nothing_of_the_prompts_of_rollout(
     position: int, seed: int, sizes: list[int]
 ) -> None:
-    own = [MixPart(Counting(name, size), weight=0) for name, size in zip("xyz", sizes, strict=False)]
+    own = [MixPart(CountingSource(name, size), weight=0) for name, size in zip("xyz", sizes, strict=False)]
     alone, beside = Tasks(MIX, seed=seed), Tasks([*MIX, *own], seed=seed)
     assert (alone.size, alone.digest) == (beside.size, beside.digest)
     assert alone.prompt(position) == beside.prompt(position)
@@ -289,7 +293,7 @@ def test_sets_of_an_evaluation_change_nothing_of_the_prompts_of_rollout(
 
 
 def test_a_row_of_a_set_is_found_by_its_index() -> None:
-    tasks = Tasks([*MIX, MixPart(Counting("x", 3), weight=0, held_out_percent=100)], seed=1)
+    tasks = Tasks([*MIX, MixPart(CountingSource("x", 3), weight=0, held_out_percent=100)], seed=1)
     asked = [tasks.prompt_of(3, place) for place in range(3)]
     assert [("x0", True), ("x1", True), ("x2", True)] == [(each.prompt, each.held_out) for each in asked]
     assert [0.0, 1.0, 2.0] == [tasks.score(each.row, "") for each in asked]
@@ -298,6 +302,6 @@ def test_a_row_of_a_set_is_found_by_its_index() -> None:
 
 
 def test_each_source_holds_out_its_own_share() -> None:
-    tasks = Tasks([MixPart(Counting("a", 100), held_out_percent=100), MixPart(Counting("b", 100))], seed=0)
+    tasks = Tasks([MixPart(CountingSource("a", 100), held_out_percent=100), MixPart(CountingSource("b", 100))], seed=0)
     asked = [tasks.prompt(position) for position in range(200)]
     assert {("a", True), ("b", False)} == {(str(each.prompt)[0], each.held_out) for each in asked}

@@ -29,6 +29,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from colocated_rl_api import names
 from colocated_rl_api.checkpoint import CONTENTS, FORMAT, Contents, checkpoint_name
 from colocated_rl_api.facts import EvaluationResult
+from colocated_rl_api.names import PromptPosition
 from colocated_rl_api.rungs import WeightVersion
 from colocated_rl_rollout.rules.samples import (
     LIVE,
@@ -67,7 +68,7 @@ def segment(count: int, step: int = 0) -> Tokens:
 
 
 def prompt(position: int) -> Prompt:
-    return Prompt(position, position % 7, (1, 2, 3))
+    return Prompt(PromptPosition(position), position % 7, (1, 2, 3))
 
 
 def seal(store: Store, groups: list[Group]) -> BatchRecord:

@@ -16,6 +16,7 @@ from safetensors.numpy import load_file
 
 from colocated_rl_api.job import AtMaxStaleness
 from colocated_rl_api.member_wire import Endpoint
+from colocated_rl_api.names import PromptPosition
 from colocated_rl_api.rungs import WeightVersion
 from colocated_rl_member.data import DataClient
 from colocated_rl_rollout.engines.engine_client import EngineClient, Generated
@@ -42,15 +43,15 @@ from colocated_rl_rollout.store.batches import LEFT_BYTES, shard_path
 from colocated_rl_rollout.store.store import SPARE_BYTES, Store
 from colocated_rl_rollout.tasks.task_wire import RewardAnswer
 from colocated_rl_rollout.worker import Worker
-from fakes.episodes import Told
+from fakes.episodes import ScriptedEpisodes
 from fakes.rollout import JOB_UID, JobOnDisk, make_spec, until
 
 
 @dataclass
-class Scene:
+class WorkerScene:
     worker: Worker
     store: Store
-    episodes: Told
+    episodes: ScriptedEpisodes
     free: list[int]  # bytes on the volume
 
     def admit(self) -> list[Sample]:
@@ -80,7 +81,7 @@ class Scene:
 
 
 @pytest.fixture
-async def scene(tmp_path: Path, request: pytest.FixtureRequest) -> AsyncIterator[Scene]:
+async def scene(tmp_path: Path, request: pytest.FixtureRequest) -> AsyncIterator[WorkerScene]:
     """A worker whose engines and processes are not there: it decides, and nothing is sent."""
     job = JobOnDisk.write(tmp_path, make_spec(**getattr(request, "param", {})))
     free = [1 << 40]
@@ -88,16 +89,20 @@ async def scene(tmp_path: Path, request: pytest.FixtureRequest) -> AsyncIterator
     processes = TaskProcesses(job.spec.rollout.prompts, count=1, socket=tmp_path / "tasks.sock")
     metrics = RolloutMetrics(CollectorRegistry())
     sessions = Sessions(store, metrics, group_size=2, max_staleness=1, changed=lambda: None, clock=lambda: 0.0)
-    episodes = Told(job.spec.rollout.prompts, sessions, count=0, socket=tmp_path, model="job", gateway=lambda: "")
+    episodes = ScriptedEpisodes(
+        job.spec.rollout.prompts, sessions, count=0, socket=tmp_path, model="job", gateway=lambda: ""
+    )
     async with aiohttp.ClientSession() as session:
-        yield Scene(
+        yield WorkerScene(
             Worker(
                 job.spec,
                 store=store,
                 engines=Engines(
                     DataClient(session, job.tls, JOB_UID), settle_s=1, changed=lambda: None, count=lambda tokens: None
                 ),
-                prompts=PromptSource(processes, job.chat, max_prompt_tokens=200, position=0, changed=lambda: None),
+                prompts=PromptSource(
+                    processes, job.chat, max_prompt_tokens=200, position=PromptPosition(0), changed=lambda: None
+                ),
                 chat=job.chat,
                 processes=processes,
                 episodes=episodes,
@@ -124,7 +129,7 @@ def some_tokens(count: int, step: int = 0) -> Tokens:
     return Tokens(np.full(count, 7, np.int32), np.full(count, -1.0, np.float32), spans)
 
 
-async def test_a_sample_that_makes_no_progress_is_replaced(scene: Scene) -> None:
+async def test_a_sample_that_makes_no_progress_is_replaced(scene: WorkerScene) -> None:
     """H6: aborted in the waiting queue, with nothing, again and again."""
     sample, _ = scene.admit()
     for _ in range(IDLE_ATTEMPTS_AT_MOST - 1):
@@ -138,7 +143,7 @@ async def test_a_sample_that_makes_no_progress_is_replaced(scene: Scene) -> None
     assert 2 == len(sample.group.kept)
 
 
-async def test_a_group_is_given_up_when_twice_its_size_was_replaced(scene: Scene) -> None:
+async def test_a_group_is_given_up_when_twice_its_size_was_replaced(scene: WorkerScene) -> None:
     """A group of two is given up at the fifth replacement."""
     group = scene.admit()[0].group
     for times in range(1, 6):
@@ -150,7 +155,7 @@ async def test_a_group_is_given_up_when_twice_its_size_was_replaced(scene: Scene
 
 @pytest.mark.parametrize("scene", [{"maxResponseTokens": 10 * ATTEMPTS_AT_MOST}], indirect=True)
 @pytest.mark.parametrize("each", [1, 10])
-async def test_a_sample_is_not_resumed_for_ever(scene: Scene, each: int) -> None:
+async def test_a_sample_is_not_resumed_for_ever(scene: WorkerScene, each: int) -> None:
     """H34: interrupted in every phase, and prefilled again each time. One that grows evenly has all its attempts."""
     sample, _ = scene.admit()
     for _ in range(ATTEMPTS_AT_MOST):
@@ -159,7 +164,7 @@ async def test_a_sample_is_not_resumed_for_ever(scene: Scene, each: int) -> None
     assert {(SampleState.FAILED, "TooManyAttempts"): 1} == scene.store.reasons
 
 
-async def test_a_long_response_is_not_sent_again_for_ever(scene: Scene) -> None:
+async def test_a_long_response_is_not_sent_again_for_ever(scene: WorkerScene) -> None:
     """Long before the bound on attempts, where each of them brings next to nothing."""
     sample, _ = scene.admit()
     limit = scene.worker._rollout.max_response_tokens
@@ -171,9 +176,9 @@ async def test_a_long_response_is_not_sent_again_for_ever(scene: Scene) -> None:
     assert sample.attempts < ATTEMPTS_AT_MOST
 
 
-async def test_f3_the_end_of_one_group_admits_the_next_while_others_are_in_flight(scene: Scene) -> None:
+async def test_f3_the_end_of_one_group_admits_the_next_while_others_are_in_flight(scene: WorkerScene) -> None:
     """Admission in waves would leave engines idle until the longest response of each wave has ended."""
-    prompts = [Prompt(position, position, (1, 2)) for position in range(9)]
+    prompts = [Prompt(PromptPosition(position), position, (1, 2)) for position in range(9)]
     scene.worker._prompts._ready.extend(prompts)
     scene.worker._admit()
     first, *others = list(scene.store.groups.values())
@@ -191,8 +196,8 @@ async def test_f3_the_end_of_one_group_admits_the_next_while_others_are_in_fligh
     assert not any(group.is_complete for group in others)
 
 
-async def test_a_full_volume_stops_admission_until_there_is_room(scene: Scene) -> None:
-    scene.worker._prompts._ready.extend(Prompt(position, position, (1, 2)) for position in range(9))
+async def test_a_full_volume_stops_admission_until_there_is_room(scene: WorkerScene) -> None:
+    scene.worker._prompts._ready.extend(Prompt(PromptPosition(position), position, (1, 2)) for position in range(9))
 
     def problem_text() -> str:
         problem = scene.store.problem
@@ -210,7 +215,7 @@ async def test_a_full_volume_stops_admission_until_there_is_room(scene: Scene) -
     assert not problem_text()
 
 
-async def test_a_batch_that_the_volume_refuses_is_written_when_there_is_room(scene: Scene) -> None:
+async def test_a_batch_that_the_volume_refuses_is_written_when_there_is_room(scene: WorkerScene) -> None:
     """The controller ended over it, and again at each start; what it had generated meanwhile was lost."""
     samples = [sample for _ in range(3) for sample in scene.admit()]
     for sample in samples:
@@ -230,7 +235,7 @@ async def test_a_batch_that_the_volume_refuses_is_written_when_there_is_room(sce
     await running
 
 
-async def test_a_batch_that_would_take_the_last_of_the_volume_is_not_begun(scene: Scene) -> None:
+async def test_a_batch_that_would_take_the_last_of_the_volume_is_not_begun(scene: WorkerScene) -> None:
     """Half of it was written, and the store beside it could not commit: the controller ended, again and again."""
     for _ in range(3):
         await scene.complete(1.0, 0.0)
@@ -246,7 +251,7 @@ async def test_a_batch_that_would_take_the_last_of_the_volume_is_not_begun(scene
 
 
 @pytest.mark.parametrize("scene", [{"filters": ["EqualRewards"], "maxFilteredPerBatch": 2}], indirect=True)
-async def test_groups_without_a_signal_make_room_for_others_until_there_are_too_many(scene: Scene) -> None:
+async def test_groups_without_a_signal_make_room_for_others_until_there_are_too_many(scene: WorkerScene) -> None:
     taught = await scene.complete(0.0, 1.0)
     for _ in range(2):
         await scene.complete(1.0, 1.0)
@@ -269,7 +274,9 @@ async def test_groups_without_a_signal_make_room_for_others_until_there_are_too_
 
 
 @pytest.mark.parametrize("scene", [{"filters": ["Truncated"]}], indirect=True)
-async def test_a_group_that_is_cut_short_is_left_out_and_stays_so_after_a_restart(scene: Scene, tmp_path: Path) -> None:
+async def test_a_group_that_is_cut_short_is_left_out_and_stays_so_after_a_restart(
+    scene: WorkerScene, tmp_path: Path
+) -> None:
     await scene.complete(0.0, 0.0, finish=Finish.LENGTH)
     assert not scene.store.groups
     await scene.store.flushed()
@@ -280,7 +287,7 @@ async def test_a_group_that_is_cut_short_is_left_out_and_stays_so_after_a_restar
 
 
 async def test_a_group_of_sessions_survives_a_restart_and_is_given_up_whole_when_it_is_too_old(
-    scene: Scene, tmp_path: Path
+    scene: WorkerScene, tmp_path: Path
 ) -> None:
     """Nobody can make another sample for it. Between two of its spans a tool answered."""
     spans = (Span(WeightVersion(0, 1), 0, 1), Span(WeightVersion(1, 1), 3, 4))
@@ -305,7 +312,7 @@ async def test_a_group_of_sessions_survives_a_restart_and_is_given_up_whole_when
 
 @pytest.mark.parametrize("scene", [{"atMaxStaleness": policy} for policy in ("Wait", "Mask", "Drop")], indirect=True)
 @pytest.mark.parametrize(("step", "is_too_old"), [(2, False), (3, True)])
-async def test_a_sample_that_is_finished_can_be_too_old_too(scene: Scene, step: int, is_too_old: bool) -> None:
+async def test_a_sample_that_is_finished_can_be_too_old_too(scene: WorkerScene, step: int, is_too_old: bool) -> None:
     """It waits for the rest of its group, whose other sample is younger: that one is kept."""
     old, young = scene.admit()
     for sample, made_by in ((old, 0), (young, 2)):
@@ -320,7 +327,7 @@ async def test_a_sample_that_is_finished_can_be_too_old_too(scene: Scene, step: 
 
 
 @pytest.mark.parametrize("scene", [{"maxConcurrency": 6}], indirect=True)
-async def test_a_batch_waits_for_a_group_with_tokens_that_have_no_version(scene: Scene) -> None:
+async def test_a_batch_waits_for_a_group_with_tokens_that_have_no_version(scene: WorkerScene) -> None:
     """They may be as old as the limit allows, and are trained as soon as can be."""
     unknown, _ = scene.admit()
     scene.attempt(unknown, Tokens(np.array([7], np.int32), np.array([-1.0], np.float32), (Span(None, 0, 1),)))
@@ -335,7 +342,7 @@ async def test_a_batch_waits_for_a_group_with_tokens_that_have_no_version(scene:
     assert unknown is scene.worker._in_order()[0]
 
 
-async def test_a_sample_that_is_given_up_says_how_its_last_attempt_ended(scene: Scene) -> None:
+async def test_a_sample_that_is_given_up_says_how_its_last_attempt_ended(scene: WorkerScene) -> None:
     group = scene.admit()[0].group
     for _ in range(1 + 2 * 2):
         sample = group.kept[0]
@@ -348,7 +355,7 @@ async def test_a_sample_that_is_given_up_says_how_its_last_attempt_ended(scene: 
 
 
 @pytest.mark.parametrize("scene", [{"maxStaleness": 0, "maxConcurrency": 3}], indirect=True)
-async def test_time_that_sealing_waits_at_the_staleness_limit_is_measured(scene: Scene) -> None:
+async def test_time_that_sealing_waits_at_the_staleness_limit_is_measured(scene: WorkerScene) -> None:
     """Three groups of newer weights are complete, and this batch is the last that may have the fourth."""
     late = scene.admit()
     for sample in late:
@@ -371,7 +378,7 @@ async def test_time_that_sealing_waits_at_the_staleness_limit_is_measured(scene:
     await running
 
 
-async def test_the_most_urgent_goes_first_then_what_was_interrupted_then_the_oldest(scene: Scene) -> None:
+async def test_the_most_urgent_goes_first_then_what_was_interrupted_then_the_oldest(scene: WorkerScene) -> None:
     fresh, late, old = scene.admit(), scene.admit(), scene.admit()
     scene.attempt(late[1], one_token(step=3))
     scene.attempt(old[1], one_token(step=2))
@@ -379,7 +386,7 @@ async def test_the_most_urgent_goes_first_then_what_was_interrupted_then_the_old
     assert [old[1], old[0], late[1], late[0], fresh[1], fresh[0]] == scene.worker._in_order()
 
 
-async def test_an_episode_becomes_its_sample_together_with_the_end_of_its_session(scene: Scene) -> None:
+async def test_an_episode_becomes_its_sample_together_with_the_end_of_its_session(scene: WorkerScene) -> None:
     group, episode = scene.play()
     experts = np.array([[1, 2]], np.int16)
     scene.episodes.ends.put_nowait(Trajectory(one_token(step=3), Finish.LENGTH, 0.5, {"tools": 2.0}, experts))
@@ -397,7 +404,7 @@ async def test_an_episode_becomes_its_sample_together_with_the_end_of_its_sessio
     assert [(5,)] == [tuple(row) for row in scene.store.rows("SELECT value FROM facts WHERE name = 'trained'")]
 
 
-async def test_an_episode_that_fails_is_played_again_by_another_sample_and_counted(scene: Scene) -> None:
+async def test_an_episode_that_fails_is_played_again_by_another_sample_and_counted(scene: WorkerScene) -> None:
     group, episode = scene.play()
     scene.episodes.ends.put_nowait(EpisodeFailed("EpisodeHung", "it did not end"))
     await episode
@@ -405,7 +412,7 @@ async def test_an_episode_that_fails_is_played_again_by_another_sample_and_count
     assert [SampleState.ADMITTED] * 2 == [sample.state for sample in group.kept]
 
 
-async def test_an_episode_that_is_lost_is_played_again_and_not_for_ever(scene: Scene) -> None:
+async def test_an_episode_that_is_lost_is_played_again_and_not_for_ever(scene: WorkerScene) -> None:
     group, episode = scene.play()
     sample = group.samples[0]
     scene.episodes.ends.put_nowait(EpisodeLost("its process died"))
@@ -419,7 +426,7 @@ async def test_an_episode_that_is_lost_is_played_again_and_not_for_ever(scene: S
     assert {(SampleState.FAILED, "NoProgress"): 1} == scene.store.reasons
 
 
-async def test_a_group_is_as_old_as_the_episode_that_is_under_way(scene: Scene) -> None:
+async def test_a_group_is_as_old_as_the_episode_that_is_under_way(scene: WorkerScene) -> None:
     """Else sealing would not wait for it, and it would be too old when it ends."""
     group, episode = scene.play()
     ages = [group.oldest_step]
@@ -432,7 +439,7 @@ async def test_a_group_is_as_old_as_the_episode_that_is_under_way(scene: Scene) 
     assert [None, 3, 3, None] == [*ages, group.oldest_step]
 
 
-async def test_an_end_waits_for_no_episode_and_a_restart_plays_it_again(scene: Scene, tmp_path: Path) -> None:
+async def test_an_end_waits_for_no_episode_and_a_restart_plays_it_again(scene: WorkerScene, tmp_path: Path) -> None:
     group, episode = scene.play()
     scene.worker._own(group.samples[0], episode)
     await until(lambda: scene.episodes.begun)
@@ -459,7 +466,7 @@ class FullEngines(Engines):
         return 0
 
 
-async def test_nothing_is_put_in_order_while_no_engine_takes_it(scene: Scene) -> None:
+async def test_nothing_is_put_in_order_while_no_engine_takes_it(scene: WorkerScene) -> None:
     """All that waited was sorted at each answer of a full engine: 0.4 s for 16,384 samples."""
     scene.admit()
     scene.worker._engines.__class__ = FullEngines
@@ -468,7 +475,7 @@ async def test_nothing_is_put_in_order_while_no_engine_takes_it(scene: Scene) ->
 
 
 @pytest.mark.parametrize("scene", [{"batchSize": 4, "maxStaleness": 2}], indirect=True)
-async def test_slime_of_ten_groups_that_are_ready_four_are_taken_in_order_and_six_stay(scene: Scene) -> None:
+async def test_slime_of_ten_groups_that_are_ready_four_are_taken_in_order_and_six_stay(scene: WorkerScene) -> None:
     """slime's published case has the rule: never more than are wanted, the rest in order next
     time, and nothing where there is no batch.
     """
@@ -491,7 +498,7 @@ ON_POLICY = {"batchSize": 2, "maxStaleness": 0, "atMaxStaleness": "Drop", "spare
 
 
 @pytest.mark.parametrize("scene", [ON_POLICY], indirect=True)
-async def test_the_first_groups_that_are_complete_fill_the_batch_and_spare_ones_go(scene: Scene) -> None:
+async def test_the_first_groups_that_are_complete_fill_the_batch_and_spare_ones_go(scene: WorkerScene) -> None:
     """Complete or not, as far as they have tokens of weights that no later step may train. Nothing waits for them."""
     slow, untouched = scene.admit(), scene.admit()
     scene.attempt(slow[0], one_token())
@@ -513,7 +520,7 @@ async def test_the_first_groups_that_are_complete_fill_the_batch_and_spare_ones_
 @pytest.mark.parametrize(
     "scene", [{"maxResponseTokens": 8, "overlongPenalty": {"bufferTokens": 4, "factor": 2.0}}], indirect=True
 )
-async def test_reward_of_a_response_near_the_limit_is_less_by_the_penalty(scene: Scene) -> None:
+async def test_reward_of_a_response_near_the_limit_is_less_by_the_penalty(scene: WorkerScene) -> None:
     """A response that the limit ended loses it too; no verifier sees it."""
     longest, _ = scene.admit()
     scene.store.start(longest)
@@ -533,7 +540,7 @@ class Verifier(TaskProcesses):
 @pytest.mark.parametrize(
     "scene", [{"maxResponseTokens": 8, "overlongPenalty": {"bufferTokens": 4, "factor": 2.0}}], indirect=True
 )
-async def test_verifiers_reward_is_less_by_the_penalty(scene: Scene, tmp_path: Path) -> None:
+async def test_verifiers_reward_is_less_by_the_penalty(scene: WorkerScene, tmp_path: Path) -> None:
     short, longer = scene.admit()
     scene.worker._processes = Verifier(scene.worker._rollout.prompts, count=0, socket=tmp_path)
     for sample, length in ((short, 4), (longer, 6)):
@@ -545,13 +552,13 @@ async def test_verifiers_reward_is_less_by_the_penalty(scene: Scene, tmp_path: P
 
 
 # ------------------------------------------------------------------------------------------------ how tokens are drawn
-def tokens_of(scene: Scene, text: str) -> Tokens:
+def tokens_of(scene: WorkerScene, text: str) -> Tokens:
     ids = np.asarray(scene.worker._chat.encode(text), np.int32)
     return Tokens(ids, np.full(len(ids), -1.0, np.float32), (Span(WeightVersion(0, 1), 0, len(ids)),))
 
 
 @pytest.mark.parametrize("scene", [{"sampling": {"stop": ["</answer>"]}}], indirect=True)
-async def test_a_stop_text_that_a_switch_cuts_in_two_ends_the_sample_behind_it(scene: Scene) -> None:
+async def test_a_stop_text_that_a_switch_cuts_in_two_ends_the_sample_behind_it(scene: WorkerScene) -> None:
     """An engine looks for it in the tokens of its own attempt alone, and goes on."""
     sample, _ = scene.admit()
     scene.attempt(sample, tokens_of(scene, "it is 7</ans"))

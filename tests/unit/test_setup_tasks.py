@@ -12,80 +12,80 @@ import pytest
 from setup.digest import digest, forget, is_made_from, remember, sources
 from setup.layout import CHECKOUT, Layout
 from setup.localcluster import IMAGE_ROOT, image_list
-from setup.session import Interrupted, Session, SetupError
-from setup.tasks import Board, Task
+from setup.session import Interrupted, SetupError, SetupSession
+from setup.tasks import Board, SetupTask
 
 DEADLINE_S = 60.0
 
 
 @pytest.fixture
-def session(tmp_path: Path) -> Session:
-    return Session(tmp_path / "log")
+def session(tmp_path: Path) -> SetupSession:
+    return SetupSession(tmp_path / "log")
 
 
-class Steps:
+class RecordedSteps:
     """Tasks that write down when they ran."""
 
     def __init__(self) -> None:
         self.ran: list[str] = []
 
-    def task(self, name: str, *needs: str, made: bool = False) -> Task:
-        def make(_: Session) -> None:
+    def task(self, name: str, *needs: str, made: bool = False) -> SetupTask:
+        def make(_: SetupSession) -> None:
             self.ran.append(name)
 
-        return Task(name=name, doing="something", is_made=lambda: made, make=make, needs=needs)
+        return SetupTask(name=name, doing="something", is_made=lambda: made, make=make, needs=needs)
 
 
-def test_tasks_run_after_what_they_need_and_once(session: Session) -> None:
-    steps = Steps()
+def test_tasks_run_after_what_they_need_and_once(session: SetupSession) -> None:
+    steps = RecordedSteps()
     board = Board([steps.task("images", "env", "wheels"), steps.task("wheels", "env"), steps.task("env")], session)
     board.finish(["images"])
     board.finish(["images", "wheels"])
     assert ["env", "wheels", "images"] == steps.ran
 
 
-def test_what_is_made_already_is_not_made_again(session: Session, capsys: pytest.CaptureFixture[str]) -> None:
-    steps = Steps()
+def test_what_is_made_already_is_not_made_again(session: SetupSession, capsys: pytest.CaptureFixture[str]) -> None:
+    steps = RecordedSteps()
     Board([steps.task("env", made=True)], session).finish(["env"])
     assert [] == steps.ran
     assert "" == capsys.readouterr().out
 
 
 def test_work_is_announced_with_how_long_it_may_take_and_its_end_reported(
-    session: Session, capsys: pytest.CaptureFixture[str]
+    session: SetupSession, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    Board([Task("env", "installing", lambda: False, lambda _: None, expected_s=150)], session).finish(["env"])
+    Board([SetupTask("env", "installing", lambda: False, lambda _: None, expected_s=150)], session).finish(["env"])
     lines = [line.partition("] ")[2] for line in capsys.readouterr().out.splitlines()]
     assert ["env: installing, up to about 2 min", "env: ready after 0 s"] == lines
 
 
-def test_independent_tasks_run_at_the_same_time(session: Session) -> None:
+def test_independent_tasks_run_at_the_same_time(session: SetupSession) -> None:
     both = threading.Barrier(2)
 
-    def make(_: Session) -> None:
+    def make(_: SetupSession) -> None:
         both.wait(timeout=DEADLINE_S)
 
-    board = Board([Task(name, "meeting", lambda: False, make) for name in ("download", "build")], session)
+    board = Board([SetupTask(name, "meeting", lambda: False, make) for name in ("download", "build")], session)
     board.finish(["download", "build"])
 
 
-def test_failure_names_the_task_and_shows_the_programs_last_lines(session: Session) -> None:
-    def make(running: Session) -> None:
+def test_failure_names_the_task_and_shows_the_programs_last_lines(session: SetupSession) -> None:
+    def make(running: SetupSession) -> None:
         running.run("env", [sys.executable, "-c", "print('no space left'); raise SystemExit(3)"])
 
-    board = Board([Task("env", "installing", lambda: False, make)], session)
+    board = Board([SetupTask("env", "installing", lambda: False, make)], session)
     with pytest.raises(SetupError, match=r"(?s)^env: .* ended with 3 .*env\.txt.*no space left"):
         board.finish(["env"])
 
 
-def test_stopping_ends_programs_and_lets_none_start(session: Session) -> None:
+def test_stopping_ends_programs_and_lets_none_start(session: SetupSession) -> None:
     started = threading.Event()
 
-    def make(running: Session) -> None:
+    def make(running: SetupSession) -> None:
         started.set()
         running.run("env", [sys.executable, "-c", "import signal; signal.pause()"])
 
-    board = Board([Task("env", "installing", lambda: False, make)], session)
+    board = Board([SetupTask("env", "installing", lambda: False, make)], session)
     board.begin(["env"])
     assert started.wait(timeout=DEADLINE_S)
     session.stop()
@@ -173,8 +173,8 @@ def test_interrupted_layer_gets_to_clean_up(tmp_path: Path) -> None:
     )
     (tmp_path / "run.py").write_text(
         "import pathlib, sys\n"
-        "from setup.session import Session\n"
-        "session = Session(pathlib.Path('log'))\n"
+        "from setup.session import SetupSession\n"
+        "session = SetupSession(pathlib.Path('log'))\n"
         "try:\n"
         "    session.show([sys.executable, 'layer.py'], cwd=pathlib.Path())\n"
         "except KeyboardInterrupt:\n"

@@ -12,6 +12,7 @@ import pytest
 from full_disk import no_file_above
 
 from colocated_rl_api.checkpoint import CONTENTS, Contents
+from colocated_rl_api.names import PromptPosition
 from colocated_rl_trainer.protocol.settings import ConfigError
 from colocated_rl_trainer.state.checkpoint import (
     Checkpoints,
@@ -347,7 +348,9 @@ def test_a_former_checkpoint_that_can_not_be_used_is_named_and_no_older_one_is_t
 
 
 def test_a_checkpoint_says_where_the_prompts_go_on(tmp_path: Path) -> None:
-    written = Checkpoints(tmp_path, lineage=1, keep=2).write(5, keep=2, fill=lambda _: None, prompt_position=160)
+    written = Checkpoints(tmp_path, lineage=1, keep=2).write(
+        5, keep=2, fill=lambda _: None, prompt_position=PromptPosition(160)
+    )
 
     assert 160 == Contents.read(written.directory).prompt_position
 

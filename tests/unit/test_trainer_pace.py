@@ -9,7 +9,7 @@ import pytest
 from colocated_rl_trainer.protocol.pace import STILL_S, Pace, where
 
 
-class Clock:
+class PaceClock:
     now = 100.0
 
     def __call__(self) -> float:
@@ -17,11 +17,11 @@ class Clock:
 
 
 @pytest.fixture
-def clock() -> Clock:
-    return Clock()
+def clock() -> PaceClock:
+    return PaceClock()
 
 
-def run(pace: Pace, clock: Clock, *gaps_s: float, kind: str = "train", is_done: bool = True) -> None:
+def run(pace: Pace, clock: PaceClock, *gaps_s: float, kind: str = "train", is_done: bool = True) -> None:
     """Run a request with these times between its moves."""
     pace.begin(kind)
     for gap_s in gaps_s[:-1]:
@@ -31,7 +31,7 @@ def run(pace: Pace, clock: Clock, *gaps_s: float, kind: str = "train", is_done: 
     pace.end(is_done=is_done)
 
 
-def test_a_standstill_is_compared_with_the_longest_of_finished_requests_of_its_kind(clock: Clock) -> None:
+def test_a_standstill_is_compared_with_the_longest_of_finished_requests_of_its_kind(clock: PaceClock) -> None:
     pace, me = Pace(clock), threading.get_ident()
     run(pace, clock, 2.0, 7.0, 1.0)
     run(pace, clock, 3.0, 1.0)
@@ -46,7 +46,7 @@ def test_a_standstill_is_compared_with_the_longest_of_finished_requests_of_its_k
     assert (STILL_S, 7.0, 2) == (found.seconds, found.usual_s, found.moved)
 
 
-def test_the_time_before_the_end_of_a_request_without_progress_is_one_too(clock: Clock) -> None:
+def test_the_time_before_the_end_of_a_request_without_progress_is_one_too(clock: PaceClock) -> None:
     pace = Pace(clock)
     run(pace, clock, 30.0)
     pace.begin("train")
@@ -56,7 +56,7 @@ def test_the_time_before_the_end_of_a_request_without_progress_is_one_too(clock:
     assert (40.0, 30.0, 0) == (found.seconds, found.usual_s, found.moved)
 
 
-def test_a_short_standstill_one_that_is_over_and_none_are_not_told(clock: Clock) -> None:
+def test_a_short_standstill_one_that_is_over_and_none_are_not_told(clock: PaceClock) -> None:
     pace, me = Pace(clock), threading.get_ident()
     assert pace.standstill(me) is None
     pace.begin("train")

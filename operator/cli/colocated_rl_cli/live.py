@@ -20,7 +20,7 @@ EVERY_S = 0.5
 
 
 class Terminal(Console):
-    """The console on which commands print styled output. Of what it is given, nothing but the style acts on it."""
+    """Prints the styled output of commands. Of what it is given, nothing but the style acts on it."""
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterator[Segment]:
         for segment in super().render(renderable, options):

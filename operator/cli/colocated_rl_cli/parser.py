@@ -50,7 +50,7 @@ def build(prog: str) -> click.Group:
 
 
 class Program(click.Group):
-    """A group that lists its commands in their order, and completes nothing after a word that is no command."""
+    """Lists its commands in their order, and completes nothing after a word that is no command."""
 
     def list_commands(self, context: click.Context) -> list[str]:
         return [*self.commands]
@@ -92,7 +92,7 @@ class Command(click.Command):
 
 
 class JobName(click.ParamType[str]):
-    """A job's name in NAME or, as kubectl writes objects, in crlj/NAME."""
+    """Accepts a job's name as NAME or, as kubectl writes objects, as crlj/NAME."""
 
     name = "job"
 

@@ -1,8 +1,8 @@
 """Decide where every member should stand. The module is pure: it is called after every change and keeps no state.
 
-*The group may stand one barrier beyond its slowest member.* A member that has not reported under the present epoch, or
-does not answer, stands below all others: no further rung is granted until its standing is known again, and rungs that
-were granted stay granted.
+The group may stand one barrier beyond its slowest member (`targets`). A member that has not reported under the present
+epoch, or does not answer, stands below all others: no further rung is granted until its standing is known again, and
+rungs that were granted stay granted.
 
 A `Climb` is the only thing that is decided rather than derived: the step, lineage and epoch that the group climbs to.
 It is raised for a reason (`Cause`) and recorded before a target carries it. Everything else follows from facts, so the
@@ -11,15 +11,13 @@ loss of either side costs a reconnect.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from colocated_rl_api import names
 from colocated_rl_api.job import Switch
 from colocated_rl_api.ladder import Ladder
-from colocated_rl_api.member_wire import Goal, PodTarget, Rendezvous, RolloutTarget
-from colocated_rl_api.rungs import Placement, Rung, WeightVersion
+from colocated_rl_api.member_wire import Goal, PodTarget, RolloutTarget
+from colocated_rl_api.rungs import Rung
 from colocated_rl_api.seats import ROLLOUT_SEAT
 from colocated_rl_operator.planner.actions import DeletePod, PodAction, WaitFor
 from colocated_rl_operator.planner.failure_policy import (
@@ -48,6 +46,14 @@ from colocated_rl_operator.planner.observation import (
 )
 from colocated_rl_operator.planner.reasons import Cause, Waiting
 from colocated_rl_operator.planner.roster import clear, muster
+from colocated_rl_operator.planner.targets import (
+    agreed_checksum,
+    checksums,
+    climb_targets,
+    evaluation_due,
+    keeps_gates_open,
+    stop_targets,
+)
 
 MARGIN_S = 30.0  # beyond the members' own deadlines: they act first, and report
 STOP_DEADLINE_S = 60.0  # members that have not stopped this long after the target to stop lose their pod
@@ -90,7 +96,7 @@ def stop(seen: Observation) -> Plan:
     """Return the plan of a job that is being deleted: every member stops, in the present epoch."""
     if seen.climb is None:
         return Plan(climb=None)
-    targets = _stop_targets(seen, seen.climb, seen.current.values())
+    targets = stop_targets(seen, seen.climb, seen.current.values())
     return Plan(climb=seen.climb, standings=seen.standings, targets=targets)
 
 
@@ -211,7 +217,7 @@ def _decide_for_whole_group(seen: Observation, climb: Climb) -> Decision | Hold 
 
 def _decide_without_trainers(seen: Observation, climb: Climb) -> Decision | None:
     steps = seen.job.spec.steps
-    if seen.recorded_step < steps or _evaluating(seen) is not None:
+    if seen.recorded_step < steps or evaluation_due(seen) is not None:
         return None
     return raise_epoch(seen, climb, Cause.ALL_STEPS_DONE, f"all {steps} batches are recorded")
 
@@ -220,15 +226,15 @@ def _difference(seen: Observation, climb: Climb) -> str:
     """Name the engines that serve other weights than the climb's, or hold different ones; "" if none does."""
     if words := _rejections(seen, climb):
         return f"weights {climb.version} are served by none of {words}"
-    if not (seen.job.spec.compares_engines and _holds_new_weights(seen)) or _agreed(seen, climb) is not None:
+    if not (seen.job.spec.compares_engines and _holds_new_weights(seen)) or agreed_checksum(seen, climb) is not None:
         return ""
-    held = listed([f"{name} {str(checksum)[:12]}" for name, checksum in _checksums(seen, climb).items()])
+    held = listed([f"{name} {str(checksum)[:12]}" for name, checksum in checksums(seen, climb).items()])
     return f"engines hold different weights {climb.version} ({held})"
 
 
 def _may_begin_next_step(seen: Observation, climb: Climb) -> bool:
     """Return whether the next batch is sealed, and no evaluation must end first: only updates wait with `serves_on`."""
-    return seen.recorded_step > climb.step and (seen.job.ladder.serves_on or _evaluating(seen) is None)
+    return seen.recorded_step > climb.step and (seen.job.ladder.serves_on or evaluation_due(seen) is None)
 
 
 def _begin_next_step(seen: Observation, following: Climb) -> Decision | Hold | None:
@@ -240,7 +246,7 @@ def _begin_next_step(seen: Observation, following: Climb) -> Decision | Hold | N
 
 def _decide_after_last_step(seen: Observation, climb: Climb) -> Decision | Hold | None:
     """End the job once its last weights are durable and evaluated. Saving has a deadline."""
-    if seen.keeps_all and _evaluating(seen) is None:
+    if seen.keeps_all and evaluation_due(seen) is None:
         return raise_epoch(seen, climb, Cause.ALL_STEPS_DONE, f"all {seen.job.spec.steps} steps are done")
     if seen.trainer_died and not (seen.keeps_all and _holds_new_weights(seen)):
         return after_death(seen, climb)
@@ -284,36 +290,6 @@ def _is_contested(seen: Observation) -> bool:
     return seen.climb is not None and (not seen.memory.raised or seen.highest_epoch > seen.climb.epoch)
 
 
-@dataclass(frozen=True)
-class Evaluating:
-    """An evaluation measures the weights that all engines serve, which do not change until it is done or late."""
-
-    step: int
-    ends: float  # at the latest
-
-
-def _evaluating(seen: Observation) -> Evaluating | None:
-    """Return the evaluation that is due; None if none is due, or each set has a result, or its deadline is over."""
-    evaluation, facts, climb, ladder = seen.job.spec.evaluation, seen.rollout_facts, seen.climb, seen.job.ladder
-    if evaluation is None or climb is None:
-        return None
-    version, since = seen.served, seen.memory.epoch_at
-    if seen.is_up or version == climb.version:
-        version, since = climb.version, seen.memory.reached.get(Rung.SERVING, seen.now)
-    elif version is None or not ladder.serves_on or not ladder.reaches(Rung.EXPORTED, seen.slowest):
-        return None
-    if version.step < seen.job.spec.steps and version.step % evaluation.every_steps != 0:
-        return None
-    is_done = facts is not None and not evaluation.lacking(facts.evaluated, version.step)
-    ends = since + evaluation.deadline_seconds
-    return None if is_done or seen.now >= ends else Evaluating(version.step, ends)
-
-
-def _keeps_gates_open(seen: Observation) -> Evaluating | None:
-    """Return the evaluation that must finish before gates close for new weights, or None."""
-    return _evaluating(seen) if seen.slowest is Rung.EXPORTED and seen.job.ladder.serves_on else None
-
-
 # ----------------------------------------------------------------------------------------------------------- deadlines
 def patience_s(ladder: Ladder, barrier: Rung, switch: Switch) -> float:
     """Return for how many seconds a group may stand still below a barrier: its members' own deadlines, and a margin."""
@@ -340,7 +316,7 @@ def patience_s(ladder: Ladder, barrier: Rung, switch: Switch) -> float:
 
 
 def _deadline(seen: Observation) -> float:
-    ladder, evaluating = seen.job.ladder, _keeps_gates_open(seen)
+    ladder, evaluating = seen.job.ladder, keeps_gates_open(seen)
     since = max(seen.memory.progress_at, evaluating.ends) if evaluating else seen.memory.progress_at
     return since + patience_s(ladder, ladder.next_barrier(seen.slowest), seen.job.spec.switch)
 
@@ -358,89 +334,16 @@ def _climb(seen: Observation) -> Plan:
         wakes.append(seen.memory.awaited_since + seen.job.spec.pods_ready_deadline_seconds)
     if seen.all_answer and seen.climb is not None:
         wakes.append(_deadline(seen))
-    if evaluating := _evaluating(seen):
+    if evaluating := evaluation_due(seen):
         wakes.append(evaluating.ends)
     return Plan(
         climb=seen.climb,
         standings=seen.standings,
-        targets=_targets(seen),
+        targets=climb_targets(seen),
         pods=pods,
         wait=WaitFor(Waiting.PODS, seen.absent, _absentees(seen)) if seen.absent else None,
         wake_at=min((wake for wake in wakes if wake > seen.now), default=None),
     )
-
-
-def _targets(seen: Observation) -> dict[str, PodTarget | RolloutTarget]:
-    targets: dict[str, PodTarget | RolloutTarget] = {}
-    climb, rollout, first = seen.climb, seen.rollout_member, seen.current.get(seen.job.lineage_seats[0])
-    ladder = seen.job.ladder
-    if climb is None or not climb.group:
-        return targets  # without a group there is nobody to climb together
-    if rollout is not None and rollout.facts is not None:
-        targets[rollout.name] = _rollout_target(seen, climb)
-    if first is None or first.address is None or rollout is None or rollout.address is None:
-        return targets  # the trainers have no rendezvous, or no batches: every member keeps its last target
-    common = PodTarget(
-        epoch=climb.epoch,
-        goal=Goal.CLIMB,
-        step=climb.step,
-        lineage=climb.lineage,
-        rung=ladder.next_barrier(Rung.UNKNOWN),
-        rendezvous=Rendezvous(
-            address=first.address,
-            port=names.RENDEZVOUS_PORT + climb.lineage % names.RENDEZVOUS_PORTS,
-            world_size=seen.job.spec.replicas * seen.job.ranks_per_pod,
-        ),
-        batches=rollout.data_port,
-        is_last=climb.step >= seen.job.spec.steps,
-        weights=_weights(seen, climb),
-    )
-    granted = common.model_copy(update={"rung": _granted(seen), "checksum": _agreed(seen, climb)})
-    for member in seen.gpu_members:
-        if member.pod_facts is None:
-            continue
-        if member.pod_facts.epoch != climb.epoch:
-            targets[member.name] = common  # it must first report its standing under this epoch
-        elif seen.slowest is not Rung.UNKNOWN:
-            targets[member.name] = granted
-    return targets
-
-
-def _weights(seen: Observation, climb: Climb) -> WeightVersion | None:
-    """Return the weights that engines in pods of their own may load.
-
-    They are the climb's once every trainer has exported them, and until then the version that all engines served.
-    """
-    ladder, trainers = seen.job.ladder, seen.trainer_members
-    if ladder.placement is not Placement.DISAGGREGATED:
-        return None
-    is_written = len(trainers) == len(seen.job.trainer_seats) and all(
-        ladder.reaches(seen.standings[member.name], Rung.EXPORTED) for member in trainers
-    )
-    return climb.version if is_written else seen.served
-
-
-def _agreed(seen: Observation, climb: Climb) -> str | None:
-    """Return the checksum that more than half of the engines hold, once all that are there hold the climb's weights.
-
-    None before that, without such a majority, or if the job does not compare its engines.
-    """
-    if not (seen.job.spec.compares_engines and seen.job.ladder.reaches(seen.slowest, Rung.UPDATED)):
-        return None
-    held = _checksums(seen, climb)
-    (checksum, engines), *_ = Counter(held.values()).most_common()
-    return checksum if 2 * engines > len(held) else None
-
-
-def _checksums(seen: Observation, climb: Climb) -> dict[str, str | None]:
-    """Return each engine's checksum of the climb's weights, by its name and its pod's where that has several."""
-    return {
-        (f"{engine.name} of {member.name}" if len(member.pod_facts.engines) > 1 else member.name): engine.checksum
-        for member in seen.gpu_members
-        if member.pod_facts
-        for engine in member.pod_facts.engines
-        if engine.version == climb.version
-    }
 
 
 def _rejections(seen: Observation, climb: Climb) -> str:
@@ -453,30 +356,6 @@ def _rejections(seen: Observation, climb: Climb) -> str:
         if engine.rejected is not None and engine.rejected.version == climb.version
     }
     return f"{listed(list(reasons))} ({next(iter(reasons.values()))})" if reasons else ""
-
-
-def _granted(seen: Observation) -> Rung:
-    """Return the rung one barrier beyond the slowest; gates stay open while the served weights are evaluated."""
-    return Rung.EXPORTED if _keeps_gates_open(seen) else seen.job.ladder.next_barrier(seen.slowest)
-
-
-def _rollout_target(seen: Observation, climb: Climb) -> RolloutTarget:
-    spec = seen.job.spec
-    finished = climb.step if seen.is_finished else climb.step - 1
-    engines = seen.engine_members if seen.job.ladder.serves else ()
-    return RolloutTarget(
-        epoch=climb.epoch,
-        goal=Goal.CLIMB,
-        trained_step=max(finished, seen.trained_step, 0),
-        saved_step=seen.replay_step,
-        engines=tuple(member.data_port for member in engines if member.data_port is not None),
-        references=tuple(member.data_port for member in seen.reference_members if member.data_port is not None),
-        evaluate=evaluating.step if (evaluating := _evaluating(seen)) else None,
-        last_step=spec.steps,
-        concurrency=spec.rollout.concurrency,
-        temperature=spec.rollout.sampling.temperature,
-        evaluation=spec.evaluation,
-    )
 
 
 # ------------------------------------------------------------------------------------------------------------ stopping
@@ -499,7 +378,7 @@ def _stop(seen: Observation, climb: Climb, *, since: float) -> Plan:
     return Plan(
         climb=climb,
         standings=seen.standings,
-        targets=_stop_targets(seen, climb, members, rollout_goal=Goal.CLIMB if gpus else Goal.STOP),
+        targets=stop_targets(seen, climb, members, rollout_goal=Goal.CLIMB if gpus else Goal.STOP),
         pods=(*ends, *map(_delete_reference, references)),
         wait=WaitFor(Waiting.STOPPING, tuple(member.name for member in (*members, *references))),
         wake_at=None if late else until,
@@ -527,15 +406,6 @@ def _leave(seen: Observation) -> Plan:
     pods, wake_at = clear(seen)
     wait = WaitFor(Waiting.STOPPING, tuple(member.name for member in seen.members)) if seen.members else None
     return Plan(climb=seen.climb, standings=seen.standings, pods=pods, wait=wait, wake_at=wake_at)
-
-
-def _stop_targets(
-    seen: Observation, climb: Climb, members: Iterable[Member], *, rollout_goal: Goal = Goal.STOP
-) -> dict[str, PodTarget | RolloutTarget]:
-    lowest = seen.job.ladder.next_barrier(Rung.UNKNOWN)
-    stop = PodTarget(epoch=climb.epoch, goal=Goal.STOP, step=climb.step, lineage=climb.lineage, rung=lowest)
-    rollout = _rollout_target(seen, climb).model_copy(update={"goal": rollout_goal, "evaluate": None})
-    return {member.name: rollout if member.seat == ROLLOUT_SEAT else stop for member in members if member.facts}
 
 
 # -------------------------------------------------------------------------------------------------------- for messages

@@ -13,7 +13,7 @@ from colocated_rl_api.member_wire import Goal
 
 
 class DocumentedReason(StrEnum):
-    """A word for programs, with what it means, and what to do about it: "" if nothing."""
+    """Holds a word for programs, with what it means, and what to do about it: "" if nothing."""
 
     meaning: str
     advice: str
@@ -129,7 +129,7 @@ class Waiting(StrEnum):
 
 
 class ConditionType(DocumentedReason):
-    """Conditions of a job, all of them always there."""
+    """Names the conditions of a job, which are always all there."""
 
     READY = (
         "Ready",

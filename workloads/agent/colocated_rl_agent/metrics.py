@@ -1,4 +1,4 @@
-"""Figures of the agent for Prometheus. Names are part of the interface."""
+"""Define the agent's metrics for Prometheus. Their names are part of the interface."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ class AgentMetrics:
 
 
 class ChildMemory(Collector):
-    """Host memory of engine and trainers after each switch, and by how much it grows from one switch to the next.
+    """Tracks the host memory of engine and trainers after each switch, and by how much it grows from one to the next.
 
     The growth is the slope of a line through the newest SWITCHES values (least squares), so that one large batch is no
     growth; of FEWEST at least, all of one process.

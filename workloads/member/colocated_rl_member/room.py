@@ -25,7 +25,7 @@ ANSWER = (
 
 
 class Bound:
-    """A bound on a number of things. The log reports once that it is reached, and again after three quarters of it."""
+    """Bounds a number of things. The log reports once that it is reached, and again after three quarters of it."""
 
     def __init__(self, most: int, event: str) -> None:
         self.most = most

@@ -1,1 +1,1 @@
-"""The rollout controller: a persistent worker, with its store, rewards and gateway."""
+"""This package is the rollout controller: a persistent worker, with its store, rewards and gateway."""

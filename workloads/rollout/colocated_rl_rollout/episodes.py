@@ -65,7 +65,10 @@ class EpisodeLost(Exception):
 
 @dataclass(eq=False)
 class _Player:
-    """A process that plays. playing: gets None for each episode that is lost with it. lost: why it must be replaced."""
+    """Plays episodes in one process.
+
+    playing: gets None for each episode that is lost with it. lost: why it must be replaced.
+    """
 
     connection: TaskConnection
     ends: Sequence[int]  # end of the rows of each source

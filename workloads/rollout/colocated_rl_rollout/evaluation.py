@@ -111,7 +111,7 @@ class Scoreboard:
 
 @dataclass(eq=False)
 class SetUnderWay:
-    """The evaluation of one set, by the rules and the temperature with which it began."""
+    """Evaluates one set, by the rules and the temperature with which it began."""
 
     rules: EvaluationSet
     prompts: list[Prompt]

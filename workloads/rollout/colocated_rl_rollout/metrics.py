@@ -1,4 +1,4 @@
-"""Figures of the rollout controller for Prometheus. Names are part of the interface.
+"""Define the rollout controller's metrics for Prometheus. Their names are part of the interface.
 
 Counters count since the process started; what must survive a restart is in the store, and shown as a gauge.
 """
@@ -24,7 +24,7 @@ ALERTED_DISCARDS = ("TooStale", "SessionTooStale")
 
 
 class RolloutMetrics:
-    """Figures that worker and gateway add to."""
+    """Holds the metrics that worker and gateway add to."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self.tokens = Counter("colocate_rollout_tokens", "Tokens generated", registry=registry)
@@ -190,7 +190,7 @@ _STORE_GAUGES = (
 
 
 class TokenRate:
-    """Tokens per second over the last RATE_WINDOW_S, of attempts that ended."""
+    """Measures tokens per second over the last RATE_WINDOW_S, of attempts that ended."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock

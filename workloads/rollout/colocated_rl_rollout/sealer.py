@@ -1,4 +1,4 @@
-"""The interface of the worker that makes a job's batches: a `Worker`, or a `Replay` of recorded batches."""
+"""Define the interface of what makes a job's batches: a `Worker`, or a `Replay` of recorded batches."""
 
 from __future__ import annotations
 

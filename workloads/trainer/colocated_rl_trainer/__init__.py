@@ -1,1 +1,1 @@
-"""The helper that makes a torch loop a trainer, and the default trainer."""
+"""This package makes a torch loop a trainer, and has the default trainer."""

@@ -1,4 +1,4 @@
-"""`python3 -m colocated_rl_trainer`: run one rank of the default trainer."""
+"""Run one rank of the default trainer: `python3 -m colocated_rl_trainer`."""
 
 import os
 

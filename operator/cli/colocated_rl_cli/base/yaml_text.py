@@ -5,7 +5,7 @@ number, `1:30` is not, `0o17` is 15), so they are resolved here. As in the serve
 tab that indents is an error. Like the server's strict validation, this refuses a key that comes twice, text that is not
 YAML, and a number that JSON cannot express.
 
-ruamel.yaml would replace the positions alone: scalars, tabs, merges, limits and errors would still be decided here.
+ruamel.yaml would replace the positions alone: it resolves scalars differently from the server, too (docs/design.md).
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Unreadable(Exception):
 
 @dataclass(frozen=True, order=True)
 class Position:
-    """A position in a file; line and column count from 1."""
+    """Names a place in a file; line and column count from 1."""
 
     line: int
     column: int
@@ -57,7 +57,7 @@ class Position:
 
 @dataclass(frozen=True)
 class Document:
-    """One document of a file. places: path of each value to its position, or to its key's where it has a key."""
+    """Holds one document of a file. places: path of each value to its position, or to its key's where it has a key."""
 
     value: Any
     places: dict[Path, Position] = field(default_factory=dict)

@@ -32,7 +32,7 @@ Object = dict[str, Any]
 
 
 class Api:
-    """A client for one namespace of one cluster."""
+    """Calls the API server in one namespace of one cluster."""
 
     def __init__(self, session: aiohttp.ClientSession, namespace: str) -> None:
         self.session = session

@@ -121,7 +121,7 @@ async def opened(
 
 
 class PageBody:
-    """A member's answer, read from the port-forward only as far as the caller consumes it.
+    """Reads a member's answer from the port-forward only as far as the caller consumes it.
 
     headers: keyed by names in lower case.
     """

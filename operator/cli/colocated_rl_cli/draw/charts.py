@@ -15,7 +15,7 @@ Number = float | int
 
 @dataclass(frozen=True)
 class Series:
-    """A line of points; `spread` is half the height of a bar at each point, such as a standard error."""
+    """Holds a line of points; `spread` is half the height of a bar at each point, such as a standard error."""
 
     name: str
     colour: str  # name of a custom property, without dashes
@@ -26,7 +26,7 @@ class Series:
 
 @dataclass(frozen=True)
 class Bar:
-    """Part of a row; start and end are in the unit of the axis."""
+    """Marks part of a row; start and end are in the unit of the axis."""
 
     start: Number
     end: Number
@@ -36,7 +36,7 @@ class Bar:
 
 @dataclass(frozen=True)
 class ChartRow:
-    """A named row of bars."""
+    """Holds a named row of bars."""
 
     name: str
     bars: Sequence[Bar]

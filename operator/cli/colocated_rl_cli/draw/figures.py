@@ -27,7 +27,7 @@ HELD_OUT = "held-out"  # the one set of an older rollout controller, which does 
 
 @dataclass(frozen=True)
 class Sealed:
-    """A sealed batch.
+    """Describes a sealed batch.
 
     staleness: count of its tokens by the age of their weights, in steps behind the newest when they are trained.
     """
@@ -44,7 +44,7 @@ class Sealed:
 
 @dataclass(frozen=True)
 class Evaluated:
-    """An evaluation of one set. ts: None if its log went with its pod."""
+    """Describes an evaluation of one set. ts: None if its log went with its pod."""
 
     name: str  # of the set
     step: int
@@ -58,7 +58,7 @@ class Evaluated:
 
 @dataclass(frozen=True)
 class RungSpan:
-    """A pod's time between two rungs. towards: the rung that ended it; None for the last span."""
+    """Holds a pod's time between two rungs. towards: the rung that ended it; None for the last span."""
 
     pod: str
     start: float
@@ -71,7 +71,7 @@ class RungSpan:
 
 @dataclass(frozen=True)
 class Standing:
-    """A pod's rung by its newest line, who has its GPU, and since when, in seconds since the epoch."""
+    """States a pod's rung by its newest line, who has its GPU, and since when, in seconds since the epoch."""
 
     rung: Rung
     holder: PodHolder
@@ -80,7 +80,7 @@ class Standing:
 
 @dataclass(frozen=True)
 class Mark:
-    """A single event worth showing: a loss, a restart."""
+    """Marks a single event worth showing: a loss, a restart."""
 
     ts: float
     who: str
@@ -89,7 +89,7 @@ class Mark:
 
 @dataclass(frozen=True)
 class RungTime:
-    """The seconds that pods needed to reach a rung from the one before, over all switches of a run."""
+    """Holds the seconds that pods needed to reach a rung from the one before, over all switches of a run."""
 
     rung: Rung
     holder: PodHolder
@@ -101,7 +101,7 @@ class RungTime:
 
 @dataclass(frozen=True)
 class RunFigures:
-    """The figures of one run."""
+    """Holds the figures of one run."""
 
     batches: tuple[Sealed, ...]
     evaluations: tuple[Evaluated, ...]

@@ -23,7 +23,7 @@ Object = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Evidence:
-    """Observations of one job.
+    """Holds what was observed of one job.
 
     states: page `/v1/state` by pod, or the error that prevented reading it. since: when each pod reached its rung, in
     seconds since the epoch.

@@ -44,7 +44,7 @@ def read_line(text: str) -> dict[str, Any] | None:
 
 @dataclass(frozen=True)
 class Records:
-    """The records of one job. took_s: durations by name that the recorder measured on its own clock."""
+    """Holds the records of one job. took_s: durations by name that the recorder measured on its own clock."""
 
     job: Mapping[str, Any]
     lines: Sequence[Mapping[str, Any]]

@@ -40,7 +40,7 @@ AT_REST = (Phase.SUSPENDING, Phase.SUSPENDED, Phase.QUEUED, Phase.FAILED)  # pod
 
 @dataclass(frozen=True)
 class Finding:
-    """One cause, with the pod and the rung that it concerns."""
+    """Names one cause, with the pod and the rung that it concerns."""
 
     reason: str
     message: str  # from the source of the cause: what happened
@@ -54,7 +54,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Explanation:
-    """Everything that `explain` shows.
+    """Holds everything that `explain` shows.
 
     waits_for: what the job waits for if nothing is wrong. notes: what could not be observed.
     """

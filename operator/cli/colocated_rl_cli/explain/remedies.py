@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 
 class Remedy(NamedTuple):
-    """The meaning of a reason, and what to do about it."""
+    """States the meaning of a reason, and what to do about it."""
 
     means: str
     do: str

@@ -60,7 +60,7 @@ _NAMESPACE = re.compile("[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
 
 @dataclass(frozen=True, order=True)
 class Fault:
-    """One thing that the API server or the operator would refuse."""
+    """Describes one thing that the API server or the operator would refuse."""
 
     place: Position
     field: str  # as the server writes it: spec.rollout.engine.args[1]; "" for the whole document
@@ -69,7 +69,7 @@ class Fault:
 
 @dataclass(frozen=True)
 class ManifestVerdict:
-    """The verdict on one file. jobs: names of the jobs in it."""
+    """Holds the verdict on one file. jobs: names of the jobs in it."""
 
     jobs: tuple[str, ...]
     others: int  # objects of other kinds

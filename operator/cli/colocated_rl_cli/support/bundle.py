@@ -39,7 +39,7 @@ is replaced by [removed]. Look at it before you send it.
 
 
 class Bundle:
-    """An archive in the making; all files lie below one folder."""
+    """Collects the files of an archive; all of them lie below one folder."""
 
     def __init__(self, folder: str) -> None:
         self._folder = folder

@@ -181,7 +181,7 @@ class _RankChecksums(_EngineAnswer):
 
 
 class ChecksumAnswer(_EngineAnswer):
-    """Over all ranks. Names and layout are the engine's own: only engines of one shape can be compared."""
+    """Holds checksums over all ranks. Names and layout are the engine's own: engines of one shape are comparable."""
 
     success: bool
     message: str = ""

@@ -54,7 +54,7 @@ class ExportTorn(Exception):
 
 @dataclass(frozen=True)
 class TensorDigest:
-    """The digest of one exported tensor. dtype: as safetensors spells it."""
+    """Holds the digest of one exported tensor. dtype: as safetensors spells it."""
 
     dtype: str
     digest: str

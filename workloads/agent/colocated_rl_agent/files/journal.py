@@ -75,7 +75,7 @@ class TrainerStarted(_Record):
 
 
 class PoolMeasured(_Record):
-    """KV pool of the pod's first engine, which its replacements get."""
+    """Records the KV pool of the pod's first engine, which its replacements get."""
 
     kind: Literal["pool"] = "pool"
     tokens: int

@@ -53,7 +53,7 @@ _process, _number = secrets.token_hex(8), itertools.count()
 
 
 class GateRefusal(Exception):
-    """A request that the gate or the engine answers with an HTTP error."""
+    """The gate or the engine answers the request with an HTTP error."""
 
     def __init__(self, status: int, message: str) -> None:
         super().__init__(message)

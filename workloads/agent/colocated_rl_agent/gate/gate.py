@@ -61,7 +61,7 @@ STATE = "/v1/gate"
 
 
 class GateRoute(NamedTuple):
-    """The one method that a path takes, and its handler."""
+    """Names the one method that a path takes, and its handler."""
 
     method: str
     serve: Callable[[Call], Awaitable[None]]

@@ -50,7 +50,7 @@ class _Message(BaseModel):
 
 
 class ChildStatus(_Message):
-    """Newest incarnation of a name."""
+    """Describes the newest incarnation of a name."""
 
     name: str
     incarnation: str

@@ -1,1 +1,1 @@
-"""The gates of the job's engines, and the requests sent through them. Only this room asks an engine for tokens."""
+"""This room knows the gates of the job's engines. It alone asks an engine for tokens."""

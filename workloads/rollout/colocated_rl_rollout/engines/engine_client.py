@@ -182,7 +182,7 @@ NOTHING = Generated(NO_TOKENS, finish=None)
 
 
 class GateConnector(aiohttp.TCPConnector):
-    """A connector to gates without a limit of connections, each of which ends when the other machine is gone.
+    """Connects to gates without a limit of connections, each of which ends when the other machine is gone.
 
     Only so many begin together at each gate: of thousands at once, each would be silent until TLS has begun for all of
     them, and a port ends what is silent for longest when it has no room.

@@ -189,7 +189,7 @@ class HeldSessions(TypedDict):
 
 
 class SessionTrajectory(TypedDict):
-    """The path of the newest turn, as it would be trained. All but the prompt are of one length."""
+    """Holds the path of the newest turn, as it would be trained. All but the prompt are of one length."""
 
     prompt_token_ids: list[int]
     token_ids: list[int]

@@ -30,13 +30,13 @@ AskedT = TypeVar("AskedT", bound=BaseModel)
 
 
 class ShardAsked(BaseModel):
-    """Query of a batch."""
+    """Names a batch, in a query."""
 
     shard: int = Field(ge=0, lt=10**9, description="rank of the trainer")
 
 
 class SamplesAsked(BaseModel):
-    """Query of the samples' page."""
+    """Selects samples, in a query."""
 
     state: SampleState | None = Field(default=None, description="of these alone")
     before: int | None = Field(default=None, ge=0, lt=2**63, description="a page further: the id of the last one seen")
@@ -72,7 +72,7 @@ class SamplesAsked(BaseModel):
 
 
 class SampleShown(TypedDict):
-    """One sample. `finish`, `reward` and `step` are null until it has them."""
+    """Shows one sample. `finish`, `reward` and `step` are null until it has them."""
 
     id: SampleId
     group_id: GroupId

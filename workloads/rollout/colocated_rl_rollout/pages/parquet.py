@@ -1,4 +1,4 @@
-"""Samples as a Parquet file on standard output: `python -m colocated_rl_rollout.pages.parquet`.
+"""Write samples as a Parquet file to standard output: `python -m colocated_rl_rollout.pages.parquet`.
 
 This process yields to others and only reads: it takes time and memory from nobody else. Row groups are small, so it
 holds no more memory for a week's samples than for a minute's. The file is whole when the exit code is 0.

@@ -16,6 +16,7 @@ from enum import StrEnum
 
 from colocated_rl_api.facts import Problem
 from colocated_rl_api.logs import log
+from colocated_rl_api.names import PromptPosition
 from colocated_rl_rollout.rewards.rewards import RewardFailed, TaskProcesses
 from colocated_rl_rollout.rewards.task_connection import OTHER_DATA, TaskUnusable
 from colocated_rl_rollout.rules.chat import Chat, Unrenderable
@@ -56,7 +57,7 @@ class PromptSource:
         chat: Chat,
         *,
         max_prompt_tokens: int,
-        position: int,
+        position: PromptPosition,
         changed: Callable[[], None],
         known_digest: str | None = None,
         remember: Callable[[str], None] = lambda _: None,
@@ -71,7 +72,7 @@ class PromptSource:
         self._remember = remember
         self._count = count
         self._retry_s = retry_s
-        self._position = position  # of the next row to look at
+        self._position: int = position  # of the next row to look at
         self._ready: deque[Prompt] = deque()
         self._taken = asyncio.Event()
         self.left_out: Counter[LeftOut] = Counter()
@@ -152,7 +153,7 @@ class PromptSource:
             if len(ids) > self._max_prompt_tokens:
                 self._leave_out(LeftOut.TOO_LONG)
                 continue
-            found.append(Prompt(position, row.row, ids))
+            found.append(Prompt(PromptPosition(position), row.row, ids))
         return found
 
     def _ids(self, row: PromptRow) -> tuple[int, ...] | Unrenderable:

@@ -1,4 +1,4 @@
-"""A connection to one task process: the controller's end of `task_wire`, and the life of the process.
+"""Connect to one task process: the controller's end of `task_wire`, and the life of the process.
 
 The task server starts a process for each connection, and ends it when the connection is closed. Lines are untrusted:
 one of another shape, or one that is too long, ends the process.

@@ -1,4 +1,4 @@
-"""The penalty of responses that come near to the token limit. Pure.
+"""Penalize responses that come near to the token limit. Pure.
 
 A response that the limit cut is rewarded 0 like a wrong one. A penalty that rises before the limit shows the policy
 that length was at fault.

@@ -15,6 +15,7 @@ from typing import NewType
 import numpy as np
 from numpy.typing import NDArray
 
+from colocated_rl_api.names import PromptPosition
 from colocated_rl_api.rungs import WeightVersion
 
 
@@ -119,7 +120,7 @@ class Prompt:
     An environment's task has no ids: each of its episodes has a prompt of its own.
     """
 
-    position: int
+    position: PromptPosition
     index: int
     ids: tuple[int, ...]
 

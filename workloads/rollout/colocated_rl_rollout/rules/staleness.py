@@ -60,7 +60,7 @@ def room(
 
 
 class Candidate(NamedTuple):
-    """A group as sealing sees it. It sorts by urgency, then by age."""
+    """Describes a group as sealing sees it. It sorts by urgency, then by age."""
 
     deadline: int
     id: GroupId

@@ -1,4 +1,4 @@
-"""Sealed batches: groups become the files of `colocated_rl_api.batch`, and this module knows where the files are.
+"""Seal batches: groups become the files of `colocated_rl_api.batch`, and this module knows where the files are.
 
 Sealing divides a batch among the trainer ranks: whole samples, balanced by tokens. Its files are written and synced
 before the store seals the batch, so a sealed batch always has its files; the next attempt overwrites a file of a batch
@@ -29,6 +29,7 @@ from safetensors.numpy import save
 
 from colocated_rl_api.batch import HEADER_KEY, BatchHeader
 from colocated_rl_api.durable import sync
+from colocated_rl_api.names import PromptPosition
 from colocated_rl_api.wire import Wire
 from colocated_rl_rollout.rules.samples import Finish, Group, Sample, SampleId
 from colocated_rl_rollout.rules.staleness import staleness
@@ -100,7 +101,7 @@ def write_batch(
     seed: int,
     oldest_step: int = 0,
     reference: Mapping[SampleId, NDArray[np.float32]] | None = None,
-    prompt_position: int | None = None,
+    prompt_position: PromptPosition | None = None,
     free_bytes: Callable[[Path], int] = free_on_volume,
 ) -> BatchRecord:
     """Make the files of a batch durable and return its record. `groups` are complete, in the batch's order.

@@ -1,4 +1,4 @@
-"""The store's database file, and the one thread that writes to it.
+"""Open the store's database file, and run the one thread that writes to it.
 
 Statements are queued in order and committed together: while one commit is on its way to the disk, all further ones wait
 for the next commit, so a thousand samples a second cost a few commits a second. An entry of the queue is never split

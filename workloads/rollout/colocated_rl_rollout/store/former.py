@@ -1,4 +1,4 @@
-"""Origin of a job with `spec.restoreFrom`: a former job's checkpoint, and where wanted its store of samples.
+"""Begin a job with `spec.restoreFrom`: from a former job's checkpoint, and where wanted its store of samples.
 
 Both are only read. The checkpoint says behind which step samples begin, and where the prompts go on. The store is
 copied: batches first, the database last and by a rename, so that after a kill a store is here whole or not at all. In
@@ -27,7 +27,7 @@ from colocated_rl_rollout.store.database import StoreFailed
 
 @dataclass(frozen=True)
 class FormerJob:
-    """Place of a former job's files. step: of its checkpoint; None: the newest. samples: its store, if wanted."""
+    """Says where a former job's files are. step: of its checkpoint; None: the newest. samples: its store, if wanted."""
 
     checkpoints: Path
     step: int | None = None

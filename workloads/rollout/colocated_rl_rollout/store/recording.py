@@ -1,4 +1,4 @@
-"""Recorded batches: the files of a sealed batch become a batch of another job, or of another number of ranks.
+"""Take recorded batches: the files of a sealed batch become a batch of another job, or of another number of ranks.
 
 This module does not know the store. A recording is a directory of files of `colocated_rl_api.batch`, named by
 `batches.shard_path`, from step 1 on: the store of a job, or a copy. It is only read. Where this job has as many trainer

@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 from colocated_rl_api.checkpoint import Contents
 from colocated_rl_api.facts import EvaluationResult, Problem
 from colocated_rl_api.logs import log
-from colocated_rl_api.names import JobUid
+from colocated_rl_api.names import JobUid, PromptPosition
 from colocated_rl_rollout.rules.resume import join
 from colocated_rl_rollout.rules.samples import (
     LIVE,
@@ -119,7 +119,7 @@ class Store:
             former.copy_samples(self.path, self.batch_directory, job_uid=job_uid)
         database, is_restored = self._open()
         self.epoch = 0
-        self.cursor = 0
+        self.cursor = PromptPosition(0)
         self.data_digest: str | None = None
         self.trained_step = 0
         self.began_at: int | None = None  # step of the former checkpoint that the job began from
@@ -171,7 +171,7 @@ class Store:
                 self.give_up(group, "CheckpointNewer")
         self.commit(step)
         if not has_samples:
-            self.cursor = checkpoint.prompt_position or 0
+            self.cursor = checkpoint.prompt_position or PromptPosition(0)
         self.began_at = step
         self._writer.write((tables.FACT, [("cursor", self.cursor), ("began_at", step)]))
 
@@ -247,7 +247,7 @@ class Store:
         self._group_count += 1
         group = Group(GroupId(self._group_count), prompt)
         self.groups[group.id] = group
-        self.cursor = prompt.position + 1
+        self.cursor = PromptPosition(prompt.position + 1)
         ids = np.asarray(prompt.ids, np.int32).tobytes()
         self._writer.write(
             (tables.GROUP, [(group.id, prompt.position, prompt.index, ids)]),
@@ -259,7 +259,7 @@ class Store:
     def admit_whole(self, prompt: tuple[int, ...], trajectories: Sequence[Trajectory], *also: Statement) -> Group:
         """Admit a group of samples that are completed already. also: statements to commit together with it."""
         self._group_count += 1
-        group = Group(GroupId(self._group_count), Prompt(OF_SESSIONS, OF_SESSIONS, prompt))
+        group = Group(GroupId(self._group_count), Prompt(PromptPosition(OF_SESSIONS), OF_SESSIONS, prompt))
         first = self.counts.total() + 1
         for number, each in enumerate(trajectories, first):
             sample = Sample(SampleId(number), group, SampleState.COMPLETED, each.tokens, segments=1, attempts=1)
@@ -362,7 +362,7 @@ class Store:
         )
 
     # ------------------------------------------------------------------------------------------------- batches
-    def position_after(self, groups: Sequence[Group]) -> int:
+    def position_after(self, groups: Sequence[Group]) -> PromptPosition:
         """Return where a job that has only a checkpoint of the batch `groups` goes on: no prompt is left out."""
         sealed = {group.id for group in groups}
         ahead = [group.prompt.position for group in self.groups.values() if group.id not in sealed]
@@ -619,7 +619,7 @@ class Store:
                 f"{self.path} belongs to job {facts['job_uid']}, not to {job_uid}: give the job its own volume"
             )
         self.epoch = facts.get("epoch", 0)
-        self.cursor = facts.get("cursor", 0)
+        self.cursor = PromptPosition(facts.get("cursor", 0))
         self.data_digest = facts.get("data_digest")
         self.trained_step = facts.get("trained_step", 0)
         self.began_at = facts.get("began_at")
@@ -636,7 +636,7 @@ class Store:
         for number, position, index, ids in database.execute(
             "SELECT id, position, prompt_index, prompt FROM groups WHERE step IS NULL AND given_up IS NULL ORDER BY id"
         ):
-            prompt = Prompt(position, index, tuple(np.frombuffer(ids, np.int32).tolist()))
+            prompt = Prompt(PromptPosition(position), index, tuple(np.frombuffer(ids, np.int32).tolist()))
             self.groups[number] = Group(number, prompt)
         samples: dict[SampleId, Sample] = {}
         for row in database.execute(tables.ALIVE):

@@ -1,5 +1,4 @@
-"""The tables of the store: their schema, the statements that change them, and how a row is read. No file is opened
-here.
+"""Define the tables of the store: their schema, the statements that change them, and how a row is read. Opens no file.
 
 A prompt's ids stand with its group until it is sealed, tokens as segments of a sample until it is; rows of samples stay
 until a checkpoint holds their step, and are only counted from then on (`retired`). Clients' turns at the gateway stand

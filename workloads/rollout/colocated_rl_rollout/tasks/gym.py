@@ -28,7 +28,7 @@ class TaskLacking(ModuleNotFoundError):
 
 
 class GymTask:
-    """One task, in its own order: its seed makes the prompts."""
+    """Makes the prompts of one task, in its own order, from its seed."""
 
     def __init__(self, task: ReasoningGym) -> None:
         gym = import_reasoning_gym()

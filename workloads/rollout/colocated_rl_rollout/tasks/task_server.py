@@ -53,7 +53,7 @@ def listen(path: Path) -> socket.socket:
 
 
 class Families:
-    """Each process with all that descends from it. A process is started behind a `keeper`, which ends them together.
+    """Holds each process with all that descends from it. A process starts behind a `keeper`, which ends them together.
 
     adopts: what is left of a family whose keeper was killed comes to this process, which ends it: then all children of
     this process have to be those of these families.

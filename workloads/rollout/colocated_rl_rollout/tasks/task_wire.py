@@ -30,7 +30,7 @@ class _Line(BaseModel):
 
 
 class Greeting(_Line):
-    """The first line to a process. processes: how many share the container with it, itself too.
+    """Begins the conversation with a process. processes: how many share the container with it, itself too.
 
     sets: of the evaluation, those with a source of their own.
     model: asked by the episodes that it is to play; None: it answers prompts instead.
@@ -43,7 +43,7 @@ class Greeting(_Line):
 
 
 class Play(_Line):
-    """To a process that plays: an episode of the task of a row. address: of the gateway, for this episode's turns."""
+    """Asks a process that plays for an episode of a row's task. address: of the gateway, for the episode's turns."""
 
     episode: int
     row: int
@@ -51,13 +51,13 @@ class Play(_Line):
 
 
 class Stop(_Line):
-    """To a process that plays: end an episode."""
+    """Asks a process that plays to end an episode."""
 
     episode: int
 
 
 class TaskReply(_Line):
-    """The answer to each line, in their order: a value, or an error and its reason.
+    """Answers each line, in their order: with a value, or an error and its reason.
 
     episode: that has ended; these come in any order, and each with the reward or an error.
     """
@@ -69,7 +69,7 @@ class TaskReply(_Line):
 
 
 class Data(_Line):
-    """The answer to a greeting: what there is. ends: of the rows of each source.
+    """Answers a greeting with what there is. ends: of the rows of each source.
 
     size: positions of one pass of rollout's prompts. digest: another one for other rows of them. sets_digest: another
     one for other rows of the sources of sets.
@@ -89,7 +89,7 @@ class Data(_Line):
 
 
 class RewardAnswer(_Line):
-    """The reward of a response, and figures beside it. A number alone is a reward without any."""
+    """Holds the reward of a response, and figures beside it. A number alone is a reward without any."""
 
     reward: RewardValue
     figures: Figures = {}
@@ -101,7 +101,7 @@ class RewardAnswer(_Line):
 
 
 class UnscoredRow(_Line):
-    """A row that an endpoint rewards and no process here: the answer to `score` instead of a number."""
+    """An endpoint, and no process here, rewards this row: it is the answer to `score` instead of a number."""
 
     source: Annotated[int, Field(ge=0)]  # of the job's sources, from 0
     prompt: PromptContent
@@ -109,7 +109,7 @@ class UnscoredRow(_Line):
 
 
 class PromptRow(NamedTuple):
-    """A prompt, the index of its row, and held_out: it is kept from training. None: it is played, not asked."""
+    """Holds a prompt, the index of its row, and whether training must not see it. prompt None: the row is played."""
 
     row: Annotated[int, Field(ge=0, lt=2**63)]
     prompt: PromptContent | None

@@ -45,7 +45,7 @@ SHORT_OF_MEMORY = ("cannot allocate memory", "failed to map segment")
 
 
 class Task(Protocol):
-    """One source. size: its number of rows. digest: differs for other rows.
+    """Reads one source. size: its number of rows. digest: differs for other rows.
 
     For a source that is played a prompt only identifies the task, and nobody is asked it.
     """

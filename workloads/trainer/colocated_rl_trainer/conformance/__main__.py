@@ -1,4 +1,4 @@
-"""`python3 -m colocated_rl_trainer.conformance --model DIR -- COMMAND ...`: run every check and print its result.
+"""Run every check and print its result: `python3 -m colocated_rl_trainer.conformance --model DIR -- COMMAND ...`.
 
 Exit code 0 if all held, 1 if one did not, 2 if the trainer did not load.
 """

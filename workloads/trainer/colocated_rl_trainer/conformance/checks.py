@@ -1,4 +1,4 @@
-"""The checks of a trainer, one function each, in the order in which they run on one group of ranks.
+"""Check a trainer, by one function for each check, in the order in which they run on one group of ranks.
 
 Each finds the ranks ONLOADED, at any step, and leaves them so; the last but one ends them, and the last starts others.
 Batches are of random tokens: the checks show that a trainer learns, not how well. A check that fails raises Broken.

@@ -1,4 +1,4 @@
-"""Trainer ranks as real processes, called over their sockets as an agent calls them."""
+"""Run trainer ranks as real processes, and call them over their sockets as an agent does."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Answer = TypeVar("Answer")
 
 
 class UnexpectedStatus(Exception):
-    """An answer that is not 200."""
+    """The answer is not 200."""
 
     def __init__(self, code: int, error: str, message: str) -> None:
         super().__init__(f"{code} {error}: {message}")
@@ -43,7 +43,7 @@ class RankLost(Exception):
 
 
 class Launch(Protocol):
-    """A process that was started: the part of `subprocess.Popen` that is needed here."""
+    """Describes a process that was started: the part of `subprocess.Popen` that is needed here."""
 
     def poll(self) -> int | None: ...
     @property
@@ -57,7 +57,7 @@ Launcher = Callable[[dict[str, str], Path], Launch]
 
 
 class RankProcess(subprocess.Popen[bytes]):
-    """A process that receives signals together with its children, as in a pod."""
+    """Signals a process together with its children, as in a pod."""
 
     def send_signal(self, sig: int) -> None:
         if self.poll() is None:
@@ -65,7 +65,7 @@ class RankProcess(subprocess.Popen[bytes]):
 
 
 class TrainerProcess:
-    """One rank of a trainer."""
+    """Runs and calls one rank of a trainer."""
 
     def __init__(self, launch: Launcher, environment: dict[str, str], log: Path) -> None:
         self.socket = Path(environment[TrainerEnvironment.SOCKET])
@@ -150,7 +150,7 @@ class TrainerProcess:
 
 @dataclass(frozen=True)
 class TrainerKind:
-    """A trainer to start: its command, model and config, in a job with a reference or without.
+    """Describes a trainer to start: its command, model and config, in a job with a reference or without.
 
     is_apart: the job's engines have pods of their own, and all pods share a volume of weights.
     """
@@ -164,7 +164,7 @@ class TrainerKind:
 
 
 class TrainerGroup:
-    """All ranks of one lineage, each in a pod of its own. They end with the `with` block; `checkpoints` outlives it.
+    """Runs all ranks of one lineage, each in a pod of its own, until the `with` block ends; `checkpoints` outlives it.
 
     former: checkpoints of another job that this one goes on from.
     """

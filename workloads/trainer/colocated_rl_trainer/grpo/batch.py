@@ -1,4 +1,4 @@
-"""One rank's shard of a sealed batch, checked, and its division: minibatches over all ranks, micro-batches of one.
+"""Check one rank's shard of a sealed batch, and divide it: minibatches over all ranks, micro-batches of one.
 
 Which group is in which minibatch follows from the batch alone, never from how samples were dealt out to ranks; so do
 the normalizers. Samples that teach nothing (advantage 0) count in the normalizer and are not computed.
@@ -61,7 +61,7 @@ AS_IT_IS = Use()
 
 @dataclass(frozen=True)
 class ShardSample:
-    """One sample, prompt and response: [length] each, on the requested device."""
+    """Holds one sample, prompt and response: [length] each, on the requested device."""
 
     tokens: Tensor  # int64
     is_trained: Tensor  # bool: written by the policy, and not too old
@@ -74,7 +74,7 @@ class ShardSample:
 
 @dataclass(frozen=True)
 class Shard:
-    """Columns as in `colocated_rl_api.batch`, on the CPU, and values derived from them."""
+    """Holds columns as in `colocated_rl_api.batch`, on the CPU, and values derived from them."""
 
     header: BatchHeader
     tokens: Tensor  # int64 [T]
@@ -259,7 +259,7 @@ class GroupShare:
 
 @dataclass(frozen=True)
 class Minibatch:
-    """Groups of one optimizer call. `loss_tokens` and `samples` are of all ranks: means are divided by them."""
+    """Holds the groups of one optimizer call. `loss_tokens` and `samples` of all ranks divide means."""
 
     groups: frozenset[int]
     loss_tokens: int
@@ -298,7 +298,7 @@ def deal_minibatches(shares: Sequence[Mapping[int, GroupShare]], *, count: int, 
 
 # ------------------------------------------------------------------------------------------ micro-batches, of one rank
 class Samples(Protocol):
-    """Samples one after another, of a shard or of another caller that computes its samples alike."""
+    """Holds samples one after another, of a shard or of another caller that computes its samples alike."""
 
     @property
     def tokens(self) -> Tensor:
@@ -319,7 +319,7 @@ class Samples(Protocol):
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Samples of one forward pass: of similar length, with padding that a causal model can't see; or packed."""
+    """Holds samples of one forward pass: of similar length, with padding that a causal model can't see; or packed."""
 
     input_ids: Tensor  # int64 [rows, width]
     positions: Tensor  # int64 [kept]: positions whose logits are needed by at least one row

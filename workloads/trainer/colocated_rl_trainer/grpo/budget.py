@@ -1,4 +1,4 @@
-"""The memory of a trainer, computed before any of it is allocated: logged, and rejected where it can't fit.
+"""Compute the memory of a trainer before any of it is allocated: it is logged, and rejected where it can't fit.
 
 On a device that is the training state and the largest pass (`state.rehearsal`); in a pod's host memory the state that
 leaves the devices, or the model while it is read, for all of its ranks, and two exports. The programs themselves, their

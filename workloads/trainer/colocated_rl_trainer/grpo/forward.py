@@ -1,4 +1,4 @@
-"""One forward pass over samples, which computes the log-probabilities of their tokens.
+"""Compute the log-probabilities of samples' tokens in one forward pass.
 
 Policy and reference, on the trainer's devices or on devices of its own, are computed here and nowhere else: they differ
 in weights alone.

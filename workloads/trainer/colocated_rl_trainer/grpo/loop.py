@@ -1,4 +1,4 @@
-"""The default trainer: GRPO on sealed batches, data parallel, AdamW.
+"""Train by GRPO on sealed batches, data parallel, with AdamW: the default trainer.
 
 `GRPOTrainer.train` is one step on one screen. Every rank computes the gradient of its own samples; the gradient is
 summed over ranks, and every normalizer is of all ranks, so the split of a batch changes nothing but rounding. Ranks
@@ -22,6 +22,7 @@ from transformers import PreTrainedModel
 
 from colocated_rl_api.job import ColocatedRLJobSpec
 from colocated_rl_api.logs import log
+from colocated_rl_api.names import PromptPosition
 from colocated_rl_api.rungs import Placement
 from colocated_rl_trainer.grpo.batch import (
     MicroBatch,
@@ -79,7 +80,7 @@ class DeviceFull(Exception):
 
 @dataclass(frozen=True)
 class _Work:
-    """This rank's part of a minibatch, which may be empty: its peers wait for the rank nevertheless."""
+    """Holds this rank's part of a minibatch. It may be empty: the rank's peers wait for it nevertheless."""
 
     divisor: int  # of the loss: tokens or samples of all ranks
     micro_batches: list[MicroBatch | None]  # None: a pass that peers make, for which this rank has nothing left
@@ -87,14 +88,14 @@ class _Work:
 
 @dataclass(frozen=True)
 class _Known:
-    """Log-probabilities of the shard's tokens, [T]; NaN for tokens that the step does not need."""
+    """Holds log-probabilities of the shard's tokens, [T]; NaN for tokens that the step does not need."""
 
     start: Tensor  # under the weights that the step begins with
     reference: Tensor | None  # under the reference, where there is one
 
 
 class GRPOTrainer:
-    """One rank of the trainer. The methods are those of `rank.ScoringLoop`."""
+    """Trains on one rank. The methods are those of `rank.ScoringLoop`."""
 
     def __init__(self, settings: RankSettings, config: TrainerConfig) -> None:
         self._settings = settings
@@ -125,7 +126,7 @@ class GRPOTrainer:
         self._replays = spec.rollout.router_replay
         self._replay: RouterReplay | None = None
         self._skipped_in_a_row = 0  # updates
-        self._prompt_position: int | None = None  # of the newest batch
+        self._prompt_position: PromptPosition | None = None  # of the newest batch
         self._scored: tuple[int, Tensor] | None = None  # newest step that the reference has scored, and its scores
         check_trackers(config.trackers)
         self._trackers: Sequence[Tracker] = ()

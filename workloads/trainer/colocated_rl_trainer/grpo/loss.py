@@ -1,4 +1,4 @@
-"""The loss of GRPO on tokens that older weights may have made. All functions are pure functions of tensors.
+"""Compute the loss of GRPO on tokens that older weights may have made. All functions are pure functions of tensors.
 
 Three policies meet in it: the *policy* is what is being trained; the *proximal* policy is what the step began with,
 against which the ratio is clipped; the *behaviour* policy sampled the token, one or more steps ago, in another program.
@@ -28,7 +28,7 @@ class LengthMismatch(ValueError):
 
 @dataclass(frozen=True)
 class PolicyLoss:
-    """Sums over tokens; the caller divides by counts of all ranks, so that no result depends on the split."""
+    """Holds sums over tokens; the caller divides by counts of all ranks, so that no result depends on the split."""
 
     total: Tensor  # scalar, carries the gradient
     clipped_tokens: Tensor  # scalar: tokens whose gradient the clip took away

@@ -1,4 +1,4 @@
-"""The reference's scores of one rank's shard, in a file beside it, so that a restart costs no second pass.
+"""Keep the reference's scores of one rank's shard in a file beside it, so that a restart costs no second pass.
 
 Scores follow from the shard's bytes and from a model that never changes. So they belong to no lineage, and the next one
 may use them. A file that is damaged, or was made from another shard, counts as absent.

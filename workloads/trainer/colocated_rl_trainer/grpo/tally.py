@@ -1,4 +1,4 @@
-"""The metrics of a step: counted on each rank, added up over all of them.
+"""Count the metrics of a step on each rank, and add them up over all ranks.
 
 A metric that was not measured is absent, never 0.
 """
@@ -17,7 +17,7 @@ from colocated_rl_trainer.grpo.loss import PolicyLoss
 
 @dataclass
 class StepTally:
-    """One rank's sums of one step."""
+    """Holds one rank's sums of one step."""
 
     samples: int
     teaching_samples: int

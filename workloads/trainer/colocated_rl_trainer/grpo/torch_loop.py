@@ -1,4 +1,4 @@
-"""A trainer around one model and one torch optimizer. A person writes only the step.
+"""Make a trainer around one model and one torch optimizer. A person writes only the step.
 
 This module owns everything else that `rank.Loop` asks for: the group of ranks, whose gradients it sums; checkpoints
 with the optimizer's state; the moves between device and host; exports with a probe. Every rank holds the whole model in
@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from transformers import PreTrainedModel
 
 from colocated_rl_api.job import TrainerMemory
+from colocated_rl_api.names import PromptPosition
 from colocated_rl_trainer.grpo.batch import Shard, read_together
 from colocated_rl_trainer.protocol.manifest import Exported
 from colocated_rl_trainer.protocol.rank import Watch
@@ -38,7 +39,7 @@ class TorchLoop:
         spec = settings.read_job().spec
         self._progress_s = spec.switch.trainer_progress_seconds
         self._checkpoints = Checkpoints.of(settings)
-        self._prompt_position: int | None = None  # of the newest batch
+        self._prompt_position: PromptPosition | None = None  # of the newest batch
         self._model_leaves = TrainerMemory.PARAMETERS in spec.trainer.offload
         self._watch: Watch
 

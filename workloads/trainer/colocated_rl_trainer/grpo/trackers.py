@@ -1,4 +1,4 @@
-"""Trackers of a step's metrics, besides the log and the agent's `/metrics`: TensorBoard, Weights & Biases.
+"""Write a step's metrics to trackers, besides the log and the agent's `/metrics`: TensorBoard, Weights & Biases.
 
 Rank 0 alone writes to them. The package does not depend on their libraries: a tracker that is configured without its
 library ends the trainer at its start. A later failure costs metrics, never a step. A step that is repeated after a

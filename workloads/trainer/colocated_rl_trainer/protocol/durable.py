@@ -1,4 +1,4 @@
-"""Directories that are there whole or not at all, after a power cut too: each is filled elsewhere, flushed, renamed."""
+"""Write directories that are there whole or not at all, also after a power cut: filled elsewhere, flushed, renamed."""
 
 from __future__ import annotations
 

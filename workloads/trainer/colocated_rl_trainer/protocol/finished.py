@@ -1,4 +1,4 @@
-"""The final model of a job: its last export, copied to `model-00000012` beside the checkpoints, whole or not at all.
+"""Save a job's final model: its last export is copied to `model-00000012` beside the checkpoints, whole or not at all.
 
 The engines hold that export, and it was compared with its manifest before anybody asks for the copy: the
 final model is the one that the job served. No rank gathers its weights again, no tensor is in memory, and an export of

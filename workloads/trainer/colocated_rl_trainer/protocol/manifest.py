@@ -1,4 +1,4 @@
-"""The manifest that makes a directory of safetensors files an export: names, dtypes, shapes and digests, written last.
+"""Write the manifest that makes a directory of safetensors files an export: names, dtypes, shapes, digests; last.
 
 It needs no torch, so a trainer of any kind gets it for free. Readers use `colocated_rl_api.weights`.
 """

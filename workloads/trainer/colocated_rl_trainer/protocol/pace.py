@@ -29,7 +29,7 @@ class _Running:
 
 
 class Pace:
-    """The pace of the requests of one rank. The caller keeps calls from overlapping."""
+    """Measures the pace of the requests of one rank. The caller keeps calls from overlapping."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock

@@ -1,4 +1,4 @@
-"""One rank of a trainer: which requests are valid when, and that each has its effect once. Knows no sockets.
+"""Decide which requests to one rank are valid when, and that each has its effect once. The module knows no sockets.
 
 It owns what is the same for all trainers: one operation at a time, on the main thread; a repeated request has one
 effect; the manifest of an export, and the copy of the last export that is the job's final model; the log line of each
@@ -76,7 +76,7 @@ class Watch(Protocol):
 
 
 class Loop(Protocol):
-    """The methods that a person writes. All are called on the main thread, never two at a time.
+    """Names the methods that a person writes. All are called on the main thread, never two at a time.
 
     With several ranks, `load`, `train`, `export` and `save` are called on every one of them and may be collective.
     `onload` and `offload` come when each pod is ready for them: no peer may be waited for.
@@ -122,7 +122,7 @@ class Loop(Protocol):
 
 @runtime_checkable
 class ScoringLoop(Loop, Protocol):
-    """A loop for jobs with a reference, which the loop keeps: off the device, except while it scores."""
+    """Keeps the reference of a job, too: off the device, except while it scores."""
 
     def score(self, step: int, shard: Path, scores: Path, watch: Watch) -> None:
         """Compute the reference's log-probabilities, which `train` of the same step will use. May be collective.
@@ -212,7 +212,7 @@ class _Operation:
 
 
 class Rank:
-    """The state of one rank, and the one operation that may be under way.
+    """Holds the state of one rank, and the one operation that may be under way.
 
     The server's threads call `ask`, `answering` and `status`, the main thread everything else.
     """

@@ -1,4 +1,4 @@
-"""The server that makes a plain training loop a trainer: the protocol of `colocated_rl_api.trainer_wire`.
+"""Serve the protocol of `colocated_rl_api.trainer_wire`, which makes a plain training loop a trainer.
 
     serve(MyLoop)
 

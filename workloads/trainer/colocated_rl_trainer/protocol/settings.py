@@ -1,4 +1,4 @@
-"""The settings of a trainer process: its place in the job from the environment, its options from one JSON file.
+"""Read the settings of a trainer process: its place in the job from the environment, its options from one JSON file.
 
 Everything is read once, before anything else happens. An error is one line that names the variable or the key, the
 value and what to write instead. `RankSettings` is for every trainer, `TrainerConfig` for the default one.
@@ -30,7 +30,7 @@ class ConfigError(ValueError):
 
 @dataclass(frozen=True)
 class RankSettings:
-    """One rank's place in its job, as the agent put it into the environment (`trainer_wire.TrainerEnvironment`)."""
+    """Holds one rank's place in its job, as the agent put it into the environment (`TrainerEnvironment`)."""
 
     socket: Path
     config: Path
@@ -103,7 +103,7 @@ NOT_YET: Mapping[str, str] = {  # by a part of the key
 
 
 class LoraConfig(BaseModel):
-    """`spec.trainer.config.lora`: low-rank adapters are trained, in the terms of peft (`state.lora`)."""
+    """Holds `spec.trainer.config.lora`: low-rank adapters are trained, in the terms of peft (`state.lora`)."""
 
     model_config = ConfigDict(alias_generator=to_camel, validate_by_name=True, frozen=True, extra="forbid")
 
@@ -120,7 +120,7 @@ class LoraConfig(BaseModel):
 
 
 class TrainerConfig(BaseModel):
-    """`spec.trainer.config` of the default trainer."""
+    """Holds `spec.trainer.config` of the default trainer."""
 
     model_config = ConfigDict(alias_generator=to_camel, validate_by_name=True, frozen=True, extra="forbid")
 

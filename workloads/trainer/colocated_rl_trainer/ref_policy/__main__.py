@@ -1,4 +1,4 @@
-"""`python3 -m colocated_rl_trainer.ref_policy`: run the reference of a job, on the devices of one pod.
+"""Run the reference of a job on the devices of one pod: `python3 -m colocated_rl_trainer.ref_policy`.
 
 Its ports answer before the model is loaded, which takes minutes; it is ready when every device has its copy. A pass
 that runs out of memory fails its samples, and callers may ask again. After any other failure the state of a device is

@@ -1,4 +1,4 @@
-"""Metrics of a reference for Prometheus. Their names are part of the interface."""
+"""Define a reference's metrics for Prometheus. Their names are part of the interface."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from prometheus_client import (
 
 
 class ScoreCounts:
-    """Counts since the process started."""
+    """Holds counts since the process started."""
 
     def __init__(self, registry: CollectorRegistry = REGISTRY) -> None:
         self._registry = registry

@@ -1,4 +1,4 @@
-"""The two ports of a reference: scores behind TLS and the job's data token, and metrics for anybody.
+"""Serve the two ports of a reference: scores behind TLS and the job's data token, and metrics for anybody.
 
 They need the standard library alone, so any image with a trainer will do. A request without the token is answered
 before its body is read, and a connection without it is closed soon; connections, bodies and waits are bounded.

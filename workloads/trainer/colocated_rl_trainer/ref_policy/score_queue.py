@@ -1,4 +1,4 @@
-"""The queue in which samples wait for a device. It knows neither network nor torch.
+"""Queue samples that wait for a device. The module knows neither network nor torch.
 
 A device takes what fits into one pass: the oldest sample, and later ones of the same temperature. A sample whose caller
 no longer waits is skipped.
@@ -18,7 +18,7 @@ class ScoringFailed(Exception):
 
 @dataclass(frozen=True, eq=False)
 class QueuedSample:
-    """A sample to be scored. ids: int32. start: first place whose log-probability is requested, above 0."""
+    """Holds a sample to be scored. ids: int32. start: first place whose log-probability is requested, above 0."""
 
     ids: memoryview
     start: int
@@ -30,7 +30,7 @@ class QueuedSample:
 
 
 class ScoreQueue:
-    """Samples in order of arrival. most_tokens: of the samples that a device takes at once; a longer one is alone."""
+    """Queues samples in order of arrival. most_tokens: that a device takes at once; a longer sample is alone."""
 
     def __init__(self, most_tokens: int) -> None:
         self._most_tokens = most_tokens

@@ -1,4 +1,4 @@
-"""The frozen model on one device, and its passes over queued samples."""
+"""Hold the frozen model on one device, and pass queued samples through it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from colocated_rl_trainer.state.weights import load_model
 
 @dataclass(frozen=True)
 class _QueuedBatch:
-    """Queued samples one after another, as `batch.Samples` has them."""
+    """Holds queued samples one after another, as `batch.Samples` does."""
 
     tokens: Tensor
     loss_mask: Tensor

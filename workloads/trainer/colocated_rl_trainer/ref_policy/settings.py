@@ -1,4 +1,4 @@
-"""The settings of a reference: the job's own file, and where everything is."""
+"""Read the settings of a reference: the job's own file, and where everything is."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checkpoints as directories that are there whole or not at all: `step-00000012`, in a volume that the ranks share.
+"""Write and read checkpoints, which are there whole or not at all: `step-00000012`, in a volume that the ranks share.
 
 A checkpoint is filled under another name, hashed, flushed to the disk and renamed, so one under its own name is whole.
 It is verified against its hashes when it is read, each file by one rank; one that does not verify is skipped with a
@@ -37,6 +37,7 @@ from colocated_rl_api.checkpoint import (
 )
 from colocated_rl_api.durable import sync
 from colocated_rl_api.logs import log
+from colocated_rl_api.names import PromptPosition
 from colocated_rl_api.weights import Digest
 from colocated_rl_trainer.protocol.durable import flush, take_place
 from colocated_rl_trainer.protocol.manifest import digests_of
@@ -59,20 +60,20 @@ class Saved:
 
 @dataclass(frozen=True)
 class Former:
-    """Checkpoints of a former job, of which this one begins from one. step: None for the newest."""
+    """Names the checkpoints of a former job, of which this one begins from one. step: None for the newest."""
 
     directory: Path
     step: int | None = None
 
 
 class Origin(BaseModel):
-    """The file that names the former checkpoint that the job began from, so that no later start takes another."""
+    """Names, in a file, the former checkpoint that the job began from, so that no later start takes another."""
 
     step: int
 
 
 class Ranks(Protocol):
-    """The ranks that verify a checkpoint together (`group.Collectives`)."""
+    """Verifies a checkpoint on all ranks together (`group.Collectives`)."""
 
     rank: int
     size: int
@@ -82,7 +83,7 @@ class Ranks(Protocol):
 
 
 class OneRank:
-    """A rank alone."""
+    """Stands for all ranks where there is one."""
 
     rank, size = 0, 1
 
@@ -102,7 +103,7 @@ class NoneLeft(Exception):
 
 
 class Checkpoints:
-    """The checkpoints of one job. One rank of the newest lineage writes, any number may read."""
+    """Keeps the checkpoints of one job. One rank of the newest lineage writes, any number may read."""
 
     def __init__(
         self,
@@ -181,7 +182,7 @@ class Checkpoints:
         *,
         keep: int,
         fill: Callable[[Path], None],
-        prompt_position: int | None = None,
+        prompt_position: PromptPosition | None = None,
     ) -> Saved:
         """Let `fill` write files into an empty directory, make that the checkpoint of `step`, keep the newest `keep`.
 
@@ -213,7 +214,7 @@ class Checkpoints:
         *,
         keep: int,
         digests: Mapping[str, Digest] | None = None,
-        prompt_position: int | None = None,
+        prompt_position: PromptPosition | None = None,
     ) -> Saved:
         """Make the directory that `begin` returned the checkpoint of `step`. Otherwise as `write`.
 

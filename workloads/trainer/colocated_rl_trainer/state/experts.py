@@ -1,4 +1,4 @@
-"""Router replay: in a mixture of experts each token goes to the experts that the engine chose for it.
+"""Replay routers: in a mixture of experts each token goes to the experts that the engine chose for it.
 
 An engine and a trainer round differently. Where two experts of a layer are nearly as good, one may choose the first and
 the other the second, and the token's log-probabilities differ by much more than rounding. So the engine reports its

@@ -1,4 +1,4 @@
-"""The process group of a lineage's trainer ranks: the only door to torch.distributed.
+"""Form the process group of a lineage's trainer ranks. No other module calls torch.distributed.
 
 Forming the group has a deadline, and so has every wait in it. A collective that fails means that a peer is gone or
 late: the group can't be repaired, so `GroupLost` ends this process, its own peers notice at once, and the operator
@@ -38,7 +38,7 @@ class GroupLost(Exception):
 
 
 class Collectives:
-    """Collectives of all ranks. Every rank makes the same calls in the same order."""
+    """Runs collectives of all ranks. Every rank makes the same calls in the same order."""
 
     def __init__(self, *, rank: int, size: int, store: dist.TCPStore | None) -> None:
         self.rank = rank

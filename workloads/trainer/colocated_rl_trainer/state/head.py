@@ -1,4 +1,4 @@
-"""Log-probability and entropy of tokens from the last hidden states, without the logits of all tokens at once.
+"""Compute log-probability and entropy of tokens from the last hidden states, without the logits of all tokens at once.
 
 Logits are computed for a part of the vocabulary at a time, and again in the backward pass, as in Wijmans et al. 2024
 (Cut Your Losses in Large-Vocabulary Language Models). Parts of the vocabulary and not of the tokens, so that the
@@ -82,7 +82,7 @@ class _Task:
 
 @dataclass(frozen=True)
 class _Rows:
-    """Rows `start` to `end` of the head."""
+    """Holds rows `start` to `end` of the head."""
 
     start: int
     end: int
@@ -162,7 +162,7 @@ def _column(gradient: Tensor | None) -> Tensor | float:
 
 
 class ScoringForward:
-    """The forward pass of a model, which with `targets` returns log-probabilities and entropies in place of logits.
+    """Runs a model's forward pass, which with `targets` returns log-probabilities and entropies in place of logits.
 
     It replaces `forward` of the model and of its head, so that ranks that share them gather what it needs.
     """

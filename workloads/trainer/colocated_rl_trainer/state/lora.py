@@ -1,4 +1,4 @@
-"""Low-rank adapters (LoRA, Hu et al. 2021): the model's own weights are frozen, and W + (alpha / rank) B A is trained.
+"""Train low-rank adapters (LoRA, Hu et al. 2021): with the model's weights frozen, W + (alpha / rank) B A is trained.
 
 An adapter is two matrices beside a linear layer: A, [rank, in], random at first, and B, [out, rank], zero at first, so
 training begins with the model as it is. They are float32 and small: ranks that share a model each hold all of them, and
@@ -66,7 +66,7 @@ class _Way(Enum):
 
 
 class Adapters:
-    """The adapters of one model. Its other parameters must be frozen before."""
+    """Holds the adapters of one model. Its other parameters must be frozen before."""
 
     def __init__(self, model: PreTrainedModel, config: LoraConfig, *, seed: int = 0) -> None:
         """Add an adapter to each targeted layer, on the device of its weight. Raises ConfigError if a name fits none.

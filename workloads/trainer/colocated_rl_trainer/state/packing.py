@@ -1,4 +1,4 @@
-"""Packing: several samples stand one after another in one row, so that no position is padding.
+"""Pack samples: several stand one after another in one row, so that no position is padding.
 
 Each layer's attention is computed sample by sample, so that no sample sees another one and nothing is computed between
 them; the rest of a layer is unaware of it. That is right for a model whose layers look at other positions by full

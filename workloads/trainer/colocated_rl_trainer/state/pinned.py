@@ -1,4 +1,4 @@
-"""Host memory that a GPU copies to and from by itself, of exactly the size that was asked for.
+"""Allocate host memory that a GPU copies to and from by itself, of exactly the size that was asked for.
 
 torch rounds what it pins up to a power of two (ATen/core/CachingHostAllocator.h), which is up to twice the state. Here
 the pages are the process's own, as with any other allocation, and the driver is asked to pin them. So a container's
@@ -32,7 +32,7 @@ class Driver(Protocol):
 
 
 class Cuda:
-    """The CUDA driver."""
+    """Calls the CUDA driver."""
 
     def pin(self, address: int, size: int) -> str | None:
         runtime = torch.cuda.cudart()
@@ -70,7 +70,7 @@ class HostMemory:
 
 
 class _Pages(mmap.mmap):
-    """Memory of the process, unpinned before it is unmapped."""
+    """Holds memory of the process, unpinned before it is unmapped."""
 
     unpin: Callable[[], None] | None = None
 

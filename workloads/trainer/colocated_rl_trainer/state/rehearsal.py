@@ -54,7 +54,7 @@ _LOG = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Pass:
-    """A forward and backward pass of a rank, as the trainer makes them."""
+    """Makes a forward and backward pass of a rank, as the trainer does."""
 
     tokens: int  # all of them predict one
     dtype: torch.dtype

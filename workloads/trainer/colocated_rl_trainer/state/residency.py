@@ -44,7 +44,7 @@ Blocks = tuple[Tensor, ...]
 
 
 class Residency:
-    """The state of one model and its optimizer, on the host or on the device.
+    """Holds the state of one model and its optimizer, on the host or on the device.
 
     Invariants between calls: every trained parameter of the model, or this rank's part of it, is a view of `parameters`
     and its gradient one of `gradients`.

@@ -1,4 +1,4 @@
-"""A model divided among the ranks by torch's FSDP2, and how each rank's part becomes whole again.
+"""Divide a model among the ranks by torch's FSDP2, and make each rank's part whole again.
 
 Every rank holds a part of each tensor, of its gradient and of its moments. A layer is whole on every rank while it
 computes, forward and again backward, and no longer, and then in the dtype of the computation; so all ranks make the

@@ -1,4 +1,4 @@
-"""Weights as files in Hugging Face format: read at the start, written for engines and into checkpoints.
+"""Read and write weights as files in Hugging Face format: read at the start, written for engines and into checkpoints.
 
 All other files (config, tokenizer, chat template) are copied from the model's own directory, byte by byte, so that the
 engine reads what the person gave; only `dtype` is adjusted. Tied tensors are written once, under the name that loaders
@@ -148,7 +148,7 @@ def _load_part(
 
 @dataclass(frozen=True)
 class _Stored:
-    """A tensor of a file. What is taken of it is of `dtype` and its own memory; safetensors gives views of the file."""
+    """Reads a tensor of a file, into memory of its own and as `dtype`; safetensors gives views of the file."""
 
     content: Any
     dtype: torch.dtype
@@ -356,7 +356,7 @@ def _explaining_load_errors(directory: Path) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class _Part:
-    """The whole tensors of one file."""
+    """Holds the whole tensors of one file."""
 
     file: str
     tensors: Mapping[str, Tensor]
