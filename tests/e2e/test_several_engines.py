@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 from e2e.conftest import apply
-from e2e.running_job import Kubectl, RunningJob, wait_for
+from e2e.running_job import KubectlCall, RunningJob, wait_for
 
 from colocated_rl_api.facts import EngineState
 from colocated_rl_api.names import GPU_CONTAINER
@@ -21,7 +21,7 @@ KILLED = "engine-1"
 
 
 @pytest.fixture(scope="module")
-def job(kubectl: Kubectl) -> Iterator[RunningJob]:
+def job(kubectl: KubectlCall) -> Iterator[RunningJob]:
     running = apply(kubectl, "several-engines.yaml")
     yield running
     running.delete()
