@@ -36,7 +36,7 @@ def test_it_trains_on_while_one_of_its_engines_is_killed_and_comes_back(job: Run
     job.wait_for_step(1, deadline_s=START_S)
     assert {"engine-0", KILLED} == ready(job)
     step = job.step
-    assert job.signal(job.gpu_pods[0], GPU_CONTAINER, command_contains=f"{KILLED}.yaml", signal="KILL")
+    assert job.signal(job.gpu_pods[0], GPU_CONTAINER, command_contains=f"{KILLED}.yaml", signal="SIGKILL")
     wait_for("the loss", lambda: job.agent_lines("engine lost") or None, deadline_s=STEPS_S, explain=job.describe)
     job.wait_for_step(step + 2, deadline_s=STEPS_S)
     wait_for(
