@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections import Counter
 from typing import Any
 
@@ -184,3 +185,14 @@ async def test_samples_of_one_prompt_go_to_one_engine() -> None:
         await ended(pod, asking)
         assert [8] == busy
         assert [] == pod.broken
+
+
+async def test_model_whose_heads_the_engines_can_not_divide_is_named_with_what_can() -> None:
+    async with small_pod(mode="RolloutOnly", gpus={"count": 6}, rollout={"engine": {"perPod": 2}}) as pod:
+        (pod.directories.model / "config.json").write_text(json.dumps({"num_attention_heads": 28}))
+        pod.send(pod.target(V0, Rung.SERVING, epoch=1))
+        await pod.news(lambda: pod.facts.problem is not None and pod.facts.problem.reason == "EngineLost")
+        assert pod.facts.problem is not None
+        assert "28 attention heads" in pod.facts.problem.message
+        assert "perPod to 3 or 6, of 6 devices" in pod.facts.problem.message
+        assert {} == pod.engines

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from colocated_rl_agent.drivers.sglang import (
     SGLang,
     engine_command,
     engine_config,
+    undivided_heads,
 )
 from colocated_rl_agent.drivers.trainer import MAX_STATUS_BYTES, TrainerRank, trainer_environment
 from colocated_rl_agent.lanes.engine import update_deadline_s
@@ -121,6 +123,36 @@ def test_engine_spans_all_devices_of_its_pod() -> None:
 def test_parallelism_that_the_job_sets_stays_what_it_is(given: tuple[str, ...]) -> None:
     assert given == make_command(8, *given).argv[-len(given) :]
     assert make_command(1).argv == make_command(8, *given).argv[: -len(given)]
+
+
+@pytest.mark.parametrize(
+    ("heads", "shared", "gpus", "fitting"),
+    [
+        (28, 4, 8, "2 or 4 or 8"),  # Qwen2.5-7B: 4, 2 or 1 devices for an engine
+        (28, 4, 4, None),
+        (14, 2, 8, "4 or 8"),
+        (14, 2, 4, "4 or 8"),
+        (64, 8, 8, None),
+        (64, 4, 8, None),  # keys and values are repeated
+        (28, None, 1, None),
+    ],
+)
+def test_heads_that_no_engine_can_divide_are_named_with_what_can(
+    tmp_path: Path, heads: int, shared: int | None, gpus: int, fitting: str | None
+) -> None:
+    config = {"num_attention_heads": heads, "num_key_value_heads": shared}
+    for written in (config, {"text_config": config}):
+        (tmp_path / "config.json").write_text(json.dumps(written))
+        found = undivided_heads(tmp_path, gpus=gpus, of=8, extra=())
+        assert (found is None) if fitting is None else f"perPod to {fitting}, of 8 devices" in str(found)
+        assert undivided_heads(tmp_path, gpus=gpus, of=8, extra=("--tp-size=2",)) is None, "the job divides it itself"
+
+
+@pytest.mark.parametrize("config", [None, "no JSON", "[]", "{}", '{"num_attention_heads": "many"}'])
+def test_model_that_says_nothing_of_heads_is_the_engines_to_judge(tmp_path: Path, config: str | None) -> None:
+    if config is not None:
+        (tmp_path / "config.json").write_text(config)
+    assert undivided_heads(tmp_path, gpus=8, of=8, extra=()) is None
 
 
 async def test_engine_that_leaves_devices_of_its_pod_idle_is_refused(fake: tuple[FakeEngine, SGLang]) -> None:

@@ -104,6 +104,34 @@ def engine_command(
     return EngineCommand((*argv, *extra), env)
 
 
+def undivided_heads(model: Path, *, gpus: int, of: int, extra: Sequence[str]) -> str | None:
+    """Return why an engine can't divide the model's attention among its devices, with the numbers that can, or None.
+
+    gpus: the engine's devices. of: the pod's. The engine requires it too (SGLang 0.5.23, `models/llama.py`), by an
+    assertion that names no number. A configuration that says nothing of heads is the engine's to judge.
+    """
+    if gpus < 2 or any(_sets(extra, flag) for flag in PARALLELISM):
+        return None
+    try:
+        config = json.loads((model / "config.json").read_text())
+        config = config.get("text_config") or config
+        heads = int(config["num_attention_heads"])
+        shared = int(config.get("num_key_value_heads") or heads)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+
+    def divides(ranks: int) -> bool:
+        return heads % ranks == 0 and (shared % ranks == 0 or ranks % shared == 0)
+
+    if divides(gpus):
+        return None
+    fitting = [str(of // ranks) for ranks in range(gpus, 0, -1) if of % ranks == 0 and divides(ranks)]
+    return (
+        f"the model's {heads} attention heads ({shared} of keys and values) can't be divided among {gpus} devices: set "
+        f"rollout.engine.perPod to {' or '.join(fitting)}, of {of} devices in the pod"
+    )
+
+
 def _sets(words: Sequence[str], flag: str) -> bool:
     """Return whether a command line sets the flag, perhaps abbreviated."""
     return any(abbreviates(word, flag) for word in words)

@@ -20,7 +20,7 @@ from typing import Literal
 import aiohttp
 
 from colocated_rl_agent.drivers.base import CallRefused, DriverError, OutcomeUnknown
-from colocated_rl_agent.drivers.sglang import ServerInfo, SGLang, engine_command, engine_config
+from colocated_rl_agent.drivers.sglang import ServerInfo, SGLang, engine_command, engine_config, undivided_heads
 from colocated_rl_agent.files.exports import TensorDigests, export_directory
 from colocated_rl_agent.files.journal import EngineRecord, Intent, Journal
 from colocated_rl_agent.gate.entrance import Backend, Entrance
@@ -107,15 +107,21 @@ class Engine:
     # ------------------------------------------------------------------------------------------------- its process
     async def start(self, version: WeightVersion) -> None:
         settings, admin_key = self._settings, secrets.token_urlsafe(24)
+        model, extra = settings.weights_of(version), settings.job.spec.rollout.engine_flags
+        if impossible := await asyncio.to_thread(
+            undivided_heads, model, gpus=len(self._on), of=settings.gpus, extra=extra
+        ):
+            self._lost(impossible)
+            return
         await asyncio.to_thread(_write_config, self._config, admin_key)
         command = engine_command(
-            model=settings.weights_of(version),
+            model=model,
             version=version,
             port=self._port,
             config=self._config,
             gpus=len(self._on),
             saved_tags=settings.saved_tags,
-            extra=settings.job.spec.rollout.engine_flags,
+            extra=extra,
             pool_tokens=self._journal.memory.pool_tokens,
         )
         self._gone.clear()
