@@ -64,13 +64,21 @@ _COUNTED = Rule(
 )
 
 
+_ONE_SLICE = Rule(
+    field="count",
+    rule="!has(self.resourceName) || !self.resourceName.matches('/mig-') || self.count <= 1",
+    message="a pod has one MIG slice at most: a process of CUDA sees no second one, and NCCL connects none. Use more "
+    "replicas of count 1",
+)
+
+
 DEVICES = ("count", "resourceName", "resourceClaimTemplateName")  # of `Gpus`: what a job keeps
 
 
 class Gpus(Part):
     """The devices of a pod."""
 
-    RULES = (_CLAIM, _COUNTED)
+    RULES = (_CLAIM, _COUNTED, _ONE_SLICE)
 
     count: int = Field(default=1, ge=0, le=16, description="Devices per replica; 0 runs everything on the CPU.")
     resource_name: str = Field(
