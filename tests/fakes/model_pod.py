@@ -652,7 +652,7 @@ def call_of(
 
 
 def recognized(pod: ModelPod) -> EngineView:
-    """Return the view that the agent's `Engine.attach` makes from the journal and from what the engine can be asked."""
+    """Return the view that the agent's lane, `attach`, makes from the journal and from what the engine can be asked."""
     engine, memory = pod.engine, pod.durable.engines.get(engine_name(0))
     if engine is None:
         return EngineView()

@@ -18,7 +18,7 @@ from colocated_rl_api.rungs import WeightVersion
 
 TURNS = 12  # of the event loop, more than any of this takes without a socket
 PIECE = 7
-OUTCOMES = {"finished", "aborted", "error", "client_gone"}
+ENDINGS = {"finished", "aborted", "error", "client_gone"}
 BODY = b'{"text": "a", "prompt": "a", "messages": [], "stream": %b}'
 
 
@@ -189,7 +189,7 @@ async def _answered(path: str, answer: bytes, *, streams: bool) -> None:
             raise
 
     LOOP.engine = engine
-    gate = Gate(count=lambda outcome, tokens: counted.append((outcome, tokens)))
+    gate = Gate(count=lambda ending, tokens: counted.append((ending, tokens)))
     gate.open(Backend("http://engine:1", "i1", WeightVersion(1, 1), abort, vocabulary=1000))
     body = BODY % (b"true" if streams else b"false")
     head = f"POST {path} HTTP/1.1\r\nContent-Length: {len(body)}\r\n\r\n".encode()
@@ -201,6 +201,6 @@ async def _answered(path: str, answer: bytes, *, streams: bool) -> None:
     assert gate.in_flight == 0
     assert gate._held_bytes == 0
     gate.close()
-    [(outcome, tokens)] = counted
-    assert outcome in OUTCOMES
+    [(ending, tokens)] = counted
+    assert ending in ENDINGS
     assert 0 <= tokens < 2**53, tokens

@@ -137,7 +137,7 @@ async def served_gate(directory: Path) -> AsyncIterator[GateScene]:
         url = str(engine_server.make_url("")).rstrip("/")
         driver = SGLang(session, url=url, admin_key="key", call_s=DEADLINE_S)
         ended: list[tuple[str, int]] = []
-        gate = Gate(count=lambda outcome, tokens: ended.append((outcome, tokens)))
+        gate = Gate(count=lambda ending, tokens: ended.append((ending, tokens)))
         async with DataPort(gate.serve).listening("127.0.0.1", 0) as port:
             backend = Backend(url, "e1", VERSION, driver.abort, VOCABULARY)
             it = GateScene(engine, gate, backend, session, engine_server, f"http://127.0.0.1:{port}", ended)
@@ -431,8 +431,8 @@ async def test_switch_ends_a_request_with_what_was_generated(scene: GateScene, p
     answer = await running
     reason = answer["meta_info"]["finish_reason"]["type"] if path == "/generate" else finish_reason(answer)
     assert "abort" == reason
-    ((outcome, tokens),) = scene.ended
-    assert ("aborted", True) == (outcome, tokens > 0)
+    ((ending, tokens),) = scene.ended
+    assert ("aborted", True) == (ending, tokens > 0)
     assert 0 == scene.gate.in_flight
 
 
@@ -521,8 +521,8 @@ async def test_h38_tokens_of_a_caller_that_left_are_counted_as_wasted(scene: Gat
     await scene.until(lambda: any(running.reply.tokens for running in scene.gate.entrances[0].running))
     running.cancel()
     await scene.until(lambda: bool(scene.ended))
-    ((outcome, tokens),) = scene.ended
-    assert ("client_gone", True) == (outcome, tokens > 0)
+    ((ending, tokens),) = scene.ended
+    assert ("client_gone", True) == (ending, tokens > 0)
     await scene.until(lambda: not scene.engine.samples)
 
 
@@ -890,7 +890,7 @@ def test_whatever_an_engine_says_there_is_an_answer_or_an_error(dialect: Dialect
         pass
     assert isinstance(answer, dict)
     assert reply.tokens >= 0
-    assert reply.outcome in ("finished", "aborted", "error")
+    assert reply.ending in ("finished", "aborted", "error")
 
 
 heads = st.lists(

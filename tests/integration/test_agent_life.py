@@ -510,12 +510,12 @@ async def test_figures_tell_a_life() -> None:
         def figure(name: str, **labels: str) -> float:
             return pod.registry.get_sample_value(f"colocate_{name}", labels) or 0.0
 
-        requests = {outcome: figure("gate_requests_total", outcome=outcome) for outcome in ("finished", "aborted")}
+        requests = {ending: figure("gate_requests_total", ending=ending) for ending in ("finished", "aborted")}
         assert {"finished": 1.0, "aborted": 2.0} == requests
-        assert 7 == figure("gate_tokens_total", outcome="finished")
-        assert figure("gate_tokens_total", outcome="aborted") > 0
-        assert 1 == figure("gate_requests_total", outcome="client_gone")
-        assert figure("gate_tokens_total", outcome="client_gone") > 0, "wasted"
+        assert 7 == figure("gate_tokens_total", ending="finished")
+        assert figure("gate_tokens_total", ending="aborted") > 0
+        assert 1 == figure("gate_requests_total", ending="client_gone")
+        assert figure("gate_tokens_total", ending="client_gone") > 0, "wasted"
         assert 0 == figure("gate_in_flight")
         assert 2 == figure("incarnations_total", child="engine-0")
         assert 1 == figure("incarnations_total", child="trainer-0")

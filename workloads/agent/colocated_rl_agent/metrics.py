@@ -21,10 +21,10 @@ RUNG_BUCKETS_S = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300, 1000, 3000)  # f
 class AgentMetrics:
     def __init__(self, registry: CollectorRegistry) -> None:
         self.requests = Counter(
-            "colocate_gate_requests", "Requests let in, by how they ended", ["outcome"], registry=registry
+            "colocate_gate_requests", "Requests let in, by how they ended", ["ending"], registry=registry
         )
         self.tokens = Counter(
-            "colocate_gate_tokens", "Tokens handed back, by how their request ended", ["outcome"], registry=registry
+            "colocate_gate_tokens", "Tokens handed back, by how their request ended", ["ending"], registry=registry
         )
         self._ended: dict[str, tuple[Counter, Counter]] = {}
         self.in_flight = Gauge("colocate_gate_in_flight", "Requests let in that have not ended", registry=registry)
@@ -75,10 +75,10 @@ class AgentMetrics:
         for name, value in figures.items():
             self.step_figures.labels(str(rank), name).set(value)
 
-    def request_ended(self, outcome: str, tokens: int) -> None:
-        counters = self._ended.get(outcome)
+    def request_ended(self, ending: str, tokens: int) -> None:
+        counters = self._ended.get(ending)
         if counters is None:  # to look one up takes longer than to count
-            counters = self._ended[outcome] = self.requests.labels(outcome), self.tokens.labels(outcome)
+            counters = self._ended[ending] = self.requests.labels(ending), self.tokens.labels(ending)
         requests_, tokens_ = counters
         requests_.inc()
         tokens_.inc(tokens)

@@ -64,7 +64,7 @@ class EngineReply(Protocol):
     """An EngineReply accumulates the engine's answer to one request."""
 
     @property
-    def outcome(self) -> str:
+    def ending(self) -> str:
         """Return finished, aborted or error; aborted until the engine reports otherwise."""
 
     @property
@@ -175,7 +175,7 @@ def _interval(limit: object) -> int:
 
 
 class NativeReply:
-    __slots__ = ("_ended", "_last", "_refusal", "_rid", "_tokens", "_version", "outcome", "size")
+    __slots__ = ("_ended", "_last", "_refusal", "_rid", "_tokens", "_version", "ending", "size")
 
     def __init__(self, rid: str, version: WeightVersion) -> None:
         self._rid = rid
@@ -184,7 +184,7 @@ class NativeReply:
         self._refusal: GateRefusal | None = None
         self._ended = False
         self._tokens = 0
-        self.outcome = "aborted"
+        self.ending = "aborted"
         self.size = 0
 
     @property
@@ -205,12 +205,12 @@ class NativeReply:
             sent = _event(event)
             state = last_state(sent, rid=self._rid, version=self._version)
         except GateRefusal as refusal:
-            self._refusal, self.outcome = refusal, "error"
+            self._refusal, self.ending = refusal, "error"
             return event
         self._last = event if state == sent else to_json(state)
         self.size = len(self._last)
         self._tokens = len(state["output_ids"])
-        self.outcome = "aborted" if state["meta_info"]["finish_reason"]["type"] == "abort" else "finished"
+        self.ending = "aborted" if state["meta_info"]["finish_reason"]["type"] == "abort" else "finished"
         return self._last
 
     def forget(self) -> None:
@@ -292,7 +292,7 @@ class OpenAIReply:
         self._version = str(version)
         self._whole = whole
         self._refusal: GateRefusal | None = None
-        self.outcome = "aborted"
+        self.ending = "aborted"
         self.tokens = 0
         self.size = 0
         self._smallest = sys.maxsize
@@ -308,10 +308,10 @@ class OpenAIReply:
                 for choice in choices:
                     self._keep(choice, len(event))
         except GateRefusal as refusal:
-            self._refusal, self.outcome = refusal, "error"
+            self._refusal, self.ending = refusal, "error"
             return event
         if (reason := self._choice.get("finish_reason")) is not None:
-            self.outcome = "aborted" if reason == "abort" else "finished"
+            self.ending = "aborted" if reason == "abort" else "finished"
         if not choices:
             return event if self._request.wants_usage else None
         self._head |= chunk

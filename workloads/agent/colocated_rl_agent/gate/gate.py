@@ -70,7 +70,7 @@ class GateRoute(NamedTuple):
 class Gate:
     """The Gate admits requests to the engines whose entrances are open.
 
-    engines: how many there are. changed: called when state or settledness changed. count: called with (outcome, tokens)
+    engines: how many there are. changed: called when state or settledness changed. count: called with (ending, tokens)
     of each ended request.
     """
 
@@ -79,7 +79,7 @@ class Gate:
         *,
         engines: int = 1,
         changed: Callable[[], None] = lambda: None,
-        count: Callable[[str, int], None] = lambda outcome, tokens: None,
+        count: Callable[[str, int], None] = lambda ending, tokens: None,
     ) -> None:
         self._changed = changed
         self._count = count
@@ -217,17 +217,17 @@ class Gate:
         self, entrance: Entrance, backend: Backend, upstream: Upstream, path: str, running: Running
     ) -> None:
         """Admit a request and wait for its end at the engine. Raises GateRefusal."""
-        outcome = "client_gone"
+        ending = "client_gone"
         self._let_in(entrance, running)
         try:
             await self._forward(backend, upstream, path, running)
-            outcome = running.reply.outcome
+            ending = running.reply.ending
         except GateRefusal:
-            outcome = "error"
+            ending = "error"
             raise
         finally:
             self._let_out(entrance, running)
-            self._count(outcome, running.reply.tokens)
+            self._count(ending, running.reply.tokens)
 
     def _let_in(self, entrance: Entrance, running: Running) -> None:
         self.in_flight += 1

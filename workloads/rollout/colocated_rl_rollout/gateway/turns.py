@@ -312,9 +312,9 @@ class Turns:
         turn.refused = refused
         self._end(turn, refused.code or "refused")
 
-    def _end(self, turn: Turn, outcome: str) -> None:
+    def _end(self, turn: Turn, ending: str) -> None:
         self._unpark(turn)
-        self._metrics.turns.labels(outcome).inc()
+        self._metrics.turns.labels(ending).inc()
         turn.ended = True
         turn.grew.set()
 
