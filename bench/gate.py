@@ -266,7 +266,7 @@ def asked(*, streams: bool) -> dict[str, Any]:
 async def load(
     port: int, body: dict[str, Any], *, concurrency: int, requests: int, spread_s: float = 0.0
 ) -> RequestTimes:
-    """spread_s: from the first caller's beginning to the last one's."""
+    """Load a port by concurrent callers. spread_s: from the first caller's beginning to the last one's."""
     data = json.dumps(body, separators=(",", ":")).encode()
     request = (
         b"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n%s"

@@ -139,7 +139,10 @@ class Numbers:
 
 
 class SimulatedEngine(EngineClient):
-    """keeps: what an interrupted attempt brought is continued; otherwise the sample starts over."""
+    """Simulates an engine.
+
+    keeps: what an interrupted attempt brought is continued; otherwise the sample starts over.
+    """
 
     def __init__(
         self,

@@ -44,7 +44,7 @@ from colocated_rl_rollout.worker import Worker
 
 @dataclass(frozen=True)
 class SimulatedJob:
-    """switch_s: beside training, each step. train_s: of a token."""
+    """Describes a simulated job. switch_s: beside training, each step. train_s: of a token."""
 
     trace: Trace
     steps: int = 50
@@ -73,8 +73,11 @@ class SimulatedJob:
 
 @dataclass
 class SimulatedOutcome:
-    """took_s: until the last step is trained. phases_s: of it, with gates open, before each step. resent_tokens: that
-    were prefilled again."""
+    """Holds what a simulated job took.
+
+    took_s: until the last step is trained. phases_s: of it, with gates open, before each step. resent_tokens: that were
+    prefilled again.
+    """
 
     took_s: float = 0.0
     phases_s: list[float] = field(default_factory=list)

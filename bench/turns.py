@@ -24,6 +24,6 @@ def in_turns(what: dict[str, Callable[[], object]], before: Callable[[], object]
 
 
 def show(name: str, size: int, took_s: float, *, beside: float | None = None) -> None:
-    """size: in bytes. beside: seconds that something else took for as many."""
+    """Print one row. size: in bytes. beside: seconds that something else took for as many."""
     ratio = f"  {beside / took_s:5.2f}" if beside is not None else ""
     print(f"  {name:42} {size / took_s / GIB:7.2f} GiB/s{ratio}")

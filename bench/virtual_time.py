@@ -20,7 +20,7 @@ class NothingLeft(RuntimeError):
 
 
 class VirtualTime(asyncio.SelectorEventLoop):
-    """now: seconds since the loop was made."""
+    """Runs a loop whose time only moves between events. now: seconds since the loop was made."""
 
     def __init__(self) -> None:
         self.now = 0.0

@@ -169,7 +169,7 @@ def kubeconfig_of(access: ClusterAccess) -> str:
 async def running_operator(
     kubeconfig: Path, name: str, variables: Mapping[str, str], heard: Callable[[], None] = lambda: None
 ) -> AsyncIterator[RealOperator]:
-    """heard: called with each line of its log."""
+    """Run an operator. heard: called with each line of its log."""
     environment = (
         os.environ
         | {

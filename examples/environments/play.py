@@ -141,7 +141,7 @@ def _why(episode: Any, traces: list[Any]) -> str:
 
 
 async def run(config: dict[str, Any], address: str, *, groups: int, passes: int | None) -> None:
-    """passes: over all tasks; None: as long as there is a job."""
+    """Play all tasks. passes: over all tasks; None: as long as there is a job."""
     environment = load_environment(resolve_env_config(config["env"]))
     taskset = environment.taskset.select(vf.SelectConfig(**config.get("select", {})))
     async with httpx.AsyncClient(timeout=60, trust_env=False) as http:

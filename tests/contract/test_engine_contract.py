@@ -368,7 +368,7 @@ async def test_bad_request_in_a_stream_is_an_error_with_its_code(engine: Observe
 
 
 class Hearing(Gate):
-    """Says of how many requests it has something."""
+    """Counts the requests of which it has received something."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -55,7 +55,10 @@ class Run:
         self.trained: list[int] = []  # each step that was asked for, also again
 
     def to_the_end(self, *, die: tuple[int, str, int] | None = None, harm: int | None = None) -> Weights:
-        """die: in the first lineage. harm: a step at whose checkpoint, once saved, all ranks end and it is damaged."""
+        """Train to the last step.
+
+        die: in the first lineage. harm: a step at whose checkpoint, once saved, all ranks end and it is damaged.
+        """
         while True:
             self.lineage += 1
             dies = die if self.lineage == 1 else None

@@ -265,7 +265,7 @@ def change_config(origin: Path, **changes: object) -> None:
 def test_model_that_can_not_be_loaded_is_reported_with_what_to_do(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spoil: Callable[[Path], None], message: str
 ) -> None:
-    """Said was what the loader raised: of a file that was cut off not which, and of custom code nothing for 15 s."""
+    """The report was the loader's own: it named no file that was cut off, and custom code gave nothing for 15 s."""
     origin = write_tiny_model(tmp_path / "model")
     spoil(origin)
     monkeypatch.setattr("builtins.input", lambda _: pytest.fail("standard input is nobody's"))

@@ -71,7 +71,7 @@ async def gate(directory: Path, engine: str) -> None:
 
 
 class Crowd:
-    """arrived: at the engine. refused: with 429."""
+    """Counts requests. arrived: at the engine. refused: with 429."""
 
     def __init__(self, tls: MemberTls, count: int) -> None:
         self.tls, self.count = tls, count

@@ -13,7 +13,10 @@ from colocated_rl_rollout.store.database import Statement
 
 
 class ScriptedEpisodes(Episodes):
-    """begun: rows of the episodes that are under way or have ended. ends: of those to come, in order."""
+    """Plays episodes as a test scripts them.
+
+    begun: rows of the episodes that are under way or have ended. ends: of those to come, in order.
+    """
 
     def __init__(self, *given: Any, **more: Any) -> None:
         super().__init__(*given, **more)

@@ -30,7 +30,10 @@ DEATHS_AT = 0.02  # of the moves of a walk
 
 @dataclass(frozen=True)
 class Explored:
-    """ends: by their cause. hopeless: ways to states from which no end can be reached, a few of them."""
+    """Holds the result of a search.
+
+    ends: by their cause. hopeless: ways to states from which no end can be reached, a few of them.
+    """
 
     states: int
     moves: int

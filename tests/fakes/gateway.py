@@ -112,7 +112,7 @@ async def gateway_running(
     tasks: Sequence[str] = (),
     **rollout: Any,
 ) -> AsyncIterator[GatewayScene]:
-    """tasks: the command of task processes; without it there are none."""
+    """Run a gateway. tasks: the command of task processes; without it there are none."""
     job = JobOnDisk.write(directory, make_spec(**rollout))
     if template:
         (directory / "model" / "chat_template.jinja").write_text(template)

@@ -19,7 +19,9 @@ SMALL = 1024  # bytes; larger files are kept, and hashed, as Git's large files
 
 
 class FakeHub:
-    """downloads: files that were asked for. revisions: that it was asked for at, the first `failures` in vain.
+    """Serves files as the hub does.
+
+    downloads: files that were asked for. revisions: that it was asked for at, the first `failures` in vain.
 
     files: of the dataset and of the model. token: without it nobody is answered. instead: what is sent of a file that
     is damaged on its way; its hash stays that of the file. listing: what is sent in place of the list of files.

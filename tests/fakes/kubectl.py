@@ -50,7 +50,7 @@ while True:
 
 
 class Played:
-    """environment: in which the command line finds this kubectl."""
+    """Answers as kubectl does. environment: in which the command line finds this kubectl."""
 
     def __init__(
         self, folder: Path, environment: dict[str, str], loop: asyncio.AbstractEventLoop, api: ClusterApi

@@ -90,7 +90,10 @@ class TakesAll(Exception):
 
 
 class Rest(NamedTuple):
-    """is_plain: pods alone move. one_by_one: they end so. deaths: some may come. befalls: something may, to no pod."""
+    """Describes all that is no pod's.
+
+    is_plain: pods alone move. one_by_one: they end so. deaths: some may come. befalls: something may, to no pod.
+    """
 
     is_plain: bool
     one_by_one: bool

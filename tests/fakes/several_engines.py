@@ -98,7 +98,10 @@ def is_of_all(action: do.Action | do.Wait) -> bool:
 
 
 class SeveralEngines(JobModel):
-    """engines: in each pod. Only one pod has trainers: those of several are what `JobModel` is for."""
+    """Explores pods of several engines.
+
+    engines: in each pod. Only one pod has trainers: those of several are what `JobModel` is for.
+    """
 
     def __init__(self, job: Job, *, engines: int, **bounds: Any) -> None:
         super().__init__(job, in_all_orders=True, **bounds)

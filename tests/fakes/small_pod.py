@@ -114,7 +114,7 @@ class StartedChild:
 
 
 class SmallEngine(FakeEngine):
-    """dies: called with the reason, instead of the end of the process."""
+    """Serves like an engine. dies: called with the reason, instead of the end of the process."""
 
     def __init__(self, *args: Any, dies: Callable[[str], None], **options: Any) -> None:
         super().__init__(*args, **options)

@@ -199,7 +199,7 @@ RETRIED_WALK: dict[str, st.SearchStrategy[Any]] = {
 
 
 def must_end(*, seed: int, faults: int, **more: Any) -> None:
-    """more: as for `walk`."""
+    """Walk, and require an end. more: as for `walk`."""
     group = walk(seed, faults=faults, **more)
     assert group.climb is not None
     event(f"{group.climb.tally.cause}: {group.climb.tally.action}")

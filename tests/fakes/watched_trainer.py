@@ -44,7 +44,10 @@ forking.set_forkserver_preload(  # what takes long; nothing of the tests: the se
 
 
 class WatchedTrainer(GRPOTrainer):
-    """die: (rank, place, step), at most once. gradients: a directory, for what stands before each update."""
+    """Trains as the default trainer, watched.
+
+    die: (rank, place, step), at most once. gradients: a directory, for what stands before each update.
+    """
 
     def __init__(self, settings: RankSettings, *, die: tuple[int, str, int] | None, gradients: Path | None) -> None:
         super().__init__(settings, TrainerConfig.read(settings.config))

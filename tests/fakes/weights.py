@@ -35,7 +35,7 @@ def weights_checksum(weight: float) -> str:
 
 
 def write_export(directory: Path, *, version: str, weight: float, probe_error: float = 0.0) -> None:
-    """probe_error: added to each log-probability, so that no engine can agree."""
+    """Write an export. probe_error: added to each log-probability, so that no engine can agree."""
     directory.mkdir(parents=True)
     header = json.dumps({TENSOR: {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}).encode()
     data = struct.pack("<Q", len(header)) + header + struct.pack("<f", weight)

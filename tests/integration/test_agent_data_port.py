@@ -46,7 +46,7 @@ NEXT = b"GET /next HTTP/1.1\r\n\r\n"
 
 @dataclass
 class Echo:
-    """Says what it was asked, unless the path says otherwise. asked: paths, in order."""
+    """Answers with what it was asked, unless the path says otherwise. asked: paths, in order."""
 
     asked: list[str] = field(default_factory=list)
     cancelled: int = 0

@@ -119,7 +119,7 @@ async def container(
     call_s: float = DEADLINE_S,
     before: Sequence[str] = (),
 ) -> AsyncIterator[RunnerContainer]:
-    """before: arguments before the runner's own."""
+    """Run a runner. before: arguments before the runner's own."""
     it = RunnerContainer(directory, call_s)
     await it.start(grace_s=grace_s, env=env, before=before)
     connection = asyncio.create_task(it.link.run())

@@ -75,7 +75,7 @@ for line in sys.stdin:
 
 
 class WatchedSessions(Sessions):
-    """looks: at whether an episode is heard of."""
+    """Counts looks. looks: at whether an episode is heard of."""
 
     looks = 0
 

@@ -33,7 +33,7 @@ LIMIT = 200
 
 
 class HeldEngine(FakeEngine):
-    """hold: tokens that each request gets before it waits for an abort; None: all of them."""
+    """Holds requests. hold: tokens that each request gets before it waits for an abort; None: all of them."""
 
     hold: int | None = None
 

@@ -50,7 +50,10 @@ class ControllerProcess:
 async def running(
     job: JobOnDisk, *further: str, trouble: str | None = None, around: Mapping[str, str] | None = None
 ) -> AsyncIterator[ControllerProcess]:
-    """further: arguments. trouble: what its disk has from SIGUSR1 on (`refusing_kernel`). around: further variables."""
+    """Run the controller's process.
+
+    further: arguments. trouble: what its disk has from SIGUSR1 on (`refusing_kernel`). around: further variables.
+    """
     words = ["-m"] if trouble is None else [refusing_kernel.__file__, trouble]
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, *words, "colocated_rl_rollout", *job.arguments, *further),

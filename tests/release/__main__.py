@@ -1,4 +1,4 @@
-"""Says what a release was made of, signs that with a key, and compares a release with what was signed.
+"""States what a release was made of, signs that with a key, and compares a release with what was signed.
 
     python -m release describe DIRECTORY --builder URI
     python -m release sign DIRECTORY --key PRIVATE.pem

@@ -507,7 +507,7 @@ async def working(tmp_path: Path) -> AsyncIterator[tuple[dict[str, Any], Path]]:
 async def train_in(
     step: dict[str, Any], socket: Path, *, heartbeat_s: float = SOON_S, lease_s: float = 2 * PROGRESS_S, **more: Any
 ) -> Any:
-    """heartbeat_s: also what an answer about a step may take."""
+    """Train a step. heartbeat_s: also what an answer about a step may take."""
     rank = TrainerRank(
         socket,
         progress_s=PROGRESS_S,

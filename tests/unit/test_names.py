@@ -13,6 +13,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 FRAGMENT = re.compile(
     "(Of|What|Whether|Where|How|That|Which|Who|Whose|Why|Until|Before|Without|As|By|Those|Also|So|And|Or|But)[, ]"
+    "|[a-z_]+: "  # of a parameter alone
 )
 NOT_A_VERB = re.compile("[^A-Z]|(The|A|An|One|This|It|Its|No|None|All|Each|Every|True|False|Raises|In|Say|Tell) ")
 HAPPENED = re.compile(

@@ -35,7 +35,7 @@ V2 = WeightVersion(2, 1)
 
 
 def make_pod(name: str = "sums-rollout-0", version: int = 1, **parts: Any) -> Body:
-    """parts: of metadata or status."""
+    """Make a pod as the API server has it. parts: of metadata or status."""
     labels = {"rl.colocate.dev/job-uid": UID}
     metadata = {
         "name": name,

@@ -76,7 +76,7 @@ def word_piece() -> Tokenizer:
 
 
 class CountingTokenizer:
-    """decoded: the longest that was decoded at once."""
+    """Counts what it decodes. decoded: the longest that was decoded at once."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer

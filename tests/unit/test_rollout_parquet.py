@@ -39,7 +39,7 @@ def rows(store: Store, **options: Any) -> list[dict[str, Any]]:
 
 
 def answer(*lengths: tuple[int | None, int]) -> Tokens:
-    """lengths: step and tokens of each span; -1 is what a tool said, None has no version."""
+    """Make a sample's tokens. lengths: step and tokens of each span; -1 is what a tool said, None has no version."""
     total = sum(length for _, length in lengths)
     spans, start = [], 0
     for step, length in lengths:

@@ -64,7 +64,7 @@ GROUPS = [group_of(4, [3, 7]), group_of(6, [1, 5]), group_of(9, [2, 2])]
 def record_batch(
     directory: Path, step: int = 1, *, shards: int = 2, groups: list[Group] = GROUPS, scored: bool = False
 ) -> BatchRecord:
-    """scored: by a reference on devices of its own, that finds each sample as likely as its number."""
+    """Record a batch. scored: by a reference on devices of its own, that finds each sample as likely as its number."""
     samples = [sample for group in groups for sample in group.samples]
     scores = {sample.id: np.full(len(sample.tokens), -float(sample.id), np.float32) for sample in samples}
     reference = scores if scored else None

@@ -294,7 +294,7 @@ def test_metric_that_is_no_number_is_left_out() -> None:
 
 @pytest.mark.parametrize(("value", "kind"), [("high", "str"), ([0.5, 1.5], "list")])
 def test_figure_that_is_none_is_named(value: object, kind: str) -> None:
-    """Said was of what type it was, and not which of them."""
+    """The message named the type, and not which figure it was."""
     running = onloaded()
     running.loop.figures = {"reward": value}
 
