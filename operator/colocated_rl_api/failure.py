@@ -11,7 +11,7 @@ from typing import Annotated, Self
 
 from pydantic import Field
 
-from colocated_rl_api.parts import Distinct, Part, Rule
+from colocated_rl_api.parts import Distinct, Part, Quantity, Rule, size_in_bytes
 from colocated_rl_api.rungs import Rung
 
 
@@ -225,6 +225,16 @@ class FailurePolicy(Part):
         "0 is no delay.",
     )
     max_backoff_seconds: int = Field(default=300, ge=0, le=86_400, description="No back-off is longer.")
+    max_trainer_growth: Quantity | None = Field(
+        default=None,
+        description="Host memory that a trainer rank may gain over what it held after the first switch of its process. "
+        "Past it all trainers start again with the next step that follows a checkpoint, which costs no step and no "
+        "restart. No limit when absent.",
+    )
+
+    @property
+    def max_growth_bytes(self) -> int | None:
+        return None if self.max_trainer_growth is None else size_in_bytes(self.max_trainer_growth)
 
     def backoff_s(self, tries: int) -> float:
         """Return the delay before the answer to a failure that so many others preceded in a row."""

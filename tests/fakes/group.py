@@ -43,6 +43,7 @@ from fakes.model_moves import (
     carried_out,
     is_alone,
     must_close_late,
+    must_cost_no_step,
     must_have_stood,
     must_rise_together,
     without_peers,
@@ -333,6 +334,12 @@ class ModelGroup:
         pod.state = pod.state.without_trainer()
         return True
 
+    def trainer_grows(self, pod: GpuPod) -> bool:
+        if not pod.alive or not pod.state.rank.is_alive:
+            return False
+        pod.state = pod.state.with_large_trainer()
+        return True
+
     def weights_spoil(self, pod: GpuPod, loads: int) -> bool:
         """The next loads of the pod's engines leave other weights in memory than they say."""
         spoilt = tuple(f"spoilt {next(self.incarnations)}" for _ in range(loads))
@@ -396,6 +403,7 @@ class Simulation(ModelGroup):
                 decided.climb is not None and decided.climb.epoch > (self.climb.epoch if self.climb else 0),
                 "not raised",
             )
+            must_cost_no_step(decided, saved=self.saved)
             self.climb = decided.climb
             self.memory = replace(self.memory, raised=True)
             if dies_after_record:

@@ -72,6 +72,7 @@ from fakes.model_moves import (
     carried_out,
     is_alone,
     must_close_late,
+    must_cost_no_step,
     must_have_stood,
     must_rise_together,
     without_peers,
@@ -100,6 +101,7 @@ from fakes.values import Hashed, Values
 MORTAL = ("agent", "connection", "engine", "operator", "pod", "trainer")
 FAILING = ("call", "deadline")  # of an agent: as a death, it costs an engine or a trainer
 FAULTS = (*MORTAL, *FAILING)
+GROWING = "memory"  # of a trainer, which is no fault, and matters under failurePolicy.maxTrainerGrowth alone
 WAITS = 4  # one after another, at most: a deadline, and the back-offs that follow it
 
 
@@ -497,6 +499,7 @@ class JobModel:
         """Record, send, make pods, report. The same state, if all of it has been done."""
         before, made = state.operator, decided.plan
         operator = self._record(before, made)
+        must_cost_no_step(made, saved=state.saved)
         state = self._send(state, operator, decided)
         if made.pods:
             state = self._make_pods(state, made)
@@ -691,6 +694,7 @@ class JobModel:
             yield f"engine {index} dies", state.with_pod(index, pod.without_engine().noted())
         if pod.rank.is_alive:
             yield f"trainer {index} dies", state.with_pod(index, pod.without_trainer())
+            yield f"memory {index} grows", state.with_pod(index, pod.with_large_trainer())
         if state.operator.known[index] is not None:
             yield f"connection {index} breaks", unheard
         yield f"pod {index} dies", unheard.with_pod(index, pod._replace(alive=False))

@@ -136,6 +136,7 @@ class ModelRank(NamedTuple):
     saved: int | None
     finished: WeightVersion | None
     broken: str | None
+    grown_bytes: int
 
     @classmethod
     def of(cls, view: RankView) -> ModelRank:
@@ -153,6 +154,7 @@ class ModelRank(NamedTuple):
                 view.finished,
             ),
             "broken" if view.broken else None,
+            view.grown_bytes,
         )
 
     def as_first(self) -> ModelRank:
@@ -268,6 +270,9 @@ class ModelPod(Hashed, _ModelPod):
         belief = Belief.of(engine_view(self.belief).gone())
         return self._replace(engine=None, belief=belief, gate_open=False, in_flight=0, journal=journal)
 
+    def with_large_trainer(self) -> ModelPod:
+        return self._replace(rank=self.rank._replace(grown_bytes=1 << 40))
+
     def without_trainer(self) -> ModelPod:
         return self._replace(rank=ModelRank.of(rank_view(self.rank).gone(KILLED)))
 
@@ -336,6 +341,7 @@ def rank_view(rank: ModelRank) -> RankView:
         can_finish=rank.is_alive and rank.number == 0,
         finished=rank.finished,
         broken=rank.broken,
+        grown_bytes=rank.grown_bytes,
     )
 
 

@@ -64,7 +64,8 @@ def policies(draw: st.DrawFn) -> dict[str, Any]:
         action = draw(st.sampled_from([each for each in cause.answers if each is not FailureAction.FAIL_JOB]))
         rule: dict[str, Any] = {"onCauses": [cause], "action": action, "counts": draw(st.booleans())}
         rules.append(rule | ({"maxTries": draw(st.integers(1, 2))} if draw(st.booleans()) else {}))
-    return {"rules": rules, "backoffSeconds": draw(st.sampled_from([0, 10])), "maxBackoffSeconds": 60}
+    growth = {"maxTrainerGrowth": "20Gi"} if draw(st.booleans()) else {}
+    return {"rules": rules, "backoffSeconds": draw(st.sampled_from([0, 10])), "maxBackoffSeconds": 60} | growth
 
 
 def fault(group: Simulation, rng: random.Random) -> str:
@@ -83,6 +84,7 @@ def fault(group: Simulation, rng: random.Random) -> str:
         faults |= {
             "engine": partial(group.engine_dies, pod),
             "trainer": partial(group.trainer_dies, pod),
+            "growth": partial(group.trainer_grows, pod),
             "agent": partial(group.agent_restarts, pod),
             "pod": partial(group.pod_is_lost, pod),
             "eviction": partial(group.pod_is_evicted, pod),

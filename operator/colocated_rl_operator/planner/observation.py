@@ -493,6 +493,15 @@ class Observation:
         )
 
     @property
+    def outgrown(self) -> list[str]:
+        """Return the pods with a trainer that has gained more host memory than the job allows."""
+        limit = self.job.spec.failure_policy.max_growth_bytes
+        if limit is None:
+            return []
+        found = ((member.name, member.pod_facts) for member in self.trainer_members)
+        return [name for name, facts in found if facts and any(rank.grown_bytes > limit for rank in facts.trainers)]
+
+    @property
     def dead(self) -> tuple[Member, ...]:
         """Return the pods of ranks of the climb's lineage that have died."""
         climb = self.climb
