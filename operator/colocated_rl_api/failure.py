@@ -147,7 +147,7 @@ class FailureCause(StrEnum):
     POD_FAILED = (
         "PodFailed",
         "The GPU pod ended as Failed without being deleted: its node did not admit it, for instance for a device that "
-        "is not healthy.",
+        "is not healthy, or evicted it because it filled a volume of its own or its ephemeral-storage limit.",
         _OF_A_POD,
         True,
     )

@@ -76,6 +76,7 @@ class OperatorSettings:
                 gpu=read.text("GPU_IMAGE"),
                 pull_policy=read.choice("IMAGE_PULL_POLICY", "IfNotPresent", PULL_POLICIES),
                 takes_faults=read.choice("FAULT_INJECTION", "false", ("true", "false")) == "true",
+                requests_disk=read.choice("REQUEST_DISK", "true", ("true", "false")) == "true",
             ),
             watch_namespaces=tuple(
                 name.strip() for name in environment.get("WATCH_NAMESPACES", "").split(",") if name.strip()

@@ -242,6 +242,24 @@ def test_a_pod_that_its_node_ended_is_distinguished_from_one_that_failed(
     assert fate is scene.only(make_pod(phase="Failed", reason=reason)).fate
 
 
+@pytest.mark.parametrize(
+    "message",
+    [
+        'Usage of EmptyDir volume "scratch" exceeds the limit "100Gi". ',
+        'Container gpu exceeded its local ephemeral storage limit "50Gi". ',
+        "Pod ephemeral local storage usage exceeds the total limit of containers 50Gi. ",
+    ],
+)
+def test_a_pod_that_its_node_evicts_for_what_it_wrote_has_failed_by_itself(scene: Scene, message: str) -> None:
+    """Otherwise a job that fills its disk in each step would be restarted for ever, and none of it would count."""
+    filled = scene.only(make_pod(phase="Failed", reason="Evicted", message=message))
+    assert (FailureCause.POD_FAILED, f"failed: Evicted {message}".strip()) == (filled.fate, filled.trouble)
+    low = "The node was low on resource: ephemeral-storage. Container gpu was using 4Gi, request is 1Gi. "
+    assert (
+        FailureCause.POD_EVICTED is scene.only(make_pod(version=2, phase="Failed", reason="Evicted", message=low)).fate
+    )
+
+
 def with_device(health: str, **said: str) -> dict[str, Any]:
     """The status of a GPU container with two devices, of which the second has that health."""
     devices = [{"resourceID": "GPU-0", "health": "Healthy"}, {"resourceID": "GPU-1", "health": health, **said}]

@@ -42,6 +42,10 @@ LOG = logging.getLogger(__name__)
 
 MAX_WORDS = 400  # of a container's last message
 _TAKEN_AWAY = ("DisruptionTarget", "TerminationTarget")  # set by Kubernetes; set by Kueue on a pod that it preempts
+_OVER_ITS_LIMIT = (  # in the words of a kubelet that evicts a pod for what it wrote itself, and sets no condition then
+    *("Usage of EmptyDir volume", "exceeded its local ephemeral storage limit"),
+    "ephemeral local storage usage exceeds the total limit",
+)
 _ENDED_BY_NODE = ("Evicted", "Preempting", "NodeShutdown", "Shutdown", "Terminated", "NodeLost")  # a node's reasons
 _QUIET = ("PodInitializing", "ContainerCreating")  # a container that is merely on its way
 
@@ -225,9 +229,11 @@ def _read_pod(state: JobState, record: PodRecord, now: float, *, is_heard: bool)
 
 def _fate(status: Body, *, is_deleted: bool) -> FailureCause | None:
     """Return why the pod is lost, if the cluster reports it. A deleted pod may end as Failed for that alone."""
-    if status.get("reason") in _ENDED_BY_NODE or any(
+    is_taken_away = any(
         item["type"] in _TAKEN_AWAY and item["status"] == "True" for item in status.get("conditions", ())
-    ):
+    )
+    is_at_fault = any(words in status.get("message", "") for words in _OVER_ITS_LIMIT)
+    if is_taken_away or (status.get("reason") in _ENDED_BY_NODE and not is_at_fault):
         return FailureCause.POD_EVICTED
     if status.get("phase") != PodPhase.FAILED or is_deleted:
         return None
