@@ -168,7 +168,7 @@ def requested_disk(seat: str, *, requests_disk: bool = True, **spec: Any) -> lis
 def test_pods_request_disk_where_their_nodes_count_it() -> None:
     assert [["4Gi"], ["2Gi"]] == [requested_disk(seat) for seat in ("gpu-0", ROLLOUT_SEAT)]
     assert [[], []] == [requested_disk(seat, requests_disk=False) for seat in ("gpu-0", ROLLOUT_SEAT)]
-    own = {"gpus": {"count": 0, "resources": {"limits": {"ephemeral-storage": "20Gi"}}}}
+    own: dict[str, Any] = {"gpus": {"count": 0, "resources": {"limits": {"ephemeral-storage": "20Gi"}}}}
     assert ["20Gi"] == requested_disk("gpu-0", **own) == requested_disk("gpu-0", requests_disk=False, **own)
 
 
