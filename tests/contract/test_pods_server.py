@@ -162,7 +162,7 @@ def test_volumes_and_disk_of_a_pod_are_what_the_server_takes(api: ApiServer, sea
     volumes = {each["name"]: each["emptyDir"] for each in answer.body["spec"]["volumes"] if "emptyDir" in each}
     assert {"100Gi", "20Gi"} & {each["sizeLimit"] for each in volumes.values()}
     if seat == gpu_seat(0):
-        assert {"medium": "Memory", "sizeLimit": "4Gi" if limits else "64Gi"} == volumes["shm"]
+        assert {"medium": "Memory", "sizeLimit": str(4 << 30) if limits else "64Gi"} == volumes["shm"]
 
 
 def qos(api: ApiServer, seat: str, **spec: Any) -> str:

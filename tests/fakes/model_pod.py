@@ -178,6 +178,7 @@ class Target(NamedTuple):
     lineage: int
     rung: Rung
     is_last: bool
+    saves: bool = False
     weights: WeightVersion | None = None
     checksum: str | None = None
 
@@ -185,7 +186,7 @@ class Target(NamedTuple):
     def of(cls, target: PodTarget) -> Target:
         return cls(
             *(target.epoch, target.goal, target.step, target.lineage, target.rung, target.is_last),
-            *(target.weights, target.checksum),
+            *(target.saves, target.weights, target.checksum),
         )
 
     @property
@@ -221,6 +222,7 @@ class _ModelPod(NamedTuple):
     ending: bool = False
     spoilt: tuple[str, ...] = ()
     has_failed: bool = False
+    leaves: bool = False
 
 
 class ModelPod(Hashed, _ModelPod):
@@ -229,6 +231,7 @@ class ModelPod(Hashed, _ModelPod):
     stood: by epoch, the highest barrier at which its seat has stood under a target of it.
     exports: on the volume that pods share, in the pod with rank 0, which alone writes and removes; None in all others.
     ending: its container was signalled to end, as in a drain.
+    leaves: its node gives notice that it is about to go.
     spoilt: checksums of the engine's next loads, which leave other weights in memory than they say.
     has_failed: its engine has, since it last served; only where a pod has several (`fakes.several_engines`).
     """

@@ -26,7 +26,8 @@ from fakes.model_pod import must
 MOVES_TO_THE_END = 4000
 ENDS = {str(Cause.ALL_STEPS_DONE), str(Cause.BACKOFF_LIMIT)}
 DISRUPTIONS = ("pod_is_evicted", "pod_is_drained")
-FAULTS = ("engine_dies", "trainer_dies", "agent_restarts", "pod_is_lost", "connection_breaks", *DISRUPTIONS)
+NOTICES = ("node_gives_notice",)
+FAULTS = ("engine_dies", "trainer_dies", "agent_restarts", "pod_is_lost", "connection_breaks", *DISRUPTIONS, *NOTICES)
 ROUNDS = {  # of everybody, in which an undisturbed job of two pods comes to its end
     Placement.TIME_SLICED: 80, Placement.RESIDENT: 64, Placement.ROLLOUT_ONLY: 14, Placement.TRAIN_ONLY: 30,
 }  # fmt: skip
@@ -89,6 +90,7 @@ def fault(group: Simulation, rng: random.Random) -> str:
             "pod": partial(group.pod_is_lost, pod),
             "eviction": partial(group.pod_is_evicted, pod),
             "drain": partial(group.pod_is_drained, pod),
+            "notice": partial(group.node_gives_notice, pod),
             "connection": partial(group.connection_breaks, pod),
         }
         if group.compares:

@@ -797,6 +797,43 @@ async def test_drains_of_two_nodes_at_once_take_one_pod_of_the_job_at_a_time(wor
     assert (0, "3-3") == (world.status["restarts"], world.status["weightVersion"])
 
 
+NODES = "/api/v1/nodes"
+SIGNS = LEASE | {"BAD_NODE_CONDITIONS": "GPUHealthy=False", "LEAVING_NODE_TAINTS": "spot-notice"}
+RARELY_SAVED = {"backoffLimit": 0, "checkpoint": {"everySteps": 100}}
+
+
+@pytest.mark.parametrize("world", [RARELY_SAVED], indirect=True, ids=["backoffLimit 0"])
+@pytest.mark.parametrize("sign", ["taint", "condition"])
+async def test_a_pod_leaves_a_node_that_gives_notice_and_no_step_is_trained_twice(world: World, sign: str) -> None:
+    """Step 1 is in no checkpoint that was due: a node that is about to go leaves time for one, bad devices do not."""
+    notices = {
+        "taint": ("", {"spec": {"taints": [{"key": "spot-notice", "effect": "NoSchedule"}]}}),
+        "condition": ("/status", {"status": {"conditions": [{"type": "GPUHealthy", "status": "False"}]}}),
+    }
+    world.kubelet.hold("rollout", under=lambda target: isinstance(target, RolloutTarget) and target.trained_step > 0)
+    await world.api.call("POST", NODES, {"metadata": {"name": "leaving"}})
+    try:
+        async with world.operator(SIGNS):
+            await world.until(lambda: world.status.get("phase") == "Rollout" and world.status["step"] == 1)
+            target = {"target": {"apiVersion": "v1", "kind": "Node", "name": "leaving"}}
+            binding = {"apiVersion": "v1", "kind": "Binding", "metadata": {"name": "sums-gpu-1-0"}}
+            await world.api.call("POST", f"{PODS}/sums-gpu-1-0/binding", binding | target)
+            part, notice = notices[sign]
+            await world.api.call("PATCH", f"{NODES}/leaving{part}", notice, MERGE)
+            await world.until(lambda: world.status.get("lineage") == 2)
+            world.kubelet.release("rollout")
+            await world.until(lambda: world.is_complete)
+    finally:
+        await world.api.call("DELETE", f"{NODES}/leaving")
+    failures = world.status["failures"]
+    assert ("PodEvicted" if sign == "taint" else "BadDevice", ["leaving"]) == (
+        failures["cause"],
+        failures["avoidedNodes"],
+    )
+    assert (0, 1) == (world.status["restarts"], failures["podRestarts"])
+    assert ({1: [1], 2: [2, 3]} if sign == "taint" else {1: [1], 2: [1, 2, 3]}) == world.group.trained_in
+
+
 ONE_GPU = {"backoffLimit": 0, "gpus": {"count": 1, "resources": {"limits": {"memory": "8Gi"}}}}
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Mapping
+from dataclasses import replace
 from datetime import datetime
 from typing import Any
 
@@ -24,6 +25,7 @@ from colocated_rl_operator.clients.kube import Body
 from colocated_rl_operator.clients.members import Address, MemberReport, Members
 from colocated_rl_operator.loop.job_queue import Queue
 from colocated_rl_operator.loop.job_state import JobState, PodRecord
+from colocated_rl_operator.loop.nodes import Nodes
 from colocated_rl_operator.loop.pods import Pods
 from colocated_rl_operator.manifests import resources
 from colocated_rl_operator.planner.observation import (
@@ -51,7 +53,7 @@ _QUIET = ("PodInitializing", "ContainerCreating")  # a container that is merely 
 
 
 def observe(
-    state: JobState, job: Job, *, pods: Pods, members: Members, queue: Queue, now: float, at: datetime
+    state: JobState, job: Job, *, pods: Pods, members: Members, queue: Queue, nodes: Nodes, now: float, at: datetime
 ) -> Observation:
     """Return what this pass sees. now, at: the same moment, monotonic and by the wall clock.
 
@@ -68,7 +70,7 @@ def observe(
         Observation(
             now=now,
             job=job,
-            members=tuple(_member(state, each, answers.get(each.name), now) for each in records),
+            members=tuple(_noted(_member(state, each, answers.get(each.name), now), nodes) for each in records),
             climb=climb,
             trained_step=(status.step or 0) if job.ladder.trains else 0,
             served=WeightVersion.parse(status.weight_version) if status.weight_version else None,
@@ -192,6 +194,12 @@ def _member(state: JobState, record: PodRecord, answer: MemberReport | None, now
         record.member = member.reporting(facts, highest_epoch=highest_epoch, silent_since=silent_since)
         record.answer = answer
     return record.member
+
+
+def _noted(member: Member, nodes: Nodes) -> Member:
+    """Return the member with the notice that its node gives now."""
+    notice = nodes.notice_of(member.node)
+    return member if notice is member.notice else replace(member, notice=notice)
 
 
 def _read_pod(state: JobState, record: PodRecord, now: float, *, is_heard: bool) -> Member:

@@ -32,6 +32,7 @@ from colocated_rl_operator.planner.failure_policy import (
     after_stall,
     after_standstill,
     how_to_retry,
+    leaves_at,
     listed,
     queue_s,
     raise_epoch,
@@ -233,7 +234,12 @@ def _difference(seen: Observation, climb: Climb) -> str:
 
 
 def _may_begin_next_step(seen: Observation, climb: Climb) -> bool:
-    """Return whether the next batch is sealed, and no evaluation must end first: only updates wait with `serves_on`."""
+    """Return whether the next batch is sealed, and no evaluation must end first: only updates wait with `serves_on`.
+
+    A step is not begun either while a pod is about to leave its node, until its trainers have saved the last one.
+    """
+    if seen.is_warned:
+        return False
     return seen.recorded_step > climb.step and (seen.job.ladder.serves_on or evaluation_due(seen) is None)
 
 
@@ -354,6 +360,7 @@ def _climb(seen: Observation) -> Plan:
         wakes.append(_deadline(seen))
     if evaluating := evaluation_due(seen):
         wakes.append(evaluating.ends)
+    wakes += [leaves_at(seen, member.notice, member.seat) for member in seen.noticed if member.notice]
     return Plan(
         climb=seen.climb,
         standings=seen.standings,
