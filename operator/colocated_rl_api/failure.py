@@ -133,14 +133,14 @@ class FailureCause(StrEnum):
         "PodEvicted",
         "The cluster took the GPU pod away and reports that in the pod's condition DisruptionTarget, or Kueue's "
         "TerminationTarget, or in kubelet's reason: preemption, drain, a node out of resources, a taint, a node that "
-        "is shut down or gone.",
+        "is shut down or gone. Or the pod left a node that is about to go, by the chart's nodes.leavingTaints.",
         _OF_A_POD,
         False,
     )
     BAD_DEVICE = (
         "BadDevice",
         "A device of the GPU pod is Unhealthy, as its node reports in allocatedResourcesStatus (Kubernetes 1.36; with "
-        "the feature gate ResourceHealthStatus before).",
+        "the feature gate ResourceHealthStatus before), or its node has a condition of the chart's nodes.badConditions.",
         (FailureAction.REPLACE_POD_ELSEWHERE, FailureAction.RESTART_POD, FailureAction.FAIL_JOB),
         False,
     )
