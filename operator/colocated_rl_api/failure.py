@@ -140,7 +140,7 @@ class FailureCause(StrEnum):
     BAD_DEVICE = (
         "BadDevice",
         "A device of the GPU pod is Unhealthy, as its node reports in allocatedResourcesStatus (Kubernetes 1.36; with "
-        "the feature gate ResourceHealthStatus before), or its node has a condition of the chart's nodes.badConditions.",
+        "the feature gate ResourceHealthStatus before); or its node has one of nodes.badConditions of the chart.",
         (FailureAction.REPLACE_POD_ELSEWHERE, FailureAction.RESTART_POD, FailureAction.FAIL_JOB),
         False,
     )
