@@ -68,7 +68,7 @@ async def test_a_trainer_that_keeps_memory_of_a_step_is_reported_to_have_grown_u
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
     async with network(tmp_path_factory.mktemp("n")) as net, pod(net, make_job(checkpoint={"everySteps": 1})) as it:
-        group = Group([it])
+        group = PodGroup([it])
         await group.climb(V0)
         await group.climb(V1)
         assert it.now is not None

@@ -759,12 +759,12 @@ async def test_an_evicted_pod_is_replaced_while_the_other_goes_on(world: RealWor
 BUDGETS = f"/apis/policy/v1/namespaces/{NAMESPACE}/poddisruptionbudgets"
 
 
-async def evict(world: World, pod: str) -> None:
+async def evict(world: RealWorld, pod: str) -> None:
     eviction = {"apiVersion": "policy/v1", "kind": "Eviction", "metadata": {"name": pod}}
     await world.api.call("POST", f"{PODS}/{pod}/eviction", eviction)
 
 
-async def become_ready(world: World, *pods: str) -> None:
+async def become_ready(world: RealWorld, *pods: str) -> None:
     """Kubelet reports the pods as ready, and the disruption controller comes to allow one eviction."""
     ready = {"status": {"conditions": [{"type": "Ready", "status": "True"}]}}
     for pod in pods:
@@ -776,7 +776,7 @@ async def become_ready(world: World, *pods: str) -> None:
 
 
 @pytest.mark.parametrize("world", [{"backoffLimit": 0}], indirect=True, ids=["backoffLimit 0"])
-async def test_drains_of_two_nodes_at_once_take_one_pod_of_the_job_at_a_time(world: World) -> None:
+async def test_drains_of_two_nodes_at_once_take_one_pod_of_the_job_at_a_time(world: RealWorld) -> None:
     """The next one goes once the successor of the one before is ready. A pod that is not ready may always go."""
     world.stay_in_rollout()
     async with world.operator():
@@ -804,7 +804,7 @@ RARELY_SAVED = {"backoffLimit": 0, "checkpoint": {"everySteps": 100}}
 
 @pytest.mark.parametrize("world", [RARELY_SAVED], indirect=True, ids=["backoffLimit 0"])
 @pytest.mark.parametrize("sign", ["taint", "condition"])
-async def test_a_pod_leaves_a_node_that_gives_notice_and_no_step_is_trained_twice(world: World, sign: str) -> None:
+async def test_a_pod_leaves_a_node_that_gives_notice_and_no_step_is_trained_twice(world: RealWorld, sign: str) -> None:
     """Step 1 is in no checkpoint that was due: a node that is about to go leaves time for one, bad devices do not."""
     notices = {
         "taint": ("", {"spec": {"taints": [{"key": "spot-notice", "effect": "NoSchedule"}]}}),

@@ -65,7 +65,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 
 @pytest.fixture
-def kubectl(cluster: Cluster) -> Kubectl:
+def kubectl(cluster: Cluster) -> KubectlCall:
     return cluster.kubectl
 
 
