@@ -141,7 +141,7 @@ def test_shared_memory_takes_half_of_what_its_container_may_use(limit: str | Non
 
 @pytest.mark.parametrize("seat", ALL_SEATS)
 def test_each_volume_of_a_pod_has_a_limit(seat: str) -> None:
-    """Of the container that fills it, where the job gives it one."""
+    """It is that of the container that fills the volume, where the job gives it one."""
     room = {"limits": {"ephemeral-storage": "20Gi"}}
     spec: dict[str, Any] = {
         "gpus": {"count": 0, "resources": room},
@@ -387,7 +387,7 @@ def test_only_the_operator_reaches_control_ports_and_only_the_job_itself_its_dat
     ids=["one", "seven", "engines-apart", "a-reference"],
 )
 def test_evictions_leave_all_pods_of_a_job_but_one(spec: dict[str, Any], stay: int) -> None:
-    """As a number of pods that stay: of others the server asks the job for a scale that it has not."""
+    """The budget has the number of pods that stay: of others the server asks the job for a scale that it has not."""
     job = make_job(**spec)
     budget = next(each for each in belongings.applied(job, operator_namespace="o") if "Budget" in each["kind"])
     pods = [resources.pod(job, seat, 0, IMAGES)["metadata"]["labels"] for seat in job.seats.all]
