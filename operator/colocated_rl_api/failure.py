@@ -11,7 +11,7 @@ from typing import Annotated, Self
 
 from pydantic import Field
 
-from colocated_rl_api.parts import Distinct, Part, Rule
+from colocated_rl_api.parts import Distinct, Part, Quantity, Rule, size_in_bytes
 from colocated_rl_api.rungs import Rung
 
 
@@ -133,21 +133,21 @@ class FailureCause(StrEnum):
         "PodEvicted",
         "The cluster took the GPU pod away and reports that in the pod's condition DisruptionTarget, or Kueue's "
         "TerminationTarget, or in kubelet's reason: preemption, drain, a node out of resources, a taint, a node that "
-        "is shut down or gone.",
+        "is shut down or gone. Or the pod left a node that is about to go, by the chart's nodes.leavingTaints.",
         _OF_A_POD,
         False,
     )
     BAD_DEVICE = (
         "BadDevice",
         "A device of the GPU pod is Unhealthy, as its node reports in allocatedResourcesStatus (Kubernetes 1.36; with "
-        "the feature gate ResourceHealthStatus before).",
+        "the feature gate ResourceHealthStatus before); or its node has one of nodes.badConditions of the chart.",
         (FailureAction.REPLACE_POD_ELSEWHERE, FailureAction.RESTART_POD, FailureAction.FAIL_JOB),
         False,
     )
     POD_FAILED = (
         "PodFailed",
         "The GPU pod ended as Failed without being deleted: its node did not admit it, for instance for a device that "
-        "is not healthy.",
+        "is not healthy, or evicted it because it filled a volume of its own or its ephemeral-storage limit.",
         _OF_A_POD,
         True,
     )
@@ -225,6 +225,16 @@ class FailurePolicy(Part):
         "0 is no delay.",
     )
     max_backoff_seconds: int = Field(default=300, ge=0, le=86_400, description="No back-off is longer.")
+    max_trainer_growth: Quantity | None = Field(
+        default=None,
+        description="Host memory that a trainer rank may gain over what it held after the first switch of its process. "
+        "Past it all trainers start again with the next step that follows a checkpoint, which costs no step and no "
+        "restart. No limit when absent.",
+    )
+
+    @property
+    def max_growth_bytes(self) -> int | None:
+        return None if self.max_trainer_growth is None else size_in_bytes(self.max_trainer_growth)
 
     def backoff_s(self, tries: int) -> float:
         """Return the delay before the answer to a failure that so many others preceded in a row."""

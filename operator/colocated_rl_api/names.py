@@ -93,7 +93,7 @@ ENV_HUB_TOKEN = "HF_TOKEN"  # as huggingface_hub reads it
 ENV_GRACE = "COLOCATE_GRACE_S"  # of the pod; read by the runner
 ENV_FAULTS = "COLOCATE_FAULTS"  # FAULTS_TAKEN: the agent takes injected faults; else absent
 FAULTS_TAKEN = "taken"
-ENV_WIPED = "COLOCATE_WIPED"  # directory that the runner empties when it starts
+ENV_WIPED = "COLOCATE_WIPED"  # directories, with : between, that the runner empties when it starts
 
 
 def claim_name(job: str, job_uid: JobUid, volume: str) -> str:

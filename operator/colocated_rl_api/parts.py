@@ -6,8 +6,10 @@ server evaluates it from the CRD, and everybody else from the same text.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
+from decimal import Decimal
 from typing import Annotated, Any, ClassVar, NamedTuple, Self, TypeVar
 
 from pydantic import (
@@ -241,6 +243,17 @@ Quantity = Annotated[
     _is_quantity,
 ]
 """A Kubernetes quantity: `2`, `"500m"`, `"4Gi"`."""
+
+
+def size_in_bytes(quantity: str) -> int:
+    """Return what a Kubernetes quantity says: "8Gi" is 8 * 2**30."""
+    number = quantity.rstrip("kKMGTPEim")
+    unit = quantity[len(number) :]
+    if unit == "m":
+        return math.ceil(Decimal(number) / 1000)
+    step = 1024 if unit.endswith("i") else 1000
+    return math.ceil(Decimal(number) * Decimal(step) ** " kMGTPE".index(unit[:1].replace("K", "k") or " "))
+
 
 ResourceMap = Annotated[
     dict[Annotated[str, Field(max_length=253)], Quantity], Field(max_length=16), BeforeValidator(drop_nulls)

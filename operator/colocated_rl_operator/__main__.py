@@ -20,7 +20,7 @@ import uvloop
 from prometheus_client import REGISTRY
 
 from colocated_rl_api import descriptors, logs, names
-from colocated_rl_operator import handlers  # noqa: F401 - registers them with kopf
+from colocated_rl_operator import handlers
 from colocated_rl_operator.clients.authority import Authority, find_authority
 from colocated_rl_operator.clients.cluster import ClusterAccess, find_cluster
 from colocated_rl_operator.clients.errors import ApiError, BadSetting, NotFound
@@ -30,6 +30,7 @@ from colocated_rl_operator.clients.lease import Lease, LeaseTerms
 from colocated_rl_operator.clients.members import Members
 from colocated_rl_operator.loop.doors import Doors
 from colocated_rl_operator.loop.drive import OperatorContext
+from colocated_rl_operator.loop.nodes import Nodes
 from colocated_rl_operator.loop.pods import Pods
 from colocated_rl_operator.loop.wakeups import Wakeups
 from colocated_rl_operator.metrics import OperatorMetrics
@@ -103,10 +104,13 @@ async def lead(settings: OperatorSettings, access: ClusterAccess, metrics: Opera
                 namespace=settings.namespace,
                 release=f"{settings.namespace}/{settings.lease_name}",
                 version=version("colocated-rl"),
+                nodes=Nodes(settings.node_signs),
                 confirm=lease.confirm,
             )
             context = OperatorContext(access, doors, wakeups)
             keep_watching()
+            if settings.node_signs:
+                handlers.watch_nodes()
             os.environ["POD_ID"] = settings.identity  # else kopf asks for the name of its user, and the UID has none
             try:
                 await kopf.operator(

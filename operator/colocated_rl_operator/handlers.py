@@ -15,7 +15,7 @@ import kopf
 
 from colocated_rl_api import names
 from colocated_rl_operator.clients.cluster import ClusterAccess
-from colocated_rl_operator.loop.drive import drive_job, note_job, note_pod, release_orphan
+from colocated_rl_operator.loop.drive import drive_job, note_job, note_node, note_pod, release_orphan
 
 OURS = {names.MANAGED_BY_LABEL: names.MANAGED_BY}
 DISMISS_S = 15.0  # a daemon has this long to end by itself, on deletion and on exit; then it is cancelled
@@ -88,6 +88,15 @@ async def on_job_event(event: kopf.RawEvent, memo: Any, **_: Any) -> None:
 @kopf.on.event("pods", labels=OURS)
 async def on_pod_event(event: kopf.RawEvent, memo: Any, **_: Any) -> None:
     note_pod(event, memo.context)
+
+
+async def on_node_event(event: kopf.RawEvent, memo: Any, **_: Any) -> None:
+    note_node(event, memo.context)
+
+
+def watch_nodes() -> None:
+    """Have kopf watch nodes too, which takes a right that not every operator has."""
+    kopf.on.event("", "v1", "nodes")(on_node_event)
 
 
 def connection(access: ClusterAccess) -> kopf.ConnectionInfo:

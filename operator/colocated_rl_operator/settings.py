@@ -20,10 +20,11 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from colocated_rl_operator.clients.errors import BadSetting
 from colocated_rl_operator.manifests.resources import PodImages
+from colocated_rl_operator.planner.notices import NodeSigns
 
 LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
 PULL_POLICIES = ("Always", "IfNotPresent", "Never")
@@ -47,6 +48,7 @@ class OperatorSettings:
     identity: str
     images: PodImages
     watch_namespaces: tuple[str, ...] = ()
+    node_signs: NodeSigns = field(default_factory=NodeSigns)
     lease_name: str = "colocated-rl-operator"
     lease: LeaseTimes = LeaseTimes()
     metrics_port: int = 9090
@@ -76,9 +78,12 @@ class OperatorSettings:
                 gpu=read.text("GPU_IMAGE"),
                 pull_policy=read.choice("IMAGE_PULL_POLICY", "IfNotPresent", PULL_POLICIES),
                 takes_faults=read.choice("FAULT_INJECTION", "false", ("true", "false")) == "true",
+                requests_disk=read.choice("REQUEST_DISK", "true", ("true", "false")) == "true",
             ),
-            watch_namespaces=tuple(
-                name.strip() for name in environment.get("WATCH_NAMESPACES", "").split(",") if name.strip()
+            watch_namespaces=read.several("WATCH_NAMESPACES"),
+            node_signs=NodeSigns(
+                bad_conditions=read.pairs("BAD_NODE_CONDITIONS"),
+                leaving_taints=frozenset(read.several("LEAVING_NODE_TAINTS")),
             ),
             lease_name=read.text("LEASE_NAME", "colocated-rl-operator"),
             lease=lease,
@@ -96,6 +101,20 @@ class _EnvironmentReader:
         if value is None:
             raise BadSetting(name, "", "a value: it is required")
         return value
+
+    def several(self, name: str) -> tuple[str, ...]:
+        """Return the values between commas."""
+        return tuple(value.strip() for value in self.environment.get(name, "").split(",") if value.strip())
+
+    def pairs(self, name: str) -> dict[str, str]:
+        """Return KEY=VALUE between commas."""
+        found = {}
+        for value in self.several(name):
+            key, _, text = value.partition("=")
+            if not (key and text):
+                raise BadSetting(name, value, "TYPE=STATUS, several with a comma between, such as GPUHealthy=False")
+            found[key] = text
+        return found
 
     def choice(self, name: str, default: str, choices: tuple[str, ...]) -> str:
         value = self.text(name, default)

@@ -232,7 +232,9 @@ def test_a_job_whose_operator_is_gone_for_good_is_released_as_the_runbook_says(k
     kubectl("-n", TEAM, "wait", f"crlj/{name}", "--for=jsonpath={.status.phase}", f"--timeout={DEADLINE_S}s")
     mine = f"{names.JOB_NAME_LABEL}={name}"
     claims = kubectl("-n", TEAM, "get", "pvc", "-l", mine, "-o", "name").split()
-    assert kubectl("-n", TEAM, "get", "pods,secrets,configmaps,networkpolicies", "-l", mine, "-o", "name").split()
+    assert kubectl(
+        "-n", TEAM, "get", "pods,secrets,configmaps,networkpolicies,poddisruptionbudgets", "-l", mine, "-o", "name"
+    ).split()
     kubectl("-n", NAMESPACE, "scale", DEPLOYMENT, "--replicas=0")
     operators = ("pods", "-l", "app.kubernetes.io/component=operator")
     kubectl("-n", NAMESPACE, "wait", *operators, "--for=delete", f"--timeout={DEADLINE_S}s")
@@ -243,7 +245,7 @@ def test_a_job_whose_operator_is_gone_for_good_is_released_as_the_runbook_says(k
         assert "kubectl" == program
         kubectl("-n", TEAM, *(name if word == "JOB" else word for word in words))
         kubectl("-n", TEAM, "wait", f"crlj/{name}", "--for=delete", f"--timeout={DEADLINE_S}s")
-        for kind in ("pods", "secrets", "configmaps", "networkpolicies"):
+        for kind in ("pods", "secrets", "configmaps", "networkpolicies", "poddisruptionbudgets"):
             kubectl("-n", TEAM, "wait", kind, "-l", mine, "--for=delete", f"--timeout={DEADLINE_S}s")
         assert claims == kubectl("-n", TEAM, "get", "pvc", "-l", mine, "-o", "name").split()
     finally:

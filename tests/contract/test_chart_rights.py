@@ -42,7 +42,10 @@ KOPF = {
 GARBAGE_COLLECTION = {Right(JOBS, names.GROUP, f"{names.PLURAL}/finalizers", "update")}  # for blockOwnerDeletion
 
 THING = {"metadata": {"name": "some"}}
-APPLIED = (("v1", "ConfigMap"), ("networking.k8s.io/v1", "NetworkPolicy"))
+APPLIED = (
+    *(("v1", "ConfigMap"), ("networking.k8s.io/v1", "NetworkPolicy")),
+    ("policy/v1", "PodDisruptionBudget"),
+)
 CALLS: dict[str, list[dict[str, Any]]] = {
     "read_job": [{"namespace": JOBS, "name": "some"}],
     "list_jobs": [{"namespace": JOBS}],
@@ -120,6 +123,16 @@ def granted(objects: list[Document], *, bound_to_jobs: str) -> set[Right]:
 def test_every_call_is_known_here() -> None:
     made = {name for name, _ in inspect.getmembers(Kube, inspect.iscoroutinefunction) if not name.startswith("_")}
     assert made == CALLS.keys()
+
+
+def test_nodes_are_read_only_by_an_operator_that_looks_for_their_notices() -> None:
+    roles = {
+        file: [role for role in rendered(CHART / "ci" / file) if role["kind"].endswith("Role") and "nodes" in str(role)]
+        for file in ("node-notices-values.yaml", "local-values.yaml", "namespaced-values.yaml")
+    }
+    [role] = roles.pop("node-notices-values.yaml")
+    assert [{"apiGroups": [""], "resources": ["nodes"], "verbs": ["list", "watch"]}] == role["rules"]
+    assert [[], []] == [*roles.values()]
 
 
 @pytest.mark.parametrize(("file", "kind"), [("local-values.yaml", "ClusterRole"), ("namespaced-values.yaml", "Role")])

@@ -19,7 +19,7 @@ from colocated_rl_api.rungs import Placement
 from colocated_rl_operator.planner.reasons import Cause
 from fakes.explore import all_must_be_well, bounds_of, explore, must_walk_to_the_end
 from fakes.left_out import must_mean_the_same, searched
-from fakes.model import FAULTS, MORTAL, JobModel
+from fakes.model import FAULTS, GROWING, LEAVING, MORTAL, JobModel
 from fakes.model_pod import InvariantBroken
 from fakes.several_engines import SeveralEngines, is_of_all
 
@@ -153,6 +153,45 @@ def test_every_state_under_a_failure_policy_is_safe_and_leads_to_an_end(
     often = {"everySteps": 1}
     job = make_job(replicas=2, steps=1, checkpoint=often, rollout=rollout, failurePolicy=policy)
     check(JobModel(job, deaths=1, of=("trainer",)), capsys)
+
+
+@pytest.mark.parametrize("placement", [each for each in Placement if each is not Placement.DISAGGREGATED])
+@pytest.mark.parametrize(
+    ("replicas", "deaths", "of"),
+    [(1, 2, (LEAVING, *MORTAL)), (2, 1, (LEAVING,))],
+    ids=["one-and-a-death", "two"],
+)
+def test_every_state_of_a_job_whose_node_gives_notice_is_safe_and_leads_to_an_end(
+    replicas: int, deaths: int, of: tuple[str, ...], placement: Placement, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Checkpoints are not due: that of the notice is the only one before the last."""
+    job = make_job(replicas=replicas, steps=1, checkpoint={"everySteps": 100}, **PLACED[placement])
+    check(JobModel(job, deaths=deaths, of=of), capsys)
+
+
+@pytest.mark.parametrize("placement", [Placement.TIME_SLICED, Placement.RESIDENT])
+@pytest.mark.parametrize(
+    ("replicas", "steps", "deaths", "of", "suspensions"),
+    [
+        (1, 2, 2, (GROWING, *MORTAL), 0),
+        (1, 2, 1, (GROWING,), 1),
+        (2, 2, 1, (GROWING,), 0),
+        (2, 1, 2, (GROWING, "trainer"), 0),
+    ],
+    ids=["one-and-a-death", "one-and-a-suspension", "two", "two-and-a-death"],
+)
+def test_every_state_of_a_job_whose_trainers_start_again_when_they_grow_is_safe_and_leads_to_an_end(
+    replicas: int,
+    steps: int,
+    deaths: int,
+    of: tuple[str, ...],
+    suspensions: int,
+    placement: Placement,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    spec: dict[str, Any] = {**PLACED[placement], "failurePolicy": {"maxTrainerGrowth": "20Gi"}}
+    job = make_job(replicas=replicas, steps=steps, checkpoint={"everySteps": 1}, **spec)
+    check(JobModel(job, deaths=deaths, of=of, suspensions=suspensions), capsys)
 
 
 @pytest.mark.parametrize(

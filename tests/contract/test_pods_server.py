@@ -25,7 +25,9 @@ pytestmark = pytest.mark.cluster
 
 NAMESPACE = "rendered"
 PODS = f"/api/v1/namespaces/{NAMESPACE}/pods"
-IMAGES = PodImages("agent", "rollout", "gpu", "Always")
+IMAGES = PodImages(
+    "agent", "rollout", "gpu", "Always", requests_disk=False
+)  # which the nodes of this cluster do not count
 DEADLINE_S = 120.0
 
 CLUSTER: list[Document] = [
@@ -147,6 +149,20 @@ def test_pods_are_admitted_wherever_their_model_comes_from(api: ApiServer, seat:
 def test_what_the_schema_cannot_judge_the_server_does(api: ApiServer, template: Document, words: str) -> None:
     body = rendered("judged", podTemplates={"gpu": {"spec": template}})
     assert words in dry_run(api, body)
+
+
+@pytest.mark.parametrize("limits", [{}, {"memory": "8Gi", "ephemeral-storage": "20Gi"}], ids=["usual", "limited"])
+@pytest.mark.parametrize("seat", [gpu_seat(0), "reference-0", ROLLOUT_SEAT])
+def test_volumes_and_disk_of_a_pod_are_what_the_server_takes(api: ApiServer, seat: str, limits: Document) -> None:
+    rollout = OWN_ROLLOUT | {"resources": {"limits": limits}}
+    job = make_job("filled", gpus={"count": 0, "resources": {"limits": limits}}, rollout=rollout)
+    body = of_this_server(pod(job, seat, 0, replace(IMAGES, requests_disk=True)))
+    answer = api.request("POST", f"{PODS}?dryRun=All&fieldValidation=Strict", body)
+    assert answer.is_accepted, answer.message
+    volumes = {each["name"]: each["emptyDir"] for each in answer.body["spec"]["volumes"] if "emptyDir" in each}
+    assert {"100Gi", "20Gi"} & {each["sizeLimit"] for each in volumes.values()}
+    if seat == gpu_seat(0):
+        assert {"medium": "Memory", "sizeLimit": str(4 << 30) if limits else "64Gi"} == volumes["shm"]
 
 
 def qos(api: ApiServer, seat: str, **spec: Any) -> str:

@@ -18,9 +18,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
 from bench.sizes import FILLED, HEAD, MEMORY, MODELS, PAGE, row
 from colocated_rl_api.job import ColocatedRLJobSpec
+from colocated_rl_api.parts import size_in_bytes
 from colocated_rl_trainer.conformance.shards import Example, write_shards
 from colocated_rl_trainer.grpo.batch import Shard, divide_into_passes
-from colocated_rl_trainer.grpo.budget import Budget, size_in_bytes
+from colocated_rl_trainer.grpo.budget import Budget
 from colocated_rl_trainer.grpo.loop import GRPOTrainer
 from colocated_rl_trainer.protocol.settings import TrainerConfig
 from colocated_rl_trainer.state import rehearsal

@@ -139,6 +139,16 @@ def model_image() -> dict[str, Any]:
     return {"root": str(MODEL)}
 
 
+def simulated_gpu_image(place: Path) -> dict[str, Any]:
+    """Return this checkout's image, in which `sglang` is the engine of the tests, and `fakes.trainer` a trainer."""
+    (place / "sglang").mkdir()
+    (place / "sglang/__init__.py").touch()
+    (place / "sglang/launch_server.py").write_text("from fakes.engine import main\nmain()\n")
+    image = image_of("gpu")
+    binds = [*image["binds"], f"{place}:/opt/site:ro", f"{CHECKOUT.root / 'tests/fakes'}:/opt/tests/fakes:ro"]
+    return image | {"binds": binds, "env": image["env"] | {"PYTHONPATH": "/opt/site:/opt/tests"}}
+
+
 def image_of(name: str) -> dict[str, Any]:
     image: dict[str, Any] = json.loads(CHECKOUT.images.read_text())["images"][f"colocated-rl/{name}:dev"]
     return image

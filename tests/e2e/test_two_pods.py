@@ -615,7 +615,7 @@ def assert_deleted(job: RunningJob) -> None:
     uid = job.uid
     job.kubectl("delete", names.PLURAL, job.name, "--wait=false")
     wait_for("the job to be gone", lambda: not objects(job, names.PLURAL), deadline_s=DELETED_S, explain=job.describe)
-    rest = ("pods", "secrets", "configmaps", "networkpolicies")
+    rest = ("pods", "secrets", "configmaps", "networkpolicies", "poddisruptionbudgets")
     wait_for(
         "its objects to be gone",
         lambda: not [one for kind in rest for one in objects(job, kind, uid)],

@@ -36,6 +36,7 @@ from colocated_rl_api.rungs import Rung, WeightVersion
 from colocated_rl_api.seats import ROLLOUT_SEAT, role_of
 from colocated_rl_operator.planner.actions import CreatePod
 from colocated_rl_operator.planner.failure_policy import MAX_AVOIDED
+from colocated_rl_operator.planner.notices import Notice
 from colocated_rl_operator.planner.observation import Climb, Job, Member, Memory, Observation, PodPhase, remember
 from colocated_rl_operator.planner.plan import Plan, plan
 from fakes.model_moves import (
@@ -43,6 +44,7 @@ from fakes.model_moves import (
     carried_out,
     is_alone,
     must_close_late,
+    must_cost_no_step,
     must_have_stood,
     must_rise_together,
     without_peers,
@@ -71,6 +73,7 @@ class SimPod:
         self.alive = True
         self.fate = FailureCause.POD_FAILED  # once it is not
         self.reported: PodFacts | RolloutFacts | None = None
+        self.notice: Notice | None = None  # of its node
         self.known: tuple[tuple[object, ...], Member] | None = None  # as the operator saw it last, and of what
 
     @property
@@ -333,6 +336,12 @@ class ModelGroup:
         pod.state = pod.state.without_trainer()
         return True
 
+    def trainer_grows(self, pod: GpuPod) -> bool:
+        if not pod.alive or not pod.state.rank.is_alive:
+            return False
+        pod.state = pod.state.with_large_trainer()
+        return True
+
     def weights_spoil(self, pod: GpuPod, loads: int) -> bool:
         """The next loads of the pod's engines leave other weights in memory than they say."""
         spoilt = tuple(f"spoilt {next(self.incarnations)}" for _ in range(loads))
@@ -396,6 +405,7 @@ class Simulation(ModelGroup):
                 decided.climb is not None and decided.climb.epoch > (self.climb.epoch if self.climb else 0),
                 "not raised",
             )
+            must_cost_no_step(decided, saved=self.saved)
             self.climb = decided.climb
             self.memory = replace(self.memory, raised=True)
             if dies_after_record:
@@ -435,7 +445,7 @@ class Simulation(ModelGroup):
     def _member(self, index: int, pod: SimPod) -> Member:
         """The same one, as long as there is nothing else to see."""
         silent_since = None if pod.reported else self.now
-        parts = (index, pod.alive, pod.reported, silent_since)
+        parts = (index, pod.alive, pod.reported, silent_since, pod.notice)
         if pod.known is None or not all(map(is_, pod.known[0], parts)):
             member = Member(
                 seat=pod.seat,
@@ -444,6 +454,7 @@ class Simulation(ModelGroup):
                 uid=names.PodUid(pod.uid),
                 phase=PodPhase.RUNNING if pod.alive else PodPhase.FAILED,
                 node=f"node-{pod.uid}",
+                notice=pod.notice,
                 fate=None if pod.alive else pod.fate,
                 created_at=-1000.0,
                 address=f"10.0.0.{index}",
@@ -471,6 +482,13 @@ class Simulation(ModelGroup):
                 pod.sent = target
                 pod.inbox.append(target)
                 self.sent += 1
+
+    def node_gives_notice(self, pod: GpuPod) -> bool:
+        """It is about to go, and its pod is lost with it unless it has left by then."""
+        if not pod.alive or pod.notice is not None:
+            return False
+        pod.notice = Notice(FailureCause.POD_EVICTED, "a taint", since=self.now)
+        return True
 
     def suspend(self, is_asked: bool) -> None:
         """A person writes spec.suspend."""

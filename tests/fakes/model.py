@@ -55,6 +55,7 @@ from colocated_rl_api.member_wire import Goal, RolloutTarget
 from colocated_rl_api.rungs import Placement, Rung, WeightVersion
 from colocated_rl_api.seats import ROLLOUT_SEAT, role_of
 from colocated_rl_operator.planner.actions import CreatePod, PodAction
+from colocated_rl_operator.planner.notices import Notice
 from colocated_rl_operator.planner.observation import (
     Climb,
     Job,
@@ -72,6 +73,7 @@ from fakes.model_moves import (
     carried_out,
     is_alone,
     must_close_late,
+    must_cost_no_step,
     must_have_stood,
     must_rise_together,
     without_peers,
@@ -100,6 +102,8 @@ from fakes.values import Hashed, Values
 MORTAL = ("agent", "connection", "engine", "operator", "pod", "trainer")
 FAILING = ("call", "deadline")  # of an agent: as a death, it costs an engine or a trainer
 FAULTS = (*MORTAL, *FAILING)
+LEAVING = "node"  # which gives notice that it is about to go, and goes or stays
+GROWING = "memory"  # of a trainer, which is no fault, and matters under failurePolicy.maxTrainerGrowth alone
 WAITS = 4  # one after another, at most: a deadline, and the back-offs that follow it
 
 
@@ -198,12 +202,13 @@ class Shown(NamedTuple):
     exports: frozenset[WeightVersion] | None
     is_first: bool
     rank: _ShownRank
+    leaves: bool
 
     @classmethod
     def of(cls, pod: ModelPod) -> Shown:
         rank = _ShownRank(pod.rank.is_alive, pod.rank.lineage, pod.rank.step)
         place = (pod.attempt, pod.alive, pod.there, pod.epoch, pod.gate_open)
-        return cls(*place, pod.stood, pod.ladder, pod.exports, pod.is_first, rank)
+        return cls(*place, pod.stood, pod.ladder, pod.exports, pod.is_first, rank, pod.leaves)
 
 
 class Decided(NamedTuple):
@@ -244,7 +249,7 @@ class JobModel:
         self.suspensions = suspensions
         self.retries = retries
         self.in_all_orders = in_all_orders
-        self.may_swap = not in_all_orders and not job.spec.failure_policy.rules
+        self.may_swap = not (in_all_orders or job.spec.failure_policy.rules or LEAVING in of)
         self._job_as = cache(
             lambda suspend, retries: replace(
                 job, spec=job.spec.model_copy(update={"suspend": suspend, "retries": retries})
@@ -414,7 +419,7 @@ class JobModel:
             yield "operator, late" if late else "operator", after
 
     def _plan(self, state: ModelState, *, late: bool) -> Decided:
-        operator, places = state.operator, tuple((pod.attempt, pod.alive, pod.there) for pod in state.pods)
+        operator, places = state.operator, tuple((pod.attempt, pod.alive, pod.there, pod.leaves) for pod in state.pods)
         climb = self._climbs.number(operator.climb)
         key = (climb, operator[1:-1], state.rollout, places, late, state.suspend, state.spec_retries)
         decided = self._plans.get(key)
@@ -457,6 +462,7 @@ class JobModel:
                 created_at=-1000.0,
                 address=f"10.0.0.{index}",
                 node=f"node-{index}",
+                notice=Notice(FailureCause.POD_EVICTED, "a taint") if pod.leaves else None,
                 fate=None if pod.alive else FailureCause.POD_FAILED,
                 silent_since=None if known else 0.0,
                 highest_epoch=known.durable if known else 0,
@@ -497,6 +503,7 @@ class JobModel:
         """Record, send, make pods, report. The same state, if all of it has been done."""
         before, made = state.operator, decided.plan
         operator = self._record(before, made)
+        must_cost_no_step(made, saved=state.saved)
         state = self._send(state, operator, decided)
         if made.pods:
             state = self._make_pods(state, made)
@@ -691,8 +698,11 @@ class JobModel:
             yield f"engine {index} dies", state.with_pod(index, pod.without_engine().noted())
         if pod.rank.is_alive:
             yield f"trainer {index} dies", state.with_pod(index, pod.without_trainer())
+            yield f"memory {index} grows", state.with_pod(index, pod.with_large_trainer())
         if state.operator.known[index] is not None:
             yield f"connection {index} breaks", unheard
+        if not pod.leaves:
+            yield f"node {index} gives notice", state.with_pod(index, pod._replace(leaves=True))
         yield f"pod {index} dies", unheard.with_pod(index, pod._replace(alive=False))
 
     def _next_leader(self, state: ModelState) -> ModelState:

@@ -14,6 +14,8 @@ from colocated_rl_api import names
 from colocated_rl_api.facts import EngineState, TrainerState
 from colocated_rl_api.member_wire import Goal
 from colocated_rl_api.rungs import Rung, WeightVersion
+from colocated_rl_operator.planner.plan import Plan
+from colocated_rl_operator.planner.reasons import Cause
 from fakes.model_pod import InvariantBroken, ModelPod, ModelRank, act, last_barrier, must, rank_view, standing_of
 
 
@@ -115,6 +117,13 @@ def must_close_late(pods: Sequence[ModelPod], pod: ModelPod, action: do.Action) 
     is_climb = pod.target is not None and pod.target.goal is Goal.CLIMB and not pod.ending
     if isinstance(action, do.CloseGate) and pod.ladder.serves_on and is_healthy and is_climb:
         must_have_stood(pods, pod.epoch, Rung.EXPORTED, "a gate closes")
+
+
+def must_cost_no_step(decided: Plan, *, saved: int) -> None:
+    """Check that trainers start again because they have grown only where a checkpoint has all that they did."""
+    climb = decided.climb
+    if decided.raises and climb is not None and climb.cause is Cause.TRAINERS_RECYCLED:
+        must(saved >= climb.step - 1, f"trainers start again behind step {climb.step - 1}, and {saved} is saved")
 
 
 def must_rise_together(

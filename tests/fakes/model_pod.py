@@ -136,6 +136,7 @@ class ModelRank(NamedTuple):
     saved: int | None
     finished: WeightVersion | None
     broken: str | None
+    grown_bytes: int
 
     @classmethod
     def of(cls, view: RankView) -> ModelRank:
@@ -153,6 +154,7 @@ class ModelRank(NamedTuple):
                 view.finished,
             ),
             "broken" if view.broken else None,
+            view.grown_bytes,
         )
 
     def as_first(self) -> ModelRank:
@@ -176,6 +178,7 @@ class Target(NamedTuple):
     lineage: int
     rung: Rung
     is_last: bool
+    saves: bool = False
     weights: WeightVersion | None = None
     checksum: str | None = None
 
@@ -183,7 +186,7 @@ class Target(NamedTuple):
     def of(cls, target: PodTarget) -> Target:
         return cls(
             *(target.epoch, target.goal, target.step, target.lineage, target.rung, target.is_last),
-            *(target.weights, target.checksum),
+            *(target.saves, target.weights, target.checksum),
         )
 
     @property
@@ -219,6 +222,7 @@ class _ModelPod(NamedTuple):
     ending: bool = False
     spoilt: tuple[str, ...] = ()
     has_failed: bool = False
+    leaves: bool = False
 
 
 class ModelPod(Hashed, _ModelPod):
@@ -227,6 +231,7 @@ class ModelPod(Hashed, _ModelPod):
     stood: by epoch, the highest barrier at which its seat has stood under a target of it.
     exports: on the volume that pods share, in the pod with rank 0, which alone writes and removes; None in all others.
     ending: its container was signalled to end, as in a drain.
+    leaves: its node gives notice that it is about to go.
     spoilt: checksums of the engine's next loads, which leave other weights in memory than they say.
     has_failed: its engine has, since it last served; only where a pod has several (`fakes.several_engines`).
     """
@@ -267,6 +272,9 @@ class ModelPod(Hashed, _ModelPod):
         journal = JOURNALS.without_engine(self.journal)
         belief = Belief.of(engine_view(self.belief).gone())
         return self._replace(engine=None, belief=belief, gate_open=False, in_flight=0, journal=journal)
+
+    def with_large_trainer(self) -> ModelPod:
+        return self._replace(rank=self.rank._replace(grown_bytes=1 << 40))
 
     def without_trainer(self) -> ModelPod:
         return self._replace(rank=ModelRank.of(rank_view(self.rank).gone(KILLED)))
@@ -336,6 +344,7 @@ def rank_view(rank: ModelRank) -> RankView:
         can_finish=rank.is_alive and rank.number == 0,
         finished=rank.finished,
         broken=rank.broken,
+        grown_bytes=rank.grown_bytes,
     )
 
 

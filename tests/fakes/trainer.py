@@ -5,8 +5,9 @@
 The weight of version STEP-LINEAGE is STEP + LINEAGE / 8. Checkpoints are files named by their step, the model that it
 leaves is a copy of its export. A test makes it fail by a file `fault` beside its socket, with one line ROUTE ACTION,
 used once: ROUTE and crash, hang, slow, error, held (until there is a file `go`) or stall (the same, and told), and also
-`export torn`, `export lies` (the probe is of other weights), `offload leaks` and `load unscoring`. A file `asked` there
-has the routes of all requests, in order. With FAKE_DEVICE in its environment it says there what it holds of the device.
+`export torn`, `export lies` (the probe is of other weights), `offload leaks` (of the device), `train leaks` (of the
+host) and `load unscoring`. A file `asked` there has the routes of all requests, in order. With FAKE_DEVICE in its
+environment it says there what it holds of the device. Each step of the rank FAKE_SLOW_RANK takes three seconds longer.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ from fakes.weights import write_export
 
 PROTOCOL = 1
 OFFLOADED_GB, ONLOADED_GB = 0.7, 60.0
+LEAK_BYTES = 200 << 20
+SLOW_STEP_S = 3.0
 
 
 class FakeRank:
@@ -46,6 +49,7 @@ class FakeRank:
         self.saved: int | None = None
         self.finished: str | None = None
         self.standstill: dict[str, Any] | None = None
+        self.kept = bytearray()
 
     def load(self) -> None:
         self.can_score = self.fail_if_told("load") != "unscoring"
@@ -124,7 +128,11 @@ class FakeRank:
         assert Path(body["shard"]).stat().st_size > 0, body
         assert body["step"] in (self.step, (self.step or 0) + 1), body
         assert self.scored in (None, body["step"]), "of a job with a reference, each batch is scored"
+        if self.rank == int(os.environ.get("FAKE_SLOW_RANK", "-1")):
+            time.sleep(SLOW_STEP_S)
         self.step = body["step"]
+        if fault == "leaks":
+            self.kept += b"x" * LEAK_BYTES
 
     def export(self, body: dict[str, Any], fault: str) -> None:
         assert self.state == "Onloaded", self.state

@@ -26,7 +26,8 @@ from fakes.model_pod import must
 MOVES_TO_THE_END = 4000
 ENDS = {str(Cause.ALL_STEPS_DONE), str(Cause.BACKOFF_LIMIT)}
 DISRUPTIONS = ("pod_is_evicted", "pod_is_drained")
-FAULTS = ("engine_dies", "trainer_dies", "agent_restarts", "pod_is_lost", "connection_breaks", *DISRUPTIONS)
+NOTICES = ("node_gives_notice",)
+FAULTS = ("engine_dies", "trainer_dies", "agent_restarts", "pod_is_lost", "connection_breaks", *DISRUPTIONS, *NOTICES)
 ROUNDS = {  # of everybody, in which an undisturbed job of two pods comes to its end
     Placement.TIME_SLICED: 80, Placement.RESIDENT: 64, Placement.ROLLOUT_ONLY: 14, Placement.TRAIN_ONLY: 30,
 }  # fmt: skip
@@ -64,7 +65,8 @@ def policies(draw: st.DrawFn) -> dict[str, Any]:
         action = draw(st.sampled_from([each for each in cause.answers if each is not FailureAction.FAIL_JOB]))
         rule: dict[str, Any] = {"onCauses": [cause], "action": action, "counts": draw(st.booleans())}
         rules.append(rule | ({"maxTries": draw(st.integers(1, 2))} if draw(st.booleans()) else {}))
-    return {"rules": rules, "backoffSeconds": draw(st.sampled_from([0, 10])), "maxBackoffSeconds": 60}
+    growth = {"maxTrainerGrowth": "20Gi"} if draw(st.booleans()) else {}
+    return {"rules": rules, "backoffSeconds": draw(st.sampled_from([0, 10])), "maxBackoffSeconds": 60} | growth
 
 
 def fault(group: Simulation, rng: random.Random) -> str:
@@ -83,10 +85,12 @@ def fault(group: Simulation, rng: random.Random) -> str:
         faults |= {
             "engine": partial(group.engine_dies, pod),
             "trainer": partial(group.trainer_dies, pod),
+            "growth": partial(group.trainer_grows, pod),
             "agent": partial(group.agent_restarts, pod),
             "pod": partial(group.pod_is_lost, pod),
             "eviction": partial(group.pod_is_evicted, pod),
             "drain": partial(group.pod_is_drained, pod),
+            "notice": partial(group.node_gives_notice, pod),
             "connection": partial(group.connection_breaks, pod),
         }
         if group.compares:

@@ -64,6 +64,22 @@ async def test_steps_are_at_risk_until_a_checkpoint_holds_them(tmp_path_factory:
         assert all(bytes_ is not None and bytes_ > 1_000_000 for bytes_ in held), "as of the switches before"
 
 
+async def test_a_trainer_that_keeps_memory_of_a_step_is_reported_to_have_grown_until_another_process_takes_its_place(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    async with network(tmp_path_factory.mktemp("n")) as net, pod(net, make_job(checkpoint={"everySteps": 1})) as it:
+        group = PodGroup([it])
+        await group.climb(V0)
+        await group.climb(V1)
+        assert it.now is not None
+        assert 0 == it.now.trainers[0].grown_bytes
+        it.trainer_fault("train", "leaks")
+        await group.climb(WeightVersion(2, 1))
+        await it.until(lambda facts: facts.trainers[0].grown_bytes == 192 << 20, "growth, in whole steps of 64 MiB")
+        await group.climb(WeightVersion(3, 2))
+        assert 0 == it.now.trainers[0].grown_bytes
+
+
 async def test_the_devices_of_a_pod_belong_to_one_holder_after_the_other(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:

@@ -146,15 +146,16 @@ def children(pid: int) -> str:
 
 async def test_memory_that_an_earlier_container_left_is_freed_at_the_start_of_the_next(tmp_path: Path) -> None:
     """Files of shared memory outlive a container that was killed, and its pod was charged for them for good."""
-    shm, elsewhere = tmp_path / "shm", tmp_path / "elsewhere"
+    shm, elsewhere, tmp = tmp_path / "shm", tmp_path / "elsewhere", tmp_path / "tmp"
     (shm / "of/a/library").mkdir(parents=True)
     elsewhere.mkdir()
+    (tmp / "of/an/engine").mkdir(parents=True)
     for path in (shm / "nccl-1", shm / "of/a/library/segment", elsewhere / "kept"):
         path.write_bytes(b"data")
     (shm / "link").symlink_to(elsewhere)
     (shm / "of/link").symlink_to(elsewhere / "kept")
-    async with container(tmp_path, env={runner.WIPED: str(shm)}):
-        assert [] == [*shm.iterdir()]
+    async with container(tmp_path, env={runner.WIPED: f"{shm}:{tmp}"}):
+        assert [] == [*shm.iterdir(), *tmp.iterdir()]
         assert b"data" == (elsewhere / "kept").read_bytes()
         (shm / "new").touch()
     assert (shm / "new").exists()

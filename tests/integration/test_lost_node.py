@@ -7,23 +7,20 @@ agent, runner and rollout controller; engines and trainers are the fakes of thes
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import signal
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 from cluster import Cluster, CommandFailed
-from e2e.conftest import NAMESPACE, OPERATOR_NAMESPACE, installed, with_images
+from e2e.conftest import NAMESPACE, OPERATOR_NAMESPACE, installed, simulated_gpu_image, with_images
 from e2e.running_job import KubectlCall, RunningJob, wait_for
 from traces import Process, family, living
 
 from colocated_rl_api import names
-from setup.layout import CHECKOUT
 
 pytestmark = pytest.mark.cluster
 
@@ -50,16 +47,6 @@ spec:
     securityContext: {{allowPrivilegeEscalation: false, capabilities: {{drop: [ALL]}}}}
     resources: {{limits: {{nvidia.com/gpu: 1}}}}
 """
-
-
-def simulated_gpu_image(place: Path) -> dict[str, Any]:
-    """Return this checkout's image, in which `sglang` is the engine of the tests, and `fakes.trainer` a trainer."""
-    (place / "sglang").mkdir()
-    (place / "sglang/__init__.py").touch()
-    (place / "sglang/launch_server.py").write_text("from fakes.engine import main\nmain()\n")
-    image: dict[str, Any] = json.loads(CHECKOUT.images.read_text())["images"]["colocated-rl/gpu:dev"]
-    binds = [*image["binds"], f"{place}:/opt/site:ro", f"{CHECKOUT.root / 'tests/fakes'}:/opt/tests/fakes:ro"]
-    return image | {"binds": binds, "env": image["env"] | {"PYTHONPATH": "/opt/site:/opt/tests"}}
 
 
 @pytest.fixture(scope="module")

@@ -37,6 +37,7 @@ OWNED = {
     "Secret": "/api/v1/namespaces/{}/secrets",
     "ConfigMap": "/api/v1/namespaces/{}/configmaps",
     "NetworkPolicy": "/apis/networking.k8s.io/v1/namespaces/{}/networkpolicies",
+    "PodDisruptionBudget": "/apis/policy/v1/namespaces/{}/poddisruptionbudgets",
     "PersistentVolumeClaim": "/api/v1/namespaces/{}/persistentvolumeclaims",
 }
 RETAINED = {"PersistentVolumeClaim": 2}

@@ -275,10 +275,11 @@ async def test_a_restart_writes_no_object_again_and_keeps_the_authority(world: R
     async def objects() -> dict[str, str]:
         core, policies = "/api/v1", "/apis/networking.k8s.io/v1"
         found = [await world.api.call("GET", f"{core}/namespaces/{OPERATORS}/secrets/{SECRET_NAME}")]
-        for path in (f"{core}/namespaces/{NAMESPACE}/configmaps", f"{policies}/namespaces/{NAMESPACE}/networkpolicies"):
+        of_jobs = f"{core}/namespaces/{NAMESPACE}/configmaps", f"{policies}/namespaces/{NAMESPACE}/networkpolicies"
+        for path in (*of_jobs, BUDGETS):
             everything = await world.api.all(path)
             found += [item for item in everything if world.job["metadata"]["uid"] in str(item["metadata"])]
-        assert len(found) == 3
+        assert len(found) == 4
         return {item["metadata"]["name"]: item["metadata"]["resourceVersion"] for item in found}
 
     world.stay_in_rollout()
@@ -746,14 +747,91 @@ async def test_an_evicted_pod_is_replaced_while_the_other_goes_on(world: RealWor
         await world.until(lambda: world.status.get("phase") == "Rollout")
         name = world.kubelet.of_seat("gpu-1").server.hello.pod
         if is_drained:
-            eviction = {"apiVersion": "policy/v1", "kind": "Eviction", "metadata": {"name": name}}
-            await world.api.call("POST", f"{PODS}/{name}/eviction", eviction)
+            await evict(world, name)
         else:
             await world.api.call("DELETE", f"{PODS}/{name}")
         await world.until(lambda: world.status.get("cause") == "PodReplaced")
         world.kubelet.release("rollout")
         await world.until(lambda: world.is_complete)
     assert (0, "3-2") == (world.status["restarts"], world.status["weightVersion"])
+
+
+BUDGETS = f"/apis/policy/v1/namespaces/{NAMESPACE}/poddisruptionbudgets"
+
+
+async def evict(world: RealWorld, pod: str) -> None:
+    eviction = {"apiVersion": "policy/v1", "kind": "Eviction", "metadata": {"name": pod}}
+    await world.api.call("POST", f"{PODS}/{pod}/eviction", eviction)
+
+
+async def become_ready(world: RealWorld, *pods: str) -> None:
+    """Kubelet reports the pods as ready, and the disruption controller comes to allow one eviction."""
+    ready = {"status": {"conditions": [{"type": "Ready", "status": "True"}]}}
+    for pod in pods:
+        await world.api.call("PATCH", f"{PODS}/{pod}/status", ready, MERGE)
+    budget = f"{BUDGETS}/sums-{world.job['metadata']['uid']}"
+    async with asyncio.timeout(DEADLINE_S):
+        while (await world.api.call("GET", budget))["status"].get("disruptionsAllowed") != 1:  # noqa: ASYNC110 - likewise
+            await asyncio.sleep(0.1)
+
+
+@pytest.mark.parametrize("world", [{"backoffLimit": 0}], indirect=True, ids=["backoffLimit 0"])
+async def test_drains_of_two_nodes_at_once_take_one_pod_of_the_job_at_a_time(world: RealWorld) -> None:
+    """The next one goes once the successor of the one before is ready. A pod that is not ready may always go."""
+    world.stay_in_rollout()
+    async with world.operator():
+        await world.until(lambda: world.status.get("phase") == "Rollout")
+        await become_ready(world, "sums-gpu-0-0", "sums-gpu-1-0", "sums-rollout-0")
+        await evict(world, "sums-gpu-0-0")
+        for other in ("sums-gpu-1-0", "sums-rollout-0"):
+            with pytest.raises(AssertionError, match="violate the pod's disruption budget"):
+                await evict(world, other)
+        await world.until(lambda: world.status.get("cause") == "PodReplaced" and world.status["readyReplicas"] == 2)
+        with pytest.raises(AssertionError, match="violate the pod's disruption budget"):
+            await evict(world, "sums-gpu-1-0")
+        await become_ready(world, "sums-gpu-0-1")
+        await evict(world, "sums-gpu-1-0")
+        await world.until(lambda: world.status.get("lineage") == 3)
+        world.kubelet.release("rollout")
+        await world.until(lambda: world.is_complete)
+    assert (0, "3-3") == (world.status["restarts"], world.status["weightVersion"])
+
+
+NODES = "/api/v1/nodes"
+SIGNS = LEASE | {"BAD_NODE_CONDITIONS": "GPUHealthy=False", "LEAVING_NODE_TAINTS": "spot-notice"}
+RARELY_SAVED = {"backoffLimit": 0, "checkpoint": {"everySteps": 100}}
+
+
+@pytest.mark.parametrize("world", [RARELY_SAVED], indirect=True, ids=["backoffLimit 0"])
+@pytest.mark.parametrize("sign", ["taint", "condition"])
+async def test_a_pod_leaves_a_node_that_gives_notice_and_no_step_is_trained_twice(world: RealWorld, sign: str) -> None:
+    """Step 1 is in no checkpoint that was due: a node that is about to go leaves time for one, bad devices do not."""
+    notices = {
+        "taint": ("", {"spec": {"taints": [{"key": "spot-notice", "effect": "NoSchedule"}]}}),
+        "condition": ("/status", {"status": {"conditions": [{"type": "GPUHealthy", "status": "False"}]}}),
+    }
+    world.kubelet.hold("rollout", under=lambda target: isinstance(target, RolloutTarget) and target.trained_step > 0)
+    await world.api.call("POST", NODES, {"metadata": {"name": "leaving"}})
+    try:
+        async with world.operator(SIGNS):
+            await world.until(lambda: world.status.get("phase") == "Rollout" and world.status["step"] == 1)
+            target = {"target": {"apiVersion": "v1", "kind": "Node", "name": "leaving"}}
+            binding = {"apiVersion": "v1", "kind": "Binding", "metadata": {"name": "sums-gpu-1-0"}}
+            await world.api.call("POST", f"{PODS}/sums-gpu-1-0/binding", binding | target)
+            part, notice = notices[sign]
+            await world.api.call("PATCH", f"{NODES}/leaving{part}", notice, MERGE)
+            await world.until(lambda: world.status.get("lineage") == 2)
+            world.kubelet.release("rollout")
+            await world.until(lambda: world.is_complete)
+    finally:
+        await world.api.call("DELETE", f"{NODES}/leaving")
+    failures = world.status["failures"]
+    assert ("PodEvicted" if sign == "taint" else "BadDevice", ["leaving"]) == (
+        failures["cause"],
+        failures["avoidedNodes"],
+    )
+    assert (0, 1) == (world.status["restarts"], failures["podRestarts"])
+    assert ({1: [1], 2: [2, 3]} if sign == "taint" else {1: [1], 2: [1, 2, 3]}) == world.group.trained_in
 
 
 ONE_GPU = {"backoffLimit": 0, "gpus": {"count": 1, "resources": {"limits": {"memory": "8Gi"}}}}

@@ -202,7 +202,7 @@ async def test_objects_of_the_job_are_made_before_its_pods(world: FakeWorld) -> 
     async with world.operator():
         await world.until(lambda: world.api.all("pods"))
     plurals = [line.split("/")[-2] if line.startswith("PATCH") else line.split("/")[-1] for line in world.api.requests]
-    for plural in ("secrets", "configmaps", "persistentvolumeclaims", "networkpolicies"):
+    for plural in ("secrets", "configmaps", "persistentvolumeclaims", "networkpolicies", "poddisruptionbudgets"):
         assert plurals.index(plural) < plurals.index("pods", plurals.index("configmaps")), plurals
 
 
@@ -293,7 +293,7 @@ async def test_a_volume_that_held_nothing_is_made_again(world: FakeWorld) -> Non
     assert path in world.api.objects
 
 
-@pytest.mark.parametrize("plural", ["networkpolicies", "configmaps"])
+@pytest.mark.parametrize("plural", ["networkpolicies", "configmaps", "poddisruptionbudgets"])
 async def test_what_somebody_deleted_or_changed_comes_back_while_the_job_runs(world: FakeWorld, plural: str) -> None:
     """Only the next pod or the next edit of the job brought it back: until then anybody could reach its ports."""
 

@@ -57,6 +57,8 @@ def test_each_value_is_explained_where_it_stands() -> None:
         "networkPolicy",
         "monitoring",
         "faultInjection",
+        "disk",
+        "nodes",
         "test",
     }  # said by their parent or by the line before
     for above, line in zip(["", *lines], lines, strict=False):

@@ -64,7 +64,8 @@ def test_policy_that_the_page_for_teams_shows_is_for_all_pods_of_a_job(job: Job)
 def test_a_job_has_as_many_objects_as_the_page_for_teams_says(job: Job, claims: int, policies: int) -> None:
     assert claims == len(belongings.claims(job))
     kinds = [each["kind"] for each in belongings.applied(job, operator_namespace="rl-system")]
-    assert ["ConfigMap", *["NetworkPolicy"] * policies] == kinds
+    assert ["ConfigMap", *["NetworkPolicy"] * policies, "PodDisruptionBudget"] == kinds
+    assert "| `count/poddisruptionbudgets.policy` | 1 |" in (CHECKOUT.root / "docs/multi-tenancy.md").read_text()
 
 
 def test_memory_that_the_page_for_teams_adds_is_the_agents() -> None:

@@ -22,9 +22,11 @@ from colocated_rl_operator.clients.kube import Kube
 from colocated_rl_operator.clients.members import Members
 from colocated_rl_operator.loop.job_queue import Queue
 from colocated_rl_operator.loop.job_state import RELIST_S, JobState, refresh_pods
+from colocated_rl_operator.loop.nodes import Nodes
 from colocated_rl_operator.loop.observe import observe
 from colocated_rl_operator.loop.pods import Pods
 from colocated_rl_operator.loop.record import Record
+from colocated_rl_operator.planner.notices import NodeSigns
 from colocated_rl_operator.planner.observation import Job, Member, Observation
 from colocated_rl_operator.planner.reasons import Cause
 from fakes.api_server import FakeApiServer
@@ -58,7 +60,7 @@ class ObserveScene:
 
     def __init__(self, api: FakeApiServer, kube: Kube, members: Members) -> None:
         self.api, self.kube, self.members, self.pods = api, kube, members, Pods()
-        self.queue = Queue()
+        self.queue, self.nodes = Queue(), Nodes(NodeSigns(leaving_taints=frozenset({"spot-notice"})))
         self.case = JobState(
             Record(About("default", "sums", UID), kube, Events(kube, instance="test"), failed=lambda: None)
         )
@@ -71,7 +73,16 @@ class ObserveScene:
         return self.observe(make_job(), now=now).members
 
     def observe(self, job: Job, *, now: float = 100.0, at: datetime = CREATED) -> Observation:
-        return observe(self.case, job, pods=self.pods, members=self.members, queue=self.queue, now=now, at=at)
+        return observe(
+            self.case,
+            job,
+            pods=self.pods,
+            members=self.members,
+            queue=self.queue,
+            nodes=self.nodes,
+            now=now,
+            at=at,
+        )
 
     def only(self, *pods: Body, now: float = 0.0) -> Member:
         [member] = self.see(*pods, now=now)
@@ -242,6 +253,24 @@ def test_a_pod_that_its_node_ended_is_distinguished_from_one_that_failed(
     assert fate is scene.only(make_pod(phase="Failed", reason=reason)).fate
 
 
+@pytest.mark.parametrize(
+    "message",
+    [
+        'Usage of EmptyDir volume "scratch" exceeds the limit "100Gi". ',
+        'Container gpu exceeded its local ephemeral storage limit "50Gi". ',
+        "Pod ephemeral local storage usage exceeds the total limit of containers 50Gi. ",
+    ],
+)
+def test_a_pod_that_its_node_evicts_for_what_it_wrote_has_failed_by_itself(scene: ObserveScene, message: str) -> None:
+    """Otherwise a job that fills its disk in each step would be restarted for ever, and none of it would count."""
+    filled = scene.only(make_pod(phase="Failed", reason="Evicted", message=message))
+    assert (FailureCause.POD_FAILED, f"failed: Evicted {message}".strip()) == (filled.fate, filled.trouble)
+    low = "The node was low on resource: ephemeral-storage. Container gpu was using 4Gi, request is 1Gi. "
+    assert (
+        FailureCause.POD_EVICTED is scene.only(make_pod(version=2, phase="Failed", reason="Evicted", message=low)).fate
+    )
+
+
 def with_device(health: str, **said: str) -> dict[str, Any]:
     """The status of a GPU container with two devices, of which the second has that health."""
     devices = [{"resourceID": "GPU-0", "health": "Healthy"}, {"resourceID": "GPU-1", "health": health, **said}]
@@ -272,6 +301,19 @@ def test_a_pod_that_somebody_deletes_has_no_fate_however_it_ends(scene: ObserveS
     assert scene.only(make_pod(phase="Failed", deletionTimestamp=since)).fate is None
     over = [{"type": "DisruptionTarget", "status": "False"}]
     assert scene.only(make_pod(version=2, conditions=over, deletionTimestamp=since)).fate is None
+
+
+def test_a_pod_has_the_notice_that_its_node_gives_until_the_node_takes_it_back(scene: ObserveScene) -> None:
+    """Nothing of the pod itself changes meanwhile."""
+    taint = {"key": "spot-notice", "effect": "NoSchedule"}
+    node: dict[str, Any] = {"metadata": {"name": "node-1"}, "spec": {"taints": [taint]}}
+    assert scene.only(make_pod()).notice is None
+    scene.nodes.put(node, now=5.0)
+    notice = scene.only().notice
+    assert notice is not None
+    assert ("taint spot-notice", 5.0) == (notice.message, notice.since)
+    scene.nodes.put(node | {"spec": {}}, now=6.0)
+    assert scene.only().notice is None
 
 
 def test_a_pod_with_a_scheduling_gate_waits_in_a_queue(scene: ObserveScene) -> None:

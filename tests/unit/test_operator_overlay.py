@@ -199,7 +199,8 @@ def test_devices_of_a_claim_are_not_counted_too() -> None:
     gpus = {"count": 8, "resourceClaimTemplateName": "eight", "resources": {"limits": {"memory": "1Gi"}}}
     body = pod(gpu_seat(0), gpus=gpus)
     assert [{"name": "gpus", "resourceClaimTemplateName": "eight"}] == body["spec"]["resourceClaims"]
-    expected = {"requests": {"memory": "1Gi"}, "limits": {"memory": "1Gi"}, "claims": [{"name": "gpus"}]}
+    requested = {"memory": "1Gi", "ephemeral-storage": "4Gi"}
+    expected = {"requests": requested, "limits": {"memory": "1Gi"}, "claims": [{"name": "gpus"}]}
     assert expected == containers(body)["gpu"]["resources"]
     assert not any("claims" in each["resources"] for name, each in containers(body).items() if name != "gpu")
     assert "resourceClaims" not in pod(ROLLOUT_SEAT, gpus=gpus)["spec"]

@@ -87,7 +87,7 @@ def test_a_model_of_the_hub_is_fetched_before_all_else_and_nothing_else_can_writ
     assert "restartPolicy" not in body["spec"]["initContainers"][0]  # it ends before the others start
     writes = {each["name"]: mounts(body, each["name"]).get("model") is False for each in containers(body)}
     assert [names.MODEL_CONTAINER] == [name for name, can in writes.items() if can]
-    assert {"name": "model", "emptyDir": {}} in body["spec"]["volumes"]
+    assert {"name": "model", "emptyDir": {}} in body["spec"]["volumes"]  # no more than the model is written to it
 
 
 @pytest.mark.parametrize("seat", ALL_SEATS)
@@ -112,7 +112,9 @@ def test_a_model_of_an_image_is_a_volume_of_it(seat: str, pulled: dict[str, str]
 def test_what_a_field_requests_is_requested() -> None:
     resources = {"requests": {"memory": "2Gi", "cpu": "1"}, "limits": {"memory": "8Gi"}}
     body = pod(ROLLOUT_SEAT, rollout=OWN_ROLLOUT | {"resources": resources})
-    assert resources == container(body, names.ROLLOUT_CONTAINER)["resources"]
+    found = container(body, names.ROLLOUT_CONTAINER)["resources"]
+    assert resources == found | {"requests": resources["requests"]}
+    assert resources["requests"].items() <= found["requests"].items()
 
 
 def test_trainers_write_beside_their_batches_only_where_a_reference_has_something_to_keep() -> None:
@@ -120,13 +122,61 @@ def test_trainers_write_beside_their_batches_only_where_a_reference_has_somethin
     assert not mounts(pod(gpu_seat(0), reference={}), names.GPU_CONTAINER)["batches"]
 
 
-def test_the_runner_empties_the_shared_memory_of_its_own_pod_and_nothing_else() -> None:
+def test_the_runner_empties_shared_memory_and_temporary_files_of_its_own_container_and_nothing_else() -> None:
     body = pod("gpu-0")
     gpu = container(body, names.GPU_CONTAINER)
-    [wiped] = [each["value"] for each in gpu["env"] if each["name"] == names.ENV_WIPED]
-    [volume] = [mount["name"] for mount in gpu["volumeMounts"] if mount["mountPath"] == wiped == "/dev/shm"]
-    assert {"name": volume, "emptyDir": {"medium": "Memory"}} in body["spec"]["volumes"]
-    assert not [each for each in containers(body) if each is not gpu and volume in str(each["volumeMounts"])]
+    [wiped] = [each["value"].split(":") for each in gpu["env"] if each["name"] == names.ENV_WIPED]
+    assert ["/dev/shm", "/tmp"] == wiped
+    volumes = {mount["name"] for mount in gpu["volumeMounts"] if mount["mountPath"] in wiped}
+    others = [each for each in containers(body) if each is not gpu]
+    assert not [each for each in others if volumes & {mount["name"] for mount in each["volumeMounts"]}]
+
+
+@pytest.mark.parametrize(("limit", "expected"), [(None, "64Gi"), ("8Gi", str(4 << 30)), ("1500M", "750000000")])
+def test_shared_memory_takes_half_of_what_its_container_may_use(limit: str | None, expected: str) -> None:
+    resources = {"limits": {"memory": limit}} if limit else {}
+    volumes = pod("gpu-0", gpus={"count": 0, "resources": resources})["spec"]["volumes"]
+    assert {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": expected}} in volumes
+
+
+@pytest.mark.parametrize("seat", ALL_SEATS)
+def test_each_volume_of_a_pod_has_a_limit(seat: str) -> None:
+    """It is that of the container that fills the volume, where the job gives it one."""
+    room = {"limits": {"ephemeral-storage": "20Gi"}}
+    spec: dict[str, Any] = {
+        "gpus": {"count": 0, "resources": room},
+        "rollout": OWN_ROLLOUT | {"resources": room, "prompts": OWN_ROLLOUT["prompts"] | {"resources": room}},
+    }
+    for limits, filled in ((pod(seat), "100Gi"), (pod(seat, **spec), "20Gi")):
+        found = {
+            volume["name"]: volume["emptyDir"].get("sizeLimit")
+            for volume in limits["spec"]["volumes"]
+            if "emptyDir" in volume and volume["emptyDir"].get("medium") != "Memory"
+        }
+        assert found
+        assert {"1Gi", filled} >= set(found.values())
+        own = {"state", "bin", "sock", "agent-tmp", "tasks"}
+        assert {name: "1Gi" if name in own else filled for name in found} == found
+
+
+def requested_disk(seat: str, *, requests_disk: bool = True, **spec: Any) -> list[str]:
+    body = resources.pod(make_job(**spec), seat, 0, dataclasses.replace(IMAGES, requests_disk=requests_disk))
+    asked = (each["resources"].get("requests", {}).get("ephemeral-storage") for each in containers(body))
+    return [room for room in asked if room is not None]
+
+
+def test_pods_request_disk_where_their_nodes_count_it() -> None:
+    assert [["4Gi"], ["2Gi"]] == [requested_disk(seat) for seat in ("gpu-0", ROLLOUT_SEAT)]
+    assert [[], []] == [requested_disk(seat, requests_disk=False) for seat in ("gpu-0", ROLLOUT_SEAT)]
+    own: dict[str, Any] = {"gpus": {"count": 0, "resources": {"limits": {"ephemeral-storage": "20Gi"}}}}
+    assert ["20Gi"] == requested_disk("gpu-0", **own) == requested_disk("gpu-0", requests_disk=False, **own)
+
+
+def test_pods_that_wait_in_a_queue_request_no_disk_of_their_own_accord() -> None:
+    """Kueue admits no pod that requests what its queue has no quota of."""
+    queued = {"metadata": {"labels": {"kueue.x-k8s.io/queue-name": "research"}}}
+    for seat, template in (("gpu-0", "gpu"), (ROLLOUT_SEAT, "rollout")):
+        assert [] == requested_disk(seat, podTemplates={template: queued})
 
 
 def test_the_agent_is_a_sidecar_of_its_own_user_and_keys_and_journal_are_its_alone() -> None:
@@ -324,6 +374,25 @@ def test_only_the_operator_reaches_control_ports_and_only_the_job_itself_its_dat
     assert may_reach(names.DATA_PORT, labels=pod(gpu_seat(0))["metadata"]["labels"], to=rollout)
     assert not may_reach(names.DATA_PORT, labels=operator, namespace="operators")
     assert may_reach(names.METRICS_PORT, labels={}, namespace="monitoring")
+
+
+@pytest.mark.parametrize(
+    ("spec", "stay"),
+    [
+        ({"replicas": 1}, 1),
+        ({"replicas": 7}, 7),
+        ({"replicas": 2, "rollout": OWN_ROLLOUT | {"replicas": 3}}, 5),
+        ({"replicas": 2, "reference": {"placement": "OwnDevices", "replicas": 2}}, 4),
+    ],
+    ids=["one", "seven", "engines-apart", "a-reference"],
+)
+def test_evictions_leave_all_pods_of_a_job_but_one(spec: dict[str, Any], stay: int) -> None:
+    """The budget has the number of pods that stay: of others the server asks the job for a scale that it has not."""
+    job = make_job(**spec)
+    budget = next(each for each in belongings.applied(job, operator_namespace="o") if "Budget" in each["kind"])
+    pods = [resources.pod(job, seat, 0, IMAGES)["metadata"]["labels"] for seat in job.seats.all]
+    assert (stay, stay + 1) == (budget["spec"]["minAvailable"], len(pods))
+    assert all(budget["spec"]["selector"]["matchLabels"].items() <= labels.items() for labels in pods)
 
 
 @pytest.mark.parametrize("seat", [gpu_seat(0), ROLLOUT_SEAT])

@@ -39,6 +39,8 @@ def test_namespaces_are_a_list() -> None:
 def test_f97_faults_are_injected_only_where_that_is_said() -> None:
     assert not OperatorSettings.read(ENVIRONMENT).images.takes_faults
     assert OperatorSettings.read(ENVIRONMENT | {"FAULT_INJECTION": "true"}).images.takes_faults
+    assert OperatorSettings.read(ENVIRONMENT).images.requests_disk
+    assert not OperatorSettings.read(ENVIRONMENT | {"REQUEST_DISK": "false"}).images.requests_disk
 
 
 @pytest.mark.parametrize(
@@ -53,6 +55,7 @@ def test_f97_faults_are_injected_only_where_that_is_said() -> None:
         ("LOG_LEVEL", "loud"),
         ("IMAGE_PULL_POLICY", "Sometimes"),
         ("FAULT_INJECTION", "maybe"),
+        ("REQUEST_DISK", "maybe"),
     ],
 )
 def test_a_bad_value_is_named(name: str, value: str) -> None:

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from colocated_rl_trainer.grpo.budget import Budget, choose_recomputing, host_memory, size_in_bytes
+from colocated_rl_api.parts import size_in_bytes
+from colocated_rl_trainer.grpo.budget import Budget, choose_recomputing, host_memory
 from colocated_rl_trainer.protocol.settings import ConfigError
 
 GIB = 2**30

@@ -64,6 +64,7 @@ Body = dict[str, Any]
 _PLURALS = {
     ("v1", "ConfigMap"): "configmaps",
     ("networking.k8s.io/v1", "NetworkPolicy"): "networkpolicies",
+    ("policy/v1", "PodDisruptionBudget"): "poddisruptionbudgets",
 }
 
 

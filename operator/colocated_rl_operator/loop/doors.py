@@ -12,9 +12,11 @@ from colocated_rl_operator.clients.events import Events
 from colocated_rl_operator.clients.kube import Kube
 from colocated_rl_operator.clients.members import Members
 from colocated_rl_operator.loop.job_queue import Queue
+from colocated_rl_operator.loop.nodes import Nodes
 from colocated_rl_operator.loop.pods import Pods
 from colocated_rl_operator.manifests import resources
 from colocated_rl_operator.metrics import OperatorMetrics
+from colocated_rl_operator.planner.notices import NodeSigns
 
 DELETE_GRACE_S = 30  # of pods whose job is deleted
 FORCE_AFTER_S = DELETE_GRACE_S + 15.0  # after this, a deleted job's pod has no node that answers
@@ -36,6 +38,7 @@ class Doors:
     release: str  # this operator as jobs name it: NAMESPACE/LEASE
     confirm: Callable[[], Awaitable[None]]  # returns only if this process leads
     queue: Queue = field(default_factory=Queue)
+    nodes: Nodes = field(default_factory=lambda: Nodes(NodeSigns()))
     version: str = ""  # of this operator
     force_after_s: float = FORCE_AFTER_S
     repair_s: float = REPAIR_S

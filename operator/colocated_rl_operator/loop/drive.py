@@ -67,6 +67,16 @@ def note_pod(event: Any, context: OperatorContext) -> None:
     context.wakeups.wake(job_uid, hurry=False)
 
 
+def note_node(event: Any, context: OperatorContext) -> None:
+    """Put the node into the cache, and wake all jobs if it gives notice, or no longer does."""
+    node, doors = event["object"], context.doors
+    is_gone = event["type"] == "DELETED"
+    name = node["metadata"]["name"]
+    if doors.nodes.remove(name) if is_gone else doors.nodes.put(node, now=doors.clock()):
+        for job_uid in context.jobs:
+            context.wakeups.wake(job_uid, hurry=False)
+
+
 def note_job(event: Any, context: OperatorContext) -> None:
     """Cache the job, and wake its loop if a person changed it; our own status writes come back here too."""
     job, uid = event["object"], event["object"]["metadata"]["uid"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Mapping
+from dataclasses import replace
 from datetime import datetime
 from typing import Any
 
@@ -24,6 +25,7 @@ from colocated_rl_operator.clients.kube import Body
 from colocated_rl_operator.clients.members import Address, MemberReport, Members
 from colocated_rl_operator.loop.job_queue import Queue
 from colocated_rl_operator.loop.job_state import JobState, PodRecord
+from colocated_rl_operator.loop.nodes import Nodes
 from colocated_rl_operator.loop.pods import Pods
 from colocated_rl_operator.manifests import resources
 from colocated_rl_operator.planner.observation import (
@@ -42,12 +44,16 @@ LOG = logging.getLogger(__name__)
 
 MAX_WORDS = 400  # of a container's last message
 _TAKEN_AWAY = ("DisruptionTarget", "TerminationTarget")  # set by Kubernetes; set by Kueue on a pod that it preempts
+_OVER_ITS_LIMIT = (  # in the words of a kubelet that evicts a pod for what it wrote itself, and sets no condition then
+    *("Usage of EmptyDir volume", "exceeded its local ephemeral storage limit"),
+    "ephemeral local storage usage exceeds the total limit",
+)
 _ENDED_BY_NODE = ("Evicted", "Preempting", "NodeShutdown", "Shutdown", "Terminated", "NodeLost")  # a node's reasons
 _QUIET = ("PodInitializing", "ContainerCreating")  # a container that is merely on its way
 
 
 def observe(
-    state: JobState, job: Job, *, pods: Pods, members: Members, queue: Queue, now: float, at: datetime
+    state: JobState, job: Job, *, pods: Pods, members: Members, queue: Queue, nodes: Nodes, now: float, at: datetime
 ) -> Observation:
     """Return what this pass sees. now, at: the same moment, monotonic and by the wall clock.
 
@@ -64,7 +70,7 @@ def observe(
         Observation(
             now=now,
             job=job,
-            members=tuple(_member(state, each, answers.get(each.name), now) for each in records),
+            members=tuple(_noted(_member(state, each, answers.get(each.name), now), nodes) for each in records),
             climb=climb,
             trained_step=(status.step or 0) if job.ladder.trains else 0,
             served=WeightVersion.parse(status.weight_version) if status.weight_version else None,
@@ -190,6 +196,12 @@ def _member(state: JobState, record: PodRecord, answer: MemberReport | None, now
     return record.member
 
 
+def _noted(member: Member, nodes: Nodes) -> Member:
+    """Return the member with the notice that its node gives now."""
+    notice = nodes.notice_of(member.node)
+    return member if notice is member.notice else replace(member, notice=notice)
+
+
 def _read_pod(state: JobState, record: PodRecord, now: float, *, is_heard: bool) -> Member:
     """Return a member without its own facts.
 
@@ -225,9 +237,11 @@ def _read_pod(state: JobState, record: PodRecord, now: float, *, is_heard: bool)
 
 def _fate(status: Body, *, is_deleted: bool) -> FailureCause | None:
     """Return why the pod is lost, if the cluster reports it. A deleted pod may end as Failed for that alone."""
-    if status.get("reason") in _ENDED_BY_NODE or any(
+    is_taken_away = any(
         item["type"] in _TAKEN_AWAY and item["status"] == "True" for item in status.get("conditions", ())
-    ):
+    )
+    is_at_fault = any(words in status.get("message", "") for words in _OVER_ITS_LIMIT)
+    if is_taken_away or (status.get("reason") in _ENDED_BY_NODE and not is_at_fault):
         return FailureCause.POD_EVICTED
     if status.get("phase") != PodPhase.FAILED or is_deleted:
         return None

@@ -102,7 +102,9 @@ def _observe(state: JobState, body: Mapping[str, Any], doors: Doors) -> Observat
     if state.job is None or state.job.generation != body["metadata"]["generation"]:
         state.job = read_job(body)
     before = state.memory.last_switch_s
-    seen = observe(state, state.job, pods=doors.pods, members=doors.members, queue=doors.queue, now=now, at=at)
+    seen = observe(
+        state, state.job, pods=doors.pods, members=doors.members, queue=doors.queue, nodes=doors.nodes, now=now, at=at
+    )
     if (switch_s := seen.memory.last_switch_s) is not None and switch_s != before:
         doors.metrics.switch_s.observe(switch_s)
     return seen

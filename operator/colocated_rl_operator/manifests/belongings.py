@@ -1,4 +1,7 @@
-"""Render a job's objects other than pods: configuration, keys, volumes and network policies. The module is pure."""
+"""Render a job's objects other than pods: configuration, keys, volumes, network policies and a budget of disruptions.
+
+The module is pure.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,8 @@ from colocated_rl_operator.planner.observation import Job
 def applied(job: Job, *, operator_namespace: str) -> list[Object]:
     """Return the objects that are applied again and again; the Secret and the claims are created once."""
     policies = [network_policy(job, operator_namespace=operator_namespace)]
-    return [config(job), *policies, *([reference_policy(job)] if job.reference_seats else [])]
+    policies += [reference_policy(job)] if job.reference_seats else []
+    return [config(job), *policies, disruption_budget(job)]
 
 
 def config(job: Job) -> Object:
@@ -140,6 +144,24 @@ def reference_policy(job: Job) -> Object:
         {"from": [_pods(own | {names.ROLE_LABEL: names.ROLE_ROLLOUT})], "ports": [_tcp(names.DATA_PORT)]},
         {"ports": [_tcp(names.METRICS_PORT)]},
     )
+
+
+def disruption_budget(job: Job) -> Object:
+    """Return the budget by which evictions take one pod of the job at a time: the next once its successor is ready.
+
+    A number of pods that stay, not of pods that may go: for the latter Kubernetes asks the pods' owner for its scale,
+    which a job does not have. A pod that is not ready may always go.
+    """
+    return {
+        "apiVersion": "policy/v1",
+        "kind": "PodDisruptionBudget",
+        "metadata": metadata_of(job, f"{job.name}-{job.uid}"),
+        "spec": {
+            "minAvailable": len(job.seats.all) - 1,
+            "selector": {"matchLabels": {names.JOB_UID_LABEL: job.uid}},
+            "unhealthyPodEvictionPolicy": "AlwaysAllow",
+        },
+    }
 
 
 def _policy(job: Job, name: str, selector: Object, *ingress: Object) -> Object:

@@ -21,7 +21,7 @@ from colocated_rl_api import names
 from colocated_rl_api.failure import FailureAction
 from colocated_rl_api.job import Gpus
 from colocated_rl_api.model import ModelClaim, ModelImage
-from colocated_rl_api.parts import Resources
+from colocated_rl_api.parts import Resources, size_in_bytes
 from colocated_rl_api.prompts import claim_names_of, secret_names_of
 from colocated_rl_api.rungs import Placement
 from colocated_rl_api.seats import ROLLOUT_SEAT, role_of
@@ -38,7 +38,16 @@ GPU_GRACE_S = 60
 ROLLOUT_GRACE_S = 30
 REFERENCE_GRACE_S = 5  # it has nothing to clean up
 SHM = "/dev/shm"
+TMP = "/tmp"
 DEVICES = "gpus"  # the device claim of a GPU pod, where devices are claimed and not counted
+
+# Volumes on a node's disk end where these say, beyond which kubelet evicts the pod: one program that writes without end
+# would otherwise fill the disk of everybody on the node.
+DISK = "ephemeral-storage"
+OWN_VOLUME_LIMIT = "1Gi"  # of what holds only files of ours: sockets, a journal of 16 MiB, the runner
+VOLUME_LIMIT = "100Gi"  # of what programs of others fill, where the job does not limit the container's disk
+GPU_DISK, ROLLOUT_DISK = "4Gi", "2Gi"  # requested where the job says nothing: compiled kernels, shards, logs, prompts
+SHM_LIMIT = "64Gi"  # of a container whose memory has no limit; else half of that, which Linux gives a tmpfs by itself
 
 LAST_WORDS = "FallbackToLogsOnError"  # the end of the log goes into the pod's status: it outlives the pod there
 NO_WORDS = "File"  # of containers that run other people's code, whose log may quote prompts and responses
@@ -53,13 +62,17 @@ RESTRICTED = {
 
 @dataclass(frozen=True)
 class PodImages:
-    """Containers run these images if the job names none. takes_faults: agents take faults that a person injects."""
+    """Containers run these images if the job names none.
+
+    takes_faults: agents take faults that a person injects. requests_disk: nodes count the disk that pods request.
+    """
 
     agent: str
     rollout: str
     gpu: str
     pull_policy: str
     takes_faults: bool = False
+    requests_disk: bool = True
 
 
 # --------------------------------------------------------------------------------------------------------------- names
@@ -228,8 +241,11 @@ def _gpu_spec(job: Job, role: str, images: PodImages) -> Object:
                 **_gpu_image(job, gpus, images),
                 "command": [f"{names.BIN_DIR}/runner"],
                 "securityContext": RESTRICTED,
-                "resources": _gpu_resources(gpus),
-                "env": _env(**_cache_env(names.SCRATCH_DIR), **{names.ENV_GRACE: str(grace_s), names.ENV_WIPED: SHM}),
+                "resources": _gpu_resources(gpus, disk=_gpu_disk(job, images)),
+                "env": _env(
+                    **_cache_env(names.SCRATCH_DIR),
+                    **{names.ENV_GRACE: str(grace_s), names.ENV_WIPED: f"{SHM}:{TMP}"},
+                ),
                 "volumeMounts": [
                     _mount("bin", names.BIN_DIR, read_only=True),
                     _mount("sock", names.SOCKET_DIR),
@@ -245,9 +261,10 @@ def _gpu_spec(job: Job, role: str, images: PodImages) -> Object:
             }
         ],
         "volumes": [
-            *(_empty(name) for name in ("state", "bin", "sock", "batches", "scratch", "agent-tmp", "gpu-tmp")),
+            *_on_disk("state", "bin", "sock", "agent-tmp", limit=OWN_VOLUME_LIMIT),
+            *_on_disk("batches", "scratch", "gpu-tmp", limit=_volume_limit(gpus.resources)),
             _weights(job, trains=trains),
-            _empty("shm", medium="Memory"),
+            _empty("shm", medium="Memory", sizeLimit=_shm_limit(gpus.resources)),
             _model_volume(job),
             *([_claimed("checkpoints", job.claim_name("checkpoints")), *_former_volumes(job)] if trains else []),
             *_job_volumes(job),
@@ -280,7 +297,7 @@ def _reference_spec(job: Job, images: PodImages) -> Object:
                 "terminationMessagePolicy": LAST_WORDS,  # this container runs only our code
                 "command": ["python3", "-P", "-m", "colocated_rl_trainer.ref_policy"],
                 "securityContext": RESTRICTED,
-                "resources": _gpu_resources(gpus),
+                "resources": _gpu_resources(gpus, disk=_gpu_disk(job, images)),
                 "env": [*_env(**_cache_env(names.SCRATCH_DIR)), *_identity()],
                 "ports": _ports("data", "metrics"),
                 "startupProbe": _probe(period_s=1, failures=300),
@@ -296,7 +313,7 @@ def _reference_spec(job: Job, images: PodImages) -> Object:
             }
         ],
         "volumes": [
-            *(_empty(name) for name in ("scratch", "gpu-tmp")),
+            *_on_disk("scratch", "gpu-tmp", limit=_volume_limit(gpus.resources)),
             _model_volume(job),
             *_job_volumes(job),
         ],
@@ -314,8 +331,8 @@ def _rollout_spec(job: Job, images: PodImages) -> Object:
                 "imagePullPolicy": images.pull_policy,
                 "terminationMessagePolicy": LAST_WORDS,
                 "securityContext": RESTRICTED,
-                "resources": _resources(job.spec.rollout.resources),
-                "env": [*_env(**_cache_env("/tmp")), *_identity()],
+                "resources": _resources(job.spec.rollout.resources, disk=_rollout_disk(job, images)),
+                "env": [*_env(**_cache_env(TMP)), *_identity()],
                 "ports": _ports(),
                 "startupProbe": _probe(period_s=1, failures=300),
                 "readinessProbe": _probe(period_s=5, failures=3),
@@ -334,7 +351,7 @@ def _rollout_spec(job: Job, images: PodImages) -> Object:
         "volumes": [
             _claimed("store", job.claim_name("store")),
             _model_volume(job),
-            _empty("tmp"),
+            *_on_disk("tmp", limit=_volume_limit(job.spec.rollout.resources)),
             *_former_volumes(job, with_samples=True),
             *volumes,
             *_job_volumes(job),
@@ -348,7 +365,11 @@ def _rollout_sources(job: Job, images: PodImages) -> tuple[list[Object], list[Ob
     if recorded is not None:
         mount = _mount("recorded", names.RECORDED_DIR, read_only=True)
         return [], [mount], [_claimed("recorded", recorded.claim_name, read_only=True)]
-    mounts, volumes = [_mount("tasks", names.TASKS_DIR, read_only=True)], [_empty("tasks"), _empty("rewards-tmp")]
+    mounts = [_mount("tasks", names.TASKS_DIR, read_only=True)]
+    volumes = [
+        *_on_disk("tasks", limit=OWN_VOLUME_LIMIT),
+        *_on_disk("rewards-tmp", limit=_volume_limit(job.spec.rollout.prompts.resources)),
+    ]
     for number, secret in enumerate(secret_names_of(sources)):
         mounts.append(_mount(f"reward-token-{number}", f"{names.REWARD_TOKENS_DIR}/{secret}", read_only=True))
         volumes.append(_reward_token(f"reward-token-{number}", secret))
@@ -453,6 +474,7 @@ def _probe(*, period_s: int, failures: int, path: str = "/healthz") -> Object:
 
 
 WHOLE_CPU = "1"
+NO_DISK: Mapping[str, str] = {}
 
 
 def _fixed(*, cpu: str, memory: str, beside: Resources) -> Object:
@@ -466,13 +488,23 @@ def _fixed(*, cpu: str, memory: str, beside: Resources) -> Object:
     return {"requests": {"cpu": cpu, "memory": memory}, "limits": {"memory": memory}}
 
 
-def _resources(resources: Resources) -> Object:
-    """Return the resources; one without a request is requested up to its limit."""
-    return {"requests": {**resources.limits, **resources.requests}, "limits": dict(resources.limits)}
+def _resources(resources: Resources, *, disk: Mapping[str, str] = NO_DISK) -> Object:
+    """Return the resources; one without a request is requested up to its limit. disk: what else is requested."""
+    return {"requests": {**disk, **resources.limits, **resources.requests}, "limits": dict(resources.limits)}
 
 
-def _gpu_resources(gpus: Gpus) -> Object:
-    resources = _resources(gpus.resources)
+def _gpu_disk(job: Job, images: PodImages) -> Mapping[str, str]:
+    """Return the disk that is requested. A queue of Kueue admits no pod that requests what it has no quota of."""
+    return {DISK: GPU_DISK} if images.requests_disk and not job.queue else NO_DISK
+
+
+def _rollout_disk(job: Job, images: PodImages) -> Mapping[str, str]:
+    is_queued = job.spec.pod_templates.rollout.queue
+    return {DISK: ROLLOUT_DISK} if images.requests_disk and not is_queued else NO_DISK
+
+
+def _gpu_resources(gpus: Gpus, *, disk: Mapping[str, str]) -> Object:
+    resources = _resources(gpus.resources, disk=disk)
     if gpus.resource_claim_template_name is not None:
         resources["claims"] = [{"name": DEVICES}]
     elif gpus.count > 0:
@@ -493,6 +525,20 @@ def _mount(name: str, path: str, *, read_only: bool = False) -> Object:
 # -------------------------------------------------------------------------------------------------------------- volumes
 def _empty(name: str, **options: str) -> Object:
     return {"name": name, "emptyDir": options}
+
+
+def _on_disk(*volumes: str, limit: str) -> list[Object]:
+    return [_empty(name, sizeLimit=limit) for name in volumes]
+
+
+def _volume_limit(resources: Resources) -> str:
+    """Return the limit of each volume that a container fills. The kubelet holds all of them to the container's own."""
+    return resources.limits.get(DISK, VOLUME_LIMIT)
+
+
+def _shm_limit(resources: Resources) -> str:
+    limit = resources.limits.get("memory")
+    return SHM_LIMIT if limit is None else str(size_in_bytes(limit) // 2)
 
 
 def _claimed(name: str, claim: str, *, read_only: bool = False) -> Object:

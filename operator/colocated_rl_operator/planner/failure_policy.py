@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from colocated_rl_api.failure import FailureAction, FailureCause
 from colocated_rl_api.rungs import Rung
 from colocated_rl_operator.planner.actions import DeletePod, PodAction
+from colocated_rl_operator.planner.notices import Notice
 from colocated_rl_operator.planner.observation import (
     Climb,
     FailureTally,
@@ -24,6 +25,7 @@ from colocated_rl_operator.planner.reasons import Cause, Waiting
 from colocated_rl_operator.planner.roster import is_silent
 
 MAX_AVOIDED = 8  # nodes of one job
+NOTICE_S = 30.0  # from a node's notice that it is about to go, for a checkpoint
 UNCOUNTED = ", which does not count against backoffLimit"
 QUEUE_S, MAX_QUEUE_S = 30.0, 600.0  # at least, for a job whose pods did not come; up to twice as long
 
@@ -84,8 +86,17 @@ def judge(seen: Observation, failure: Failure) -> Verdict:
         is_for_rung = rule.at_rungs is None or failure.rung in rule.at_rungs
         has_tries = rule.max_tries is None or failure.tries < rule.max_tries
         if failure.cause in rule.on_causes and is_for_rung and has_tries:
-            return Verdict(rule.action, number, failure.cause.counts if rule.counts is None else rule.counts)
-    return Verdict(failure.cause.answers[0], counts=failure.cause.counts)
+            counts = failure.cause.counts if rule.counts is None else rule.counts
+            return _off_its_node(seen, failure, Verdict(rule.action, number, counts))
+    return _off_its_node(seen, failure, Verdict(failure.cause.answers[0], counts=failure.cause.counts))
+
+
+def _off_its_node(seen: Observation, failure: Failure, verdict: Verdict) -> Verdict:
+    """Return the verdict; a pod whose node gives notice is made again on another node, if at all."""
+    is_noticed = any(pod in seen.noticed for pod in failure.pods)
+    if is_noticed and verdict.action is FailureAction.RESTART_POD:
+        return replace(verdict, action=FailureAction.REPLACE_POD_ELSEWHERE)
+    return verdict
 
 
 def _judge_in_a_row(seen: Observation, climb: Climb, failure: Failure) -> Verdict:
@@ -164,14 +175,15 @@ def after_difference(seen: Observation, climb: Climb, message: str) -> Decision 
 def after_loss(seen: Observation, climb: Climb) -> Decision | Hold | None:
     """Answer the loss of engines and pods, where a rule asks for more than agents and roster do anyway."""
     has_rules = bool(seen.job.spec.failure_policy.rules)
-    if not has_rules and not any(member.bad_device for member in seen.members):
+    if not (has_rules or seen.noticed or any(member.bad_device for member in seen.members)):
         return None
     failures = [*lost_pods(seen, tries=climb.tally.tries_at(climb.step))]
     if has_rules and seen.all_answer:
         failures += lost_engines(seen)
     for failure in failures:
         verdict = judge(seen, failure)
-        is_usual = verdict.rule is None and failure.cause is not FailureCause.BAD_DEVICE
+        is_extra = failure.cause is FailureCause.BAD_DEVICE or failure.pods[0] in seen.noticed
+        is_usual = verdict.rule is None and not is_extra
         if is_usual or verdict.action is FailureAction.RESTART_ENGINE:
             continue
         if _avoids_more(climb, failure, verdict) or _is_due(seen, climb, failure, verdict):
@@ -443,7 +455,7 @@ def lost_engines(seen: Observation) -> Iterator[Failure]:
 
 
 def lost_pods(seen: Observation, *, tries: int) -> Iterator[Failure]:
-    """Yield GPU pods lost for a known cause, with a bad device, or whose member is silent.
+    """Yield GPU pods lost for a known cause, with a bad device, that leave their node, or whose member is silent.
 
     One that a person deleted is no failure.
     """
@@ -457,9 +469,23 @@ def lost_pods(seen: Observation, *, tries: int) -> Iterator[Failure]:
         elif current.bad_device:
             message = f"a device of pod {current.name} is bad ({current.bad_device})"
             yield Failure(FailureCause.BAD_DEVICE, message, (current,), seen.now, tries)
+        elif current.notice and current in seen.noticed and seen.now >= leaves_at(seen, current.notice, seat):
+            message = f"pod {current.name} leaves node {current.node} ({current.notice.message})"
+            yield Failure(current.notice.cause, message, (current,), seen.now, tries)
         elif is_silent(seen, current):
             message = f"no answer from pod {current.name} for {seen.now - (current.silent_since or seen.now):.0f} s"
             yield Failure(FailureCause.MEMBER_SILENT, message, (current,), seen.now, tries)
+
+
+def leaves_at(seen: Observation, notice: Notice, seat: str) -> float:
+    """Return when a pod leaves a node that gives notice.
+
+    A node that is about to go leaves trainers time for the step under way and a checkpoint of it, and not more than
+    some clouds leave the node.
+    """
+    is_saved = seen.is_up and seen.climb is not None and seen.saved_step >= seen.climb.step
+    waits = notice.cause is FailureCause.POD_EVICTED and seat in seen.job.trainer_seats and not is_saved
+    return notice.since + NOTICE_S if waits else seen.now
 
 
 def _named(pods: tuple[Member, ...] | list[Member], usual: str) -> str:

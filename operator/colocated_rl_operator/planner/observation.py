@@ -27,6 +27,7 @@ from colocated_rl_api.pod_template import QUEUE_LABEL
 from colocated_rl_api.rungs import Rung, WeightVersion
 from colocated_rl_api.seats import ROLLOUT_SEAT, Seats, role_of, seats_for
 from colocated_rl_api.wire import Version
+from colocated_rl_operator.planner.notices import Notice
 from colocated_rl_operator.planner.reasons import Cause
 
 
@@ -178,6 +179,7 @@ class Member:
     node: str | None = None  # where it runs, or ran
     fate: FailureCause | None = None  # why it is lost, as the cluster reports; None: not lost, or unknown
     bad_device: str | None = None  # which device its node reports as unhealthy; None: none, or nobody reports
+    notice: Notice | None = None  # of its node
     memory_kills: int = 0  # ends of its GPU container, if the last one was for its memory
     trouble: str | None = None  # why its containers don't run: kubelet's message and their last one
     is_starting: bool = False  # a container of it has not passed its startup probe yet
@@ -491,6 +493,32 @@ class Observation:
             for member in self.trainer_members
             if member.pod_facts and any(rank.stalled == least for rank in member.pod_facts.trainers)
         )
+
+    @cached_property
+    def noticed(self) -> tuple[Member, ...]:
+        """Return the GPU pods whose nodes give notice.
+
+        Without one on a node that the job avoids already: it came back, because no other node had room.
+        """
+        avoided = self.climb.tally.avoids if self.climb else ()
+        return tuple(member for member in self.gpu_members if member.notice and member.node not in avoided)
+
+    @property
+    def is_warned(self) -> bool:
+        """Return whether a pod with trainers is about to go with its node: what they have done is saved before."""
+        return any(
+            member.notice and member.notice.cause is FailureCause.POD_EVICTED and member.seat in self.job.trainer_seats
+            for member in self.noticed
+        )
+
+    @property
+    def outgrown(self) -> list[str]:
+        """Return the pods with a trainer that has gained more host memory than the job allows."""
+        limit = self.job.spec.failure_policy.max_growth_bytes
+        if limit is None:
+            return []
+        found = ((member.name, member.pod_facts) for member in self.trainer_members)
+        return [name for name, facts in found if facts and any(rank.grown_bytes > limit for rank in facts.trainers)]
 
     @property
     def dead(self) -> tuple[Member, ...]:

@@ -32,6 +32,7 @@ from colocated_rl_operator.planner.failure_policy import (
     after_stall,
     after_standstill,
     how_to_retry,
+    leaves_at,
     listed,
     queue_s,
     raise_epoch,
@@ -233,15 +234,38 @@ def _difference(seen: Observation, climb: Climb) -> str:
 
 
 def _may_begin_next_step(seen: Observation, climb: Climb) -> bool:
-    """Return whether the next batch is sealed, and no evaluation must end first: only updates wait with `serves_on`."""
+    """Return whether the next batch is sealed, and no evaluation must end first: only updates wait with `serves_on`.
+
+    A step is not begun either while a pod is about to leave its node, until its trainers have saved the last one.
+    """
+    if seen.is_warned:
+        return False
     return seen.recorded_step > climb.step and (seen.job.ladder.serves_on or evaluation_due(seen) is None)
 
 
 def _begin_next_step(seen: Observation, following: Climb) -> Decision | Hold | None:
     if seen.trainer_died:
         return after_death(seen, following)
-    hold = rest_after_roll_back(seen, following)
-    return hold or raise_epoch(seen, following, Cause.NEXT_STEP, f"step {following.step}")
+    found = rest_after_roll_back(seen, following) or _recycle_trainers(seen, following)
+    return found or raise_epoch(seen, following, Cause.NEXT_STEP, f"step {following.step}")
+
+
+def _recycle_trainers(seen: Observation, following: Climb) -> Decision | Hold | None:
+    """Begin the next step with new processes of the trainers if one has grown too large, where that costs no step.
+
+    That is behind a step with a checkpoint, for which the next step waits if it is being written, as long as a trainer
+    may take for it.
+    """
+    last, spec = following.step - 1, seen.job.spec
+    if not (grown := seen.outgrown):
+        return None
+    message = f"trainers have gained more host memory than {spec.failure_policy.max_trainer_growth} in {listed(grown)}"
+    if seen.saved_step >= last:
+        following = replace(following, lineage=seen.next_lineage, group=seen.group or following.group)
+        message += f": {starts(seen)} together again with step {following.step}, from the checkpoint of step {last}"
+        return raise_epoch(seen, following, Cause.TRAINERS_RECYCLED, message)
+    is_being_written = last % spec.checkpoint.every_steps == 0 and seen.now < _deadline(seen)
+    return Hold(_deadline(seen), message, Waiting.CHECKPOINT) if is_being_written else None
 
 
 def _decide_after_last_step(seen: Observation, climb: Climb) -> Decision | Hold | None:
@@ -336,6 +360,7 @@ def _climb(seen: Observation) -> Plan:
         wakes.append(_deadline(seen))
     if evaluating := evaluation_due(seen):
         wakes.append(evaluating.ends)
+    wakes += [leaves_at(seen, member.notice, member.seat) for member in seen.noticed if member.notice]
     return Plan(
         climb=seen.climb,
         standings=seen.standings,

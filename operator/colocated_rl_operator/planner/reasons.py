@@ -61,6 +61,12 @@ class Cause(DocumentedReason):
         "their nodes. A probe is for float32: in 16 bits set weightSync.verify to Checksum while the job is suspended; "
         + _MORE_RESTARTS,
     )
+    TRAINERS_RECYCLED = (
+        "TrainersRecycled",
+        "A trainer has gained more host memory than failurePolicy.maxTrainerGrowth: all of them start together again "
+        "with the next step, from the checkpoint of the last one. It does not count against backoffLimit.",
+        "nothing; colocate_child_memory_growth_bytes shows how fast they grow",
+    )
     ALL_STEPS_DONE = "AllStepsDone", "The last step is done and saved, its model is left: members are asked to stop."
     BACKOFF_LIMIT = (
         "BackoffLimitExceeded",
@@ -126,6 +132,7 @@ class Waiting(StrEnum):
     STOPPING = "MembersStopping"
     BACKOFF = "BackingOff"  # the answer to a failure has its time
     QUEUE = "Queued"  # the job is tried again later
+    CHECKPOINT = "CheckpointUnderWay"  # trainers that have grown start again from it
 
 
 class ConditionType(DocumentedReason):

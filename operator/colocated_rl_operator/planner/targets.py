@@ -40,6 +40,7 @@ def climb_targets(seen: Observation) -> dict[str, PodTarget | RolloutTarget]:
         ),
         batches=rollout.data_port,
         is_last=climb.step >= seen.job.spec.steps,
+        saves=seen.is_warned,
         weights=_weights(seen, climb),
     )
     granted = common.model_copy(update={"rung": _granted(seen), "checksum": agreed_checksum(seen, climb)})

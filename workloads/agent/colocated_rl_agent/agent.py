@@ -349,6 +349,8 @@ class Agent:
         for child, held in (await self._runner.memory()).items():
             if incarnation := incarnations.get(child):
                 self._metrics.child_memory.measured(child, incarnation, held)
+        for view in self._trainers.views:
+            self._trainers.grew(view.rank, self._metrics.child_memory.grown(trainer_name(view.rank)))
 
     async def _act_on_engine(self, action: do.EngineAction, engine: Engine) -> None:
         match action:

@@ -92,15 +92,24 @@ class ChildMemory(Collector):
     """
 
     SWITCHES, FEWEST = 24, 6
+    GROWTH_STEP = 64 << 20  # less is no news for the operator
 
     def __init__(self) -> None:
         self._held: dict[str, tuple[str, deque[int]]] = {}  # by child, with its incarnation
+        self._first: dict[str, int] = {}  # by child, of the same incarnation
 
     def measured(self, child: str, incarnation: str, held: int) -> None:
         """Take the bytes that a child holds after a switch."""
         if (known := self._held.get(child)) is None or known[0] != incarnation:
             known = self._held[child] = incarnation, deque[int](maxlen=self.SWITCHES)
+            self._first[child] = held
         known[1].append(held)
+
+    def grown(self, child: str) -> int:
+        """Return by how many bytes the child has grown since the first switch of its process, in whole GROWTH_STEPs."""
+        known = self._held.get(child)
+        grown = known[1][-1] - self._first[child] if known else 0
+        return max(0, grown // self.GROWTH_STEP * self.GROWTH_STEP)
 
     def describe(self) -> Iterator[GaugeMetricFamily]:
         yield GaugeMetricFamily(

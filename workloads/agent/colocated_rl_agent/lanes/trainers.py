@@ -433,6 +433,11 @@ class Trainers:
             )
         )
 
+    def grew(self, rank: int, grown_bytes: int) -> None:
+        """Take the host memory that a rank's process has gained since its first switch."""
+        if (view := self._views[rank]).is_alive:
+            self._set(view.reported(grown_bytes=grown_bytes))
+
     def _socket(self, rank: int) -> Path:
         return self._settings.directories.sockets / f"{trainer_name(rank)}.sock"
 

@@ -431,7 +431,7 @@ def _rest(pod: PodView, target: PodTarget, rules: Rules) -> Action | Wait:
         return Wait()
     if pod.stale_exports:  # before a checkpoint: the next export may soon be written
         return RemoveExports(keep=target.version)
-    is_due = target.is_last or rules.checkpoint_is_due(target.step)
+    is_due = target.is_last or (target.saves and target.step > 0) or rules.checkpoint_is_due(target.step)
     is_there = all(rank.step == target.step for rank in pod.ranks) and _may_save(pod, rules)
     if not (is_due and is_there):
         return Wait()

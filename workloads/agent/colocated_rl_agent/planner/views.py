@@ -179,6 +179,7 @@ class RankView:
     can_finish: bool = False
     finished: WeightVersion | None = None
     stalled: int | None = None  # progress in a step that has stood still for far longer than usual; None: it goes on
+    grown_bytes: int = 0  # host memory that it has gained since its first switch
     broken: str | None = None  # a request failed or was not answered in time: the trainer is to be stopped
 
     @property
@@ -219,6 +220,7 @@ class RankView:
             can_finish=self.can_finish,
             finished=self.finished,
             stalled=self.stalled,
+            grown_bytes=self.grown_bytes,
         )
 
 

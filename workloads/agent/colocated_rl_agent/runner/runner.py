@@ -39,7 +39,8 @@ The answer to a refused request is {"id", "ok": false, "error", "message"}. Even
 On SIGTERM children go on, because native sidecars get it last: the agent hands partial samples back first and then
 requests `exit`. Without that request children are ended RESERVE_S before the end of `COLOCATE_GRACE_S` (60).
 
-At its start the runner empties `COLOCATE_WIPED`, if that is set: the pod's /dev/shm, whose files outlive a container.
+At its start the runner empties the directories of `COLOCATE_WIPED`: the pod's /dev/shm and /tmp, whose files outlive a
+container.
 """
 
 from __future__ import annotations
@@ -648,7 +649,7 @@ def log(event: str, **fields: Any) -> None:
 
 
 def wipe(directory: pathlib.Path) -> None:
-    """Remove what an earlier container of the pod has left, as far as that is allowed: memory stays charged for it."""
+    """Remove what an earlier container of the pod has left, as far as that is allowed: its room stays used for it."""
     for path in directory.iterdir():
         try:
             if path.is_dir() and not path.is_symlink():
@@ -666,7 +667,7 @@ def main() -> int:
     resource.setrlimit(resource.RLIMIT_NOFILE, (files, hard))  # its children have it too
     prctl(PR_SET_CHILD_SUBREAPER, 1)  # orphans come to it even if it is not the first process
     os.set_blocking(OUTPUT.descriptor, False)
-    if wiped := os.environ.get(WIPED):
+    for wiped in filter(None, os.environ.get(WIPED, "").split(":")):
         wipe(pathlib.Path(wiped))
     runner = Runner(os.environ.get(SOCKET, DEFAULT_SOCKET), float(os.environ.get(GRACE, DEFAULT_GRACE_S)))
     log("runner started", runner=runner.id, files=files)

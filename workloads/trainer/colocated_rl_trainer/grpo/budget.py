@@ -7,10 +7,8 @@ libraries and, in host memory, the engine come on top.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from decimal import Decimal
 from pathlib import Path
 
 from colocated_rl_trainer.protocol.settings import ConfigError
@@ -119,16 +117,6 @@ def choose_recomputing(
 
 def gib(size: int) -> str:
     return f"{size / 2**30:.1f} GiB"
-
-
-def size_in_bytes(quantity: str) -> int:
-    """Return what a Kubernetes quantity says: "8Gi" is 8 * 2**30."""
-    number = quantity.rstrip("kKMGTPEim")
-    unit = quantity[len(number) :]
-    if unit == "m":
-        return math.ceil(Decimal(number) / 1000)
-    step = 1024 if unit.endswith("i") else 1000
-    return math.ceil(Decimal(number) * Decimal(step) ** " kMGTPE".index(unit[:1].replace("K", "k") or " "))
 
 
 def host_memory(*, machine: Path = MACHINE, limit: Path = LIMIT) -> int | None:

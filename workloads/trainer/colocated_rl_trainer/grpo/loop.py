@@ -23,6 +23,7 @@ from transformers import PreTrainedModel
 from colocated_rl_api.job import ColocatedRLJobSpec
 from colocated_rl_api.logs import log
 from colocated_rl_api.names import PromptPosition
+from colocated_rl_api.parts import size_in_bytes
 from colocated_rl_api.rungs import Placement
 from colocated_rl_trainer.grpo.batch import (
     MicroBatch,
@@ -32,7 +33,7 @@ from colocated_rl_trainer.grpo.batch import (
     micro_batches,
     read_together,
 )
-from colocated_rl_trainer.grpo.budget import Budget, choose_recomputing, host_memory, size_in_bytes
+from colocated_rl_trainer.grpo.budget import Budget, choose_recomputing, host_memory
 from colocated_rl_trainer.grpo.forward import logp_and_entropy
 from colocated_rl_trainer.grpo.loss import importance_mask, importance_ratio, kl_penalty, kl_ratio, policy_loss
 from colocated_rl_trainer.grpo.scores import find_scores, write_scores
