@@ -243,7 +243,9 @@ async def test_generations_span_a_switch_and_come_back_as_one_completion(
                 made_by = made_by[made_by >= 0].tolist()
                 assert [0] * 5 + [1] * (len(made_by) - 5) == made_by  # four, and the one that an abort still makes
                 start = end
-        assert f"\ncolocate_rollout_resent_tokens_total {2 * BATCH * 5}.0\n" in await scene.figures()
+        figures = await scene.figures()
+        assert f"\ncolocate_rollout_resent_tokens_total {2 * BATCH * 5}.0\n" in figures
+        assert f'\ncolocate_rollout_attempts_total{{ending="interrupted"}} {2 * BATCH}.0\n' in figures
         samples = (await scene.page("/v1/samples?state=sealed"))["samples"]
         assert [(2, 5)] * 2 * BATCH == [(sample["attempts"], sample["resent"]) for sample in samples]
 
