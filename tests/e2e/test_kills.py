@@ -67,7 +67,12 @@ COMPONENTS = ("etcd", "kube-apiserver", "kubelet-node1", "cri-node1")
 RUNGS = (Rung.SERVING, Rung.SEALED, Rung.CLOSED, Rung.DRAINED, Rung.RELEASED, Rung.TRAINED, Rung.EXPORTED, Rung.UPDATED)
 
 
-PODS = ("operator", "agent", "rollout controller")  # a process of each pod
+PAIRS = (
+    ("agent", "agent"),
+    ("agent", "operator"),
+    ("agent", "rollout controller"),
+    ("operator", "rollout controller"),
+)  # of pods
 
 
 @dataclass(frozen=True)
@@ -98,17 +103,19 @@ class KillFault:
 
 @dataclass(frozen=True)
 class Between:
-    """A fault of the network between two pods."""
+    """A fault of the network between two pods, which are known by a process of each."""
 
     fault: NetworkFault
     rung: Rung
+    pods: tuple[str, str]
 
     def __str__(self) -> str:
-        return f"a network that {self.fault} between two pods at {self.rung}"
+        return f"a network that {self.fault} between {' and '.join(self.pods)} at {self.rung}"
 
     def carry_out(self, cluster: Cluster, rng: random.Random) -> None:
-        ends = sorted(process for kind in PODS for process in victims_of(cluster, kind))
-        one, other = rng.sample(ends, 2)
+        first, second = (sorted(victims_of(cluster, kind)) for kind in self.pods)
+        one = rng.choice(first)
+        other = rng.choice([process for process in second if process != one])
         with faulty(self.fault, one.pid, other.pid):
             time.sleep(NETWORK_S)  # it is the fault
 
@@ -133,8 +140,10 @@ def faults(seed: int, *, of_network: bool) -> Iterator[KillFault | Between]:
 def network_faults(seed: int) -> Iterator[Between]:
     rng = random.Random(f"{seed}: the network")
     while True:
-        for fault in rng.sample([*NetworkFault], len(NetworkFault)):
-            yield Between(fault, rng.choice(RUNGS))
+        for fault, pods in zip(
+            rng.sample([*NetworkFault], len(NetworkFault)), rng.sample(PAIRS, len(PAIRS)), strict=True
+        ):
+            yield Between(fault, rng.choice(RUNGS), pods)
 
 
 def single_faults(seed: float) -> Iterator[KillFault]:
