@@ -453,9 +453,10 @@ def test_rollout_goes_on_before_a_rolled_back_step_is_tried_again() -> None:
     assert not waiting.raises
     assert waiting.wait is not None
     assert "step 2 failed 1 time: rollout goes on before it is tried again" == waiting.wait.message
-    again = climb_of(plan(later(seen, 20)))
-    assert (2, 2, Cause.NEXT_STEP) == (again.step, again.lineage, again.cause)
-    assert 1 == again.tally.tries_at(2)
+    for after_s in (20, 21):
+        again = climb_of(plan(later(seen, after_s)))
+        assert (2, 2, Cause.NEXT_STEP) == (again.step, again.lineage, again.cause)
+        assert 1 == again.tally.tries_at(2)
 
 
 @pytest.mark.parametrize("ruled", [True, False], ids=["by-a-rule", "without-a-rule"])
