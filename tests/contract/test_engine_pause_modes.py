@@ -1,4 +1,4 @@
-"""What the engine's pause modes `abort` and `retract` leave to do again after a switch, on the real engine.
+"""These tests show what the engine's pause modes `abort` and `retract` leave to do again after a switch.
 
 The agent aborts, and the rollout controller sends the tokens again. `retract` would keep requests in the engine over a
 switch; it keeps none of their cache, so all of their tokens are prefilled again in either case.

@@ -1,4 +1,4 @@
-"""Holds each packet from this network namespace to one address for a while: `delayed_packets.py ADDRESS SECONDS`.
+"""This process holds each packet from its network namespace to one address for a while: `ADDRESS SECONDS`.
 
 netem would do that, and not every kernel has it. Here a route leads the packets into a device of this process, which
 sends each on by a raw socket once it is due. The process prints a line when the route is there, ends with its standard
