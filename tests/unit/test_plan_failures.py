@@ -1015,6 +1015,13 @@ def test_a_new_leader_leaves_a_queued_job_in_its_queue() -> None:
     assert not plan(remember(resting)).raises
 
 
+def test_a_job_that_was_never_started_fails_where_a_rule_says_so() -> None:
+    job = make_job(podsReadyDeadlineSeconds=60, failurePolicy=policy(rule("PodsNotReady", action="FailJob")))
+    decided = plan(later(make_observation(job, [None, None], climb=None, rollout=None), 60))
+    climb = climb_of(decided)
+    assert (Cause.FAILURE_POLICY, 0, 0, "FailJob") == (climb.cause, climb.step, climb.lineage, climb.tally.action)
+
+
 def test_a_queued_job_that_was_never_started_starts_for_the_first_time() -> None:
     job = make_job(podsReadyDeadlineSeconds=60)
     seen = later(make_observation(job, [None, None], climb=None, rollout=None), 60)
