@@ -69,8 +69,8 @@ class Verdict:
     """
 
     action: FailureAction
-    rule: int | None = None
-    counts: bool = True
+    rule: int | None
+    counts: bool
 
     @property
     def by(self) -> str:
@@ -85,7 +85,7 @@ def judge(seen: Observation, failure: Failure) -> Verdict:
         has_tries = rule.max_tries is None or failure.tries < rule.max_tries
         if failure.cause in rule.on_causes and is_for_rung and has_tries:
             return Verdict(rule.action, number, failure.cause.counts if rule.counts is None else rule.counts)
-    return Verdict(failure.cause.answers[0], counts=failure.cause.counts)
+    return Verdict(failure.cause.answers[0], None, failure.cause.counts)
 
 
 def _judge_in_a_row(seen: Observation, climb: Climb, failure: Failure) -> Verdict:
