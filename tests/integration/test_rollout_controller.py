@@ -16,6 +16,7 @@ import sys
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -82,7 +83,10 @@ class Batch:
 
     @property
     def groups(self) -> list[int]:
-        return sorted(group for shard in self.columns for group in shard["group"].tolist())
+        """The group of each sample, once it is seen that every shard has them oldest first."""
+        in_shards = [shard["group"].tolist() for shard in self.columns]
+        assert all(sorted(groups) == groups for groups in in_shards)
+        return sorted(chain.from_iterable(in_shards))
 
 
 @dataclass
