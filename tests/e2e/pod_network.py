@@ -60,7 +60,7 @@ def _slow(_: NetworkFault, pid: int, __: str, met: list[int]) -> Iterator[None]:
     try:
         yield
         said = _inside(pid, "tc", "-statistics", "qdisc", "show", *of_pod)
-        met += map(int, re.findall(r"overlimits (\d+)", said))
+        met += map(int, re.findall(r"Sent \d+ bytes (\d+) pkt", said))
     finally:
         _inside(pid, "tc", "qdisc", "delete", *of_pod)
 
