@@ -160,7 +160,7 @@ async def test_a_group_is_given_up_when_twice_its_size_was_replaced(scene: Worke
     assert {(SampleState.DISCARDED, "Tried"): 5, (SampleState.DISCARDED, "GroupGivenUp"): 2} == scene.store.reasons
 
 
-async def test_f28_tokens_that_will_not_be_trained_are_counted_once_by_the_reason(scene: Scene) -> None:
+async def test_f28_tokens_that_will_not_be_trained_are_counted_once_by_the_reason(scene: WorkerScene) -> None:
     failed, too_old = scene.admit(), scene.admit()
     scene.attempt(failed[0], some_tokens(3))
     scene.attempt(failed[1], some_tokens(4))
@@ -175,7 +175,7 @@ async def test_f28_tokens_that_will_not_be_trained_are_counted_once_by_the_reaso
 
 
 @pytest.mark.parametrize("scene", [{"interruption": "Retry"}], indirect=True)
-async def test_f28_what_an_interruption_costs_is_counted_where_samples_start_over(scene: Scene) -> None:
+async def test_f28_what_an_interruption_costs_is_counted_where_samples_start_over(scene: WorkerScene) -> None:
     sample, _ = scene.admit()
     for tokens in (some_tokens(3), NO_TOKENS, some_tokens(4)):
         scene.store.start(sample)
