@@ -55,8 +55,9 @@ test-slow: ## what is too slow for test: larger searches, further moments of a k
 
 .PHONY: soak
 soak: export COLOCATED_RL_KILLS_S = $(or $(FOR_S),3600)
+soak: export COLOCATED_RL_ONLY = $(ONLY)
 soak: export COLOCATED_RL_SEED := $(or $(SEED),$(shell date +%s))
-soak: ## an hour of kills, of everything that a running job needs, at any rung; FOR_S=600, SEED=7; no part of test
+soak: ## an hour of kills, of everything that a running job needs, at any rung; FOR_S=600, SEED=7, ONLY=network; no part of test
 	@$(SETUP) --then all soak-layer
 
 # --- parts of them

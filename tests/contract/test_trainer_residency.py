@@ -179,6 +179,19 @@ def test_what_stays_is_not_moved_and_what_leaves_takes_no_memory(stays: tuple[st
             torch.testing.assert_close(state.saved()[name], tensor, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("stays", [(), (PARAMETERS,)])
+def test_frozen_parameters_leave_with_those_that_are_trained_and_come_back_as_they_were(stays: tuple[str, ...]) -> None:
+    model = make_model().eval()
+    frozen = next(iter(model.parameters())).requires_grad_(False)
+    before = frozen.detach().clone()
+    state = Residency(model, CPU, moves=True, stays=stays)
+    for _ in range(2):
+        assert (PARAMETERS in stays) == bool(frozen.untyped_storage().nbytes())
+        state.onload()
+        torch.testing.assert_close(frozen.detach(), before, rtol=0, atol=0)
+        state.offload()
+
+
 # ------------------------------------------------------------------------------------------------------ pinned memory
 class FakeDriver:
     """Pins nothing, and knows what it should have pinned."""

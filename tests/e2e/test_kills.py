@@ -1,10 +1,10 @@
 """Anything that a running job needs is killed, or stands still for a while, at any rung, and the job goes on.
 
 So it does when a second part is hit while the first is still coming back, and when the network between two pods loses
-packets, cuts them off or is slow. What it trained is then checked by an oracle. Faults follow from a seed, so that a
-run can be had again: COLOCATED_RL_KILLS is their number, COLOCATED_RL_SEED the seed. `make soak` goes on for an hour,
-and it alone has the faults of the network, which need root, nft and tc. All need the local cluster: a container can't
-kill its own first process, nor its node's kubelet.
+packets, cuts them off, is slow or delays. What it trained is then checked by an oracle. Faults follow from a seed, so
+that a run can be had again: COLOCATED_RL_KILLS is their number, COLOCATED_RL_SEED the seed. `make soak` goes on for an
+hour, and it alone has the faults of the network, which need root, nft and tc; with ONLY=network it has no others. All
+need the local cluster: a container can't kill its own first process, nor its node's kubelet.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ from colocated_rl_api.rungs import Rung
 
 KILLS = int(os.environ.get("COLOCATED_RL_KILLS", "4"))
 FOR_S = float(os.environ.get("COLOCATED_RL_KILLS_S", "0"))  # go on for as long, however many there were
+ONLY_NETWORK = os.environ.get("COLOCATED_RL_ONLY") == "network"
 SEED = int(os.environ.get("COLOCATED_RL_SEED", "139"))  # an agent, the rollout controller, an engine, a trainer
 START_S = 900  # two engines and two trainers start on two cores
 NEXT_STEP_S = 400  # after a kill: all of them may have to start again
@@ -66,7 +67,12 @@ COMPONENTS = ("etcd", "kube-apiserver", "kubelet-node1", "cri-node1")
 RUNGS = (Rung.SERVING, Rung.SEALED, Rung.CLOSED, Rung.DRAINED, Rung.RELEASED, Rung.TRAINED, Rung.EXPORTED, Rung.UPDATED)
 
 
-PODS = ("operator", "agent", "rollout controller")  # a process of each pod
+PAIRS = (
+    ("agent", "agent"),
+    ("agent", "operator"),
+    ("agent", "rollout controller"),
+    ("operator", "rollout controller"),
+)  # of pods
 
 
 @dataclass(frozen=True)
@@ -97,31 +103,47 @@ class KillFault:
 
 @dataclass(frozen=True)
 class Between:
-    """A fault of the network between two pods."""
+    """A fault of the network between two pods, which are known by a process of each."""
 
     fault: NetworkFault
     rung: Rung
+    pods: tuple[str, str]
 
     def __str__(self) -> str:
-        return f"a network that {self.fault} between two pods at {self.rung}"
+        return f"a network that {self.fault} between {' and '.join(self.pods)} at {self.rung}"
 
     def carry_out(self, cluster: Cluster, rng: random.Random) -> None:
-        ends = sorted(process for kind in PODS for process in victims_of(cluster, kind))
-        one, other = rng.sample(ends, 2)
+        first, second = (sorted(victims_of(cluster, kind)) for kind in self.pods)
+        one = rng.choice(first)
+        other = rng.choice([process for process in second if process != one])
         with faulty(self.fault, one.pid, other.pid):
             time.sleep(NETWORK_S)  # it is the fault
 
 
-def faults(seed: int, *, of_network: bool) -> Iterator[KillFault | Between]:
+def chosen_faults(seed: int) -> Iterator[KillFault | Between]:
     """Every kind comes up, in an order of the seed, before any comes up again."""
+    return network_faults(seed) if ONLY_NETWORK else faults(seed, of_network=FOR_S > 0)
+
+
+def faults(seed: int, *, of_network: bool) -> Iterator[KillFault | Between]:
     further = random.Random(f"{seed}: what is beside them")
+    between = network_faults(seed)
     for number, fault in enumerate(single_faults(seed), 1):
         if number % WITH_SECOND == 0:
             yield replace(fault, second=next(single_faults(further.random())))
         else:
             yield fault
         if of_network and number % OF_NETWORK == 0:
-            yield Between(further.choice([*NetworkFault]), further.choice(RUNGS))
+            yield next(between)
+
+
+def network_faults(seed: int) -> Iterator[Between]:
+    rng = random.Random(f"{seed}: the network")
+    while True:
+        for fault, pods in zip(
+            rng.sample([*NetworkFault], len(NetworkFault)), rng.sample(PAIRS, len(PAIRS)), strict=True
+        ):
+            yield Between(fault, rng.choice(RUNGS), pods)
 
 
 def single_faults(seed: float) -> Iterator[KillFault]:
@@ -208,9 +230,8 @@ def test_f97_a_person_injects_faults_and_the_job_goes_on(
 def test_whatever_is_killed_or_stands_still_the_job_goes_on_and_trains_each_sample_once(
     cluster: Cluster, job: RunningJob, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    of_network = FOR_S > 0
-    assert not (of_network and missing_tools()), f"not installed: {missing_tools()}"
-    witness, until, chosen = Witness(job), time.monotonic() + FOR_S, faults(SEED, of_network=of_network)
+    assert not (FOR_S > 0 and missing_tools()), f"not installed: {missing_tools()}"
+    witness, until, chosen = Witness(job), time.monotonic() + FOR_S, chosen_faults(SEED)
     done = 0
     while done < KILLS or time.monotonic() < until:
         fault = next(chosen)

@@ -8,18 +8,20 @@ from asyncio.subprocess import PIPE, STDOUT
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from colocated_rl_agent.faults import Faults
 from colocated_rl_api import names
 from colocated_rl_api.facts import EngineState, TrainerState
-from colocated_rl_api.faults import PATH, FaultKind
+from colocated_rl_api.faults import PATH, FaultKind, InjectedFault
 from colocated_rl_api.rungs import Rung, WeightVersion
 from colocated_rl_cli.base.errors import Exit
 from colocated_rl_cli.parser import FAULTS
 from fakes.cluster_api import ClusterApi
 from fakes.kubectl import Played, play_kubectl
-from fakes.pod import Network, PodGroup, PodProcesses, make_job, network, pod
+from fakes.pod import DEADLINE_S, Network, PodGroup, PodProcesses, make_job, network, pod
 
 V0, V1 = WeightVersion(0, 1), WeightVersion(1, 1)
 TAKEN = {names.ENV_FAULTS: names.FAULTS_TAKEN}
@@ -86,6 +88,19 @@ async def test_f97_what_a_person_crashes_is_made_again_and_a_closed_gate_opens_l
         assert Exit.FINE == (await fault(played, FaultKind.TRAINER_CRASH))[0]
         await it.until(lambda facts: facts.trainers[0].state is TrainerState.ABSENT, "without its trainer")
         assert 4 == it.log.read_text().count('"fault injected"')
+
+
+async def test_f97_only_the_next_update_is_slow() -> None:
+    nobody: Any = None  # a slow update is no process's
+    faults = Faults(nobody, nobody, nobody, close_gate=lambda: None)
+    await faults._inject(InjectedFault(kind=FaultKind.SLOW_WEIGHTS, seconds=600))
+    slow = asyncio.create_task(faults.slow_weights())
+    await asyncio.sleep(0)  # it has begun
+    assert not slow.done()
+    async with asyncio.timeout(DEADLINE_S):
+        await faults.slow_weights()
+    assert not slow.done()
+    slow.cancel()
 
 
 async def test_f97_an_update_that_is_slow_waits_once_and_is_done(net: Network, tmp_path: Path) -> None:

@@ -105,6 +105,7 @@ async def test_a_step_is_rolled_back_and_tried_again_after_its_back_off(world: F
     assert "Rollout" in {status["phase"] for status in between}
     assert ["step 2 failed 1 time: rollout goes on before it is tried again"] == events(world, "BackingOff")
     assert (3, 1, FIRST) == (world.status["step"], world.status["restarts"], pods(world))
+    assert (0, 1) == (failures(world)["podRestarts"], failures(world)["stepRetries"])
 
 
 SHORT = {"settleSeconds": 1, "engineCallSeconds": 2}

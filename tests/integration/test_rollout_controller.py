@@ -16,6 +16,7 @@ import sys
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -82,7 +83,10 @@ class Batch:
 
     @property
     def groups(self) -> list[int]:
-        return sorted(group for shard in self.columns for group in shard["group"].tolist())
+        """The group of each sample, once it is seen that every shard has them oldest first."""
+        in_shards = [shard["group"].tolist() for shard in self.columns]
+        assert all(sorted(groups) == groups for groups in in_shards)
+        return sorted(chain.from_iterable(in_shards))
 
 
 @dataclass
@@ -243,7 +247,9 @@ async def test_generations_span_a_switch_and_come_back_as_one_completion(
                 made_by = made_by[made_by >= 0].tolist()
                 assert [0] * 5 + [1] * (len(made_by) - 5) == made_by  # four, and the one that an abort still makes
                 start = end
-        assert f"\ncolocate_rollout_resent_tokens_total {2 * BATCH * 5}.0\n" in await scene.figures()
+        figures = await scene.figures()
+        assert f"\ncolocate_rollout_resent_tokens_total {2 * BATCH * 5}.0\n" in figures
+        assert f'\ncolocate_rollout_attempts_total{{ending="interrupted"}} {2 * BATCH}.0\n' in figures
         samples = (await scene.page("/v1/samples?state=sealed"))["samples"]
         assert [(2, 5)] * 2 * BATCH == [(sample["attempts"], sample["resent"]) for sample in samples]
 

@@ -408,6 +408,8 @@ async def test_a_session_keeps_its_engine_while_that_is_open(tmp_path: Path) -> 
             await name(*gates)
             assert {another} == {await engine_of_a_turn() for _ in range(2)}
             await kept.open(V1)
+            await name(*gates)
+            assert {another} == {await engine_of_a_turn() for _ in range(2)}, "the first is as idle, and not its own"
             await name(kept)
             assert kept is await engine_of_a_turn()
             assert (0, 0) == (kept.refused, another.refused), "nobody was asked while it was closed"

@@ -184,7 +184,7 @@ async def test_a_batch_is_sealed_of_the_rewards_that_end(tmp_path: Path) -> None
         async with job.operator(controller.member.ports.control) as operator, asyncio.timeout(DEADLINE_S):
             await operator.send(1, (gate.endpoint,))
             await gate.open(WeightVersion(0, 1))
-            facts = await operator.until(lambda facts: facts.sealed)
+            facts = await operator.until(lambda facts: facts.sealed and facts.samples.get("failed"))
             it.look()
         controller.drain()
         await serving

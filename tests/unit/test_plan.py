@@ -402,7 +402,7 @@ def with_engines(seen: Observation, *checksums: str | None) -> Observation:
     facts = seen.members[0].pod_facts
     assert facts is not None
     [engine] = facts.engines
-    absent = {"state": EngineState.ABSENT, "version": None}
+    absent = {"state": EngineState.ABSENT, "version": None, "failures": 1}
     engines = tuple(
         engine.model_copy(update={"name": f"engine-{index}", "checksum": held, **({} if held else absent)})
         for index, held in enumerate(checksums)

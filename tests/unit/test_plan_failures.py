@@ -453,9 +453,10 @@ def test_rollout_goes_on_before_a_rolled_back_step_is_tried_again() -> None:
     assert not waiting.raises
     assert waiting.wait is not None
     assert "step 2 failed 1 time: rollout goes on before it is tried again" == waiting.wait.message
-    again = climb_of(plan(later(seen, 20)))
-    assert (2, 2, Cause.NEXT_STEP) == (again.step, again.lineage, again.cause)
-    assert 1 == again.tally.tries_at(2)
+    for after_s in (20, 21):
+        again = climb_of(plan(later(seen, after_s)))
+        assert (2, 2, Cause.NEXT_STEP) == (again.step, again.lineage, again.cause)
+        assert 1 == again.tally.tries_at(2)
 
 
 @pytest.mark.parametrize("ruled", [True, False], ids=["by-a-rule", "without-a-rule"])
@@ -1012,6 +1013,13 @@ def test_of_jobs_that_gave_up_as_often_the_oldest_comes_back_first_and_holds_up_
 def test_a_new_leader_leaves_a_queued_job_in_its_queue() -> None:
     resting = replace(queued(absent()), memory=Memory())
     assert not plan(remember(resting)).raises
+
+
+def test_a_job_that_was_never_started_fails_where_a_rule_says_so() -> None:
+    job = make_job(podsReadyDeadlineSeconds=60, failurePolicy=policy(rule("PodsNotReady", action="FailJob")))
+    decided = plan(later(make_observation(job, [None, None], climb=None, rollout=None), 60))
+    climb = climb_of(decided)
+    assert (Cause.FAILURE_POLICY, 0, 0, "FailJob") == (climb.cause, climb.step, climb.lineage, climb.tally.action)
 
 
 def test_a_queued_job_that_was_never_started_starts_for_the_first_time() -> None:

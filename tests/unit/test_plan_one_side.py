@@ -36,7 +36,8 @@ from colocated_rl_api.job_status import ColocatedRLJobStatus, Holder, Phase
 from colocated_rl_api.ladder import ROLLOUT_ONLY, TRAIN_ONLY
 from colocated_rl_api.member_wire import PodTarget, RolloutTarget
 from colocated_rl_api.rungs import Placement, Rung, WeightVersion
-from colocated_rl_operator.planner.observation import Job, Observation, remember
+from colocated_rl_operator.planner.failure_policy import raise_epoch
+from colocated_rl_operator.planner.observation import FailureTally, Job, Observation, remember
 from colocated_rl_operator.planner.plan import patience_s, plan
 from colocated_rl_operator.planner.reasons import Cause, ConditionType
 from colocated_rl_operator.planner.status import report
@@ -132,6 +133,20 @@ def test_engines_stand_at_serving_on_any_lineage_of_the_weights_that_never_chang
     assert Rung.RELEASED is ROLLOUT_ONLY.standing(silent(), V0)
     starting = engine(None, state=EngineState.STARTING, starts_on=V0)
     assert Rung.RELEASED is ROLLOUT_ONLY.standing(pod_facts(starting, absent_trainer(), epoch=1), V0)
+
+
+@pytest.mark.parametrize(
+    ("placement", "step", "counts"), [(Placement.ROLLOUT_ONLY, 0, (3,)), (Placement.TRAIN_ONLY, 11, (2, 3))]
+)
+def test_failures_are_forgiven_by_batches_where_no_step_follows(
+    placement: Placement, step: int, counts: tuple[int, ...]
+) -> None:
+    """The window is of ten, and twelve batches are there; where they are trained, the twelfth step is not begun."""
+    of = job(placement, backoffWindowSteps=10, steps=20)
+    seen = seen_of(of, silent(), step=step, rollout=rollout_facts(sealed=12))
+    assert seen.climb is not None
+    failing = replace(seen.climb, tally=FailureTally(counted=(1, 2, 3)))
+    assert counts == raise_epoch(seen, failing, Cause.TAKEOVER, "").climb.tally.counted
 
 
 def test_a_sealed_batch_changes_nothing_until_the_last_is_there() -> None:

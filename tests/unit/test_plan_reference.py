@@ -141,9 +141,17 @@ def test_nobody_trains_before_every_reference_has_scored(ladder: Ladder) -> None
     assert {Rung.TRAINED} == asked_rungs(climbing(ladder, Rung.SCORED, Rung.SCORED))
 
 
-@on_both_ladders
-def test_tunix_on_shared_devices_nothing_is_scored_before_the_batch_is_there(ladder: Ladder) -> None:
-    """tunix's published stage works so: nothing comes out until the barrier, then the batch, then the next stage."""
+def test_tunix_on_devices_that_are_taken_in_turns_nothing_is_scored_before_the_batch_is_there() -> None:
+    """tunix's published stage works so with offload: nothing comes out until the barrier, then the batch."""
+    must_score_after_the_seal(SCORED_TIME_SLICED)
+
+
+def test_resident_trainers_score_a_batch_once_it_is_sealed() -> None:
+    """tunix's published stage scores each group as it comes here; docs/design.md says why these trainers do not."""
+    must_score_after_the_seal(SCORED_RESIDENT)
+
+
+def must_score_after_the_seal(ladder: Ladder) -> None:
     pods = [facts_at(Rung.SERVING, V0, ladder=ladder)] * 2
     collecting, sealed = (
         climbing(ladder, *pods, climb=make_climb(0), rollout=rollout_facts(sealed=step)) for step in (0, 1)

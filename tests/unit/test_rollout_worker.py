@@ -69,6 +69,13 @@ class WorkerScene:
         self.store.interrupt(sample, tokens)
         self.worker._limit_attempts(sample)
 
+    @property
+    def discarded(self) -> dict[str, float]:
+        """Tokens that are counted as discarded, by reason."""
+        (metric,) = self.worker._metrics.discarded_tokens.collect()
+        counted = [sample for sample in metric.samples if sample.name.endswith("_total")]
+        return {sample.labels["reason"]: sample.value for sample in counted if sample.value}
+
     async def complete(self, *rewards: float, finish: Finish = Finish.STOP) -> Group:
         """A group whose samples got these rewards, in the order in which they were scored."""
         samples = self.admit()
@@ -151,6 +158,29 @@ async def test_a_group_is_given_up_when_twice_its_size_was_replaced(scene: Worke
         scene.worker._replace(group.kept[0], SampleState.DISCARDED, "Tried", f"{times}")
     assert {} == scene.store.groups
     assert {(SampleState.DISCARDED, "Tried"): 5, (SampleState.DISCARDED, "GroupGivenUp"): 2} == scene.store.reasons
+
+
+async def test_f28_tokens_that_will_not_be_trained_are_counted_once_by_the_reason(scene: WorkerScene) -> None:
+    failed, too_old = scene.admit(), scene.admit()
+    scene.attempt(failed[0], some_tokens(3))
+    scene.attempt(failed[1], some_tokens(4))
+    scene.attempt(too_old[0], some_tokens(8, step=0))
+    scene.attempt(too_old[1], some_tokens(16, step=5))
+    scene.worker._replace(failed[0], SampleState.FAILED, "RewardFailed", "its verifier ended")
+    assert {"RewardFailed": 3} == scene.discarded
+    scene.worker._give_up(failed[0].group, "GroupGivenUp")
+    scene.store.trained_step = 5
+    scene.worker.discard_stale()
+    assert {"RewardFailed": 3, "GroupGivenUp": 4, "TooStale": 8} == scene.discarded
+
+
+@pytest.mark.parametrize("scene", [{"interruption": "Retry"}], indirect=True)
+async def test_f28_what_an_interruption_costs_is_counted_where_samples_start_over(scene: WorkerScene) -> None:
+    sample, _ = scene.admit()
+    for tokens in (some_tokens(3), NO_TOKENS, some_tokens(4)):
+        scene.store.start(sample)
+        scene.worker._accept(sample, Generated(tokens, None))
+    assert ({"Retry": 7}, 0) == (scene.discarded, len(sample.tokens))
 
 
 @pytest.mark.parametrize("scene", [{"maxResponseTokens": 10 * ATTEMPTS_AT_MOST}], indirect=True)
@@ -257,6 +287,7 @@ async def test_groups_without_a_signal_make_room_for_others_until_there_are_too_
         await scene.complete(1.0, 1.0)
     assert ([taught], None) == ([*scene.store.groups.values()], scene.worker.no_signal)
     assert {(SampleState.FILTERED, "EqualRewards"): 4} == scene.store.reasons
+    assert {"EqualRewards": 4} == scene.discarded
     taken = [await scene.complete(0.0, 0.0) for _ in range(2)]
     assert [taught, *taken] == [*scene.store.groups.values()], "as they are"
     assert "2 groups were left out since the last batch" in str(scene.worker.no_signal)
@@ -308,6 +339,7 @@ async def test_a_group_of_sessions_survives_a_restart_and_is_given_up_whole_when
     scene.worker.discard_stale()
     assert not scene.store.groups
     assert {(SampleState.DISCARDED, "TooStale"): 2} == scene.store.reasons
+    assert {"TooStale": 2 * 2} == scene.discarded, "no engine generated what the tool answered"
 
 
 @pytest.mark.parametrize("scene", [{"atMaxStaleness": policy} for policy in ("Wait", "Mask", "Drop")], indirect=True)
@@ -510,6 +542,7 @@ async def test_the_first_groups_that_are_complete_fill_the_batch_and_spare_ones_
     scene.worker.discard_stale()
     assert [untouched[0].group] == [*scene.store.groups.values()]
     assert {(SampleState.DISCARDED, "Spare"): 4} == scene.store.reasons
+    assert {"Spare": 1 + 2} == scene.discarded
     assert {SampleState.TRAINED: 4, SampleState.DISCARDED: 4, SampleState.ADMITTED: 2} == +scene.store.counts
     assert scene.worker.problem is None
     scene.worker.drain()

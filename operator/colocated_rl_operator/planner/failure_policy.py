@@ -71,8 +71,8 @@ class Verdict:
     """
 
     action: FailureAction
-    rule: int | None = None
-    counts: bool = True
+    rule: int | None
+    counts: bool
 
     @property
     def by(self) -> str:
@@ -88,7 +88,7 @@ def judge(seen: Observation, failure: Failure) -> Verdict:
         if failure.cause in rule.on_causes and is_for_rung and has_tries:
             counts = failure.cause.counts if rule.counts is None else rule.counts
             return _off_its_node(seen, failure, Verdict(rule.action, number, counts))
-    return _off_its_node(seen, failure, Verdict(failure.cause.answers[0], counts=failure.cause.counts))
+    return _off_its_node(seen, failure, Verdict(failure.cause.answers[0], None, failure.cause.counts))
 
 
 def _off_its_node(seen: Observation, failure: Failure, verdict: Verdict) -> Verdict:

@@ -402,7 +402,7 @@ class Worker(Sealer):
             log(LOG, "learning signal missing", logging.WARNING, step=self._store.next_step, reason=message)
 
     def _count_discarded(self, samples: Iterable[Sample], reason: str) -> None:
-        self._metrics.discarded_tokens.labels(reason).inc(sum(len(sample.tokens) for sample in samples))
+        self._metrics.discarded_tokens.labels(reason).inc(sum(sample.tokens.generated for sample in samples))
 
     # ------------------------------------------------------------------------------------------------- giving up
     def _replace(self, sample: Sample, state: SampleState, reason: str, message: str) -> None:

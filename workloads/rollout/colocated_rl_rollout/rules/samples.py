@@ -83,12 +83,9 @@ class Tokens:
         return len(self.ids)
 
     @property
-    def first_version(self) -> WeightVersion | None:
-        return self.spans[0].version if self.spans else None
-
-    @property
-    def last_version(self) -> WeightVersion | None:
-        return self.spans[-1].version if self.spans else None
+    def generated(self) -> int:
+        """Return how many of the tokens an engine generated: all but those between two turns."""
+        return sum(span.end - span.start for span in self.spans)
 
     @property
     def oldest_step(self) -> int | None:

@@ -149,7 +149,7 @@ def write_batch(
         resumed_samples=sum(sample.segments > 1 for sample in samples),
         segments=sum(sample.segments for sample in samples),
         truncated=sum(sample.finish is Finish.LENGTH for sample in samples),
-        masked_tokens=sum(span.end - span.start for span in spans) - loss_tokens,
+        masked_tokens=sum(sample.tokens.generated for sample in samples) - loss_tokens,
         sha256=write_shards(directory, step, bodies, free_bytes=free_bytes),
     )
 

@@ -1,0 +1,127 @@
+"""These tests show what the engine's pause modes `abort` and `retract` leave to do again after a switch.
+
+The agent aborts, and the rollout controller sends the tokens again. `retract` would keep requests in the engine over a
+switch; it keeps none of their cache, so all of their tokens are prefilled again in either case.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+
+from colocated_rl_agent.drivers.base import CallRefused
+from colocated_rl_agent.drivers.sglang import SGLang
+from colocated_rl_api.rungs import WeightVersion
+from engines import ADMIN_KEY, EngineProcess, engine_process
+from fakes.engine_model import write_engine_export
+from fakes.rollout import until
+from fakes.sse import events
+
+pytestmark = pytest.mark.slow
+OLD, NEW = WeightVersion(0, 1), WeightVersion(1, 1)
+REQUESTS, PROMPT_TOKENS, BEFORE, LIMIT = 3, 200, 8, 400
+NEW_TOKENS = re.compile(r"Prefill batch.*?#new-token: (\d+)")
+
+
+@dataclass
+class Scene:
+    client: SGLang
+    session: aiohttp.ClientSession
+    process: EngineProcess
+    exports: Path
+
+    @property
+    def prefilled(self) -> int:
+        """Tokens that the engine has prefilled in its life, by its log."""
+        return sum(map(int, NEW_TOKENS.findall(self.process.output.read_text())))
+
+    async def generate(self, ids: list[int], begun: asyncio.Event | None = None) -> dict[str, Any]:
+        """The last chunk of an answer. begun: set once some tokens are there."""
+        limits = {"max_new_tokens": LIMIT, "ignore_eos": True, "stream_interval": 1}
+        body = {"stream": True, "input_ids": ids, "sampling_params": limits}
+        last: dict[str, Any] = {}
+        async with self.session.post(f"{self.client.url}/generate", json=body) as answer:
+            async for event in events(answer.content):
+                if event != b"[DONE]":
+                    last = json.loads(event)
+                    if begun and len(last["output_ids"]) >= BEFORE:
+                        begun.set()
+        return last
+
+    async def begin(self, prompts: list[list[int]]) -> list[asyncio.Task[dict[str, Any]]]:
+        begun = [asyncio.Event() for _ in prompts]
+        tasks = [asyncio.create_task(self.generate(*each)) for each in zip(prompts, begun, strict=True)]
+        await asyncio.gather(*(event.wait() for event in begun))
+        return tasks
+
+    async def retract(self) -> None:
+        headers = {"Authorization": f"Bearer {ADMIN_KEY}"}
+        body = {"mode": "retract"}
+        async with self.session.post(f"{self.client.url}/pause_generation", json=body, headers=headers) as answer:
+            assert 200 == answer.status
+
+    async def update(self, version: WeightVersion) -> None:
+        await self.client.update(self.exports / str(version), version)
+        await self.client.continue_()
+
+
+@pytest.fixture(scope="module")
+def process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[EngineProcess, Path]]:
+    root = tmp_path_factory.mktemp("engine")
+    exports = root / "weights"
+    for version in (OLD, NEW):
+        write_engine_export(exports / str(version), version=version, seed=version.step)
+    flags = ("--max-total-tokens", "8192", "--log-level", "info")
+    with engine_process(exports / str(OLD), version=OLD, root=root, flags=flags) as it:
+        it.wait_until_up()
+        yield it, exports
+
+
+@pytest.fixture
+async def scene(process: tuple[EngineProcess, Path]) -> AsyncIterator[Scene]:
+    """Serving, with an empty cache."""
+    it, exports = process
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=120)) as session:
+        client = SGLang(session, url=it.url, admin_key=ADMIN_KEY, call_s=4.0)
+        await client.flush()
+        yield Scene(client, session, it, exports)
+
+
+def prompts() -> list[list[int]]:
+    """Prompts that have no beginning in common."""
+    return [
+        [5 + (number * 31 + place * (number + 1)) % 90 for place in range(PROMPT_TOKENS)] for number in range(REQUESTS)
+    ]
+
+
+async def test_requests_that_the_engine_keeps_are_prefilled_again_and_it_is_never_seen_idle(scene: Scene) -> None:
+    tasks = await scene.begin(prompts())
+    await scene.retract()
+    with pytest.raises(CallRefused):
+        await scene.client.flush()
+    before = scene.prefilled
+    await scene.update(NEW)
+    spans = [(await task)["meta_info"]["weight_versions"] for task in tasks]
+    assert {(str(OLD), str(NEW))} == {tuple(span["version"] for span in each) for each in spans}
+    at_pause = sum(each[0]["end"] for each in spans)
+    await until(lambda: REQUESTS * PROMPT_TOKENS + at_pause == scene.prefilled - before)
+
+
+async def test_requests_that_come_back_after_an_abort_are_prefilled_as_far(scene: Scene) -> None:
+    tasks = await scene.begin(prompts())
+    await scene.client.abort_all()
+    partial = [(await task)["output_ids"] for task in tasks]
+    await scene.client.pause()
+    await scene.client.flush()
+    before = scene.prefilled
+    await scene.update(OLD)
+    await asyncio.gather(*(scene.generate(ids + more) for ids, more in zip(prompts(), partial, strict=True)))
+    await until(lambda: REQUESTS * PROMPT_TOKENS + sum(map(len, partial)) == scene.prefilled - before)
