@@ -86,7 +86,10 @@ def test_flags_of_a_version_of_an_engine_are_not_in_the_schema(api: ApiServer) -
     manifest["spec"]["rollout"]["engine"] = {"args": ["--port", "--quantization=fp8", "--tp-size 8"]}
     answer = api.request("POST", f"{JOBS}?{DRY_RUN}", manifest)
     assert answer.is_accepted, answer.message
-    assert manifest["spec"]["rollout"]["engine"] | {"type": "SGLang", "perPod": 1} == answer.body["spec"]["rollout"]["engine"]
+    assert (
+        manifest["spec"]["rollout"]["engine"] | {"type": "SGLang", "perPod": 1}
+        == answer.body["spec"]["rollout"]["engine"]
+    )
 
 
 def parts(field: str) -> list[str]:
