@@ -25,7 +25,10 @@ class Notice:
 
 @dataclass(frozen=True)
 class NodeSigns:
-    """bad_conditions: by type, the status with which a node's devices are bad. leaving_taints: keys."""
+    """The signs by which a node gives notice.
+
+    bad_conditions: by type, the status with which a node's devices are bad. leaving_taints: keys.
+    """
 
     bad_conditions: Mapping[str, str] = field(default_factory=dict)
     leaving_taints: frozenset[str] = frozenset()
