@@ -295,21 +295,21 @@ async def test_connections_without_a_token_are_bounded_for_themselves() -> None:
     """They could take all of a port's room, and with it more memory than its container has."""
     echo = Echo()
     data_port = DataPort(echo.handle, admits=lambda authorization: authorization == "token", max_strangers=2)
+    shown = b"GET /next HTTP/1.1\r\nAuthorization: token\r\n\r\n"
     async with data_port.listening("127.0.0.1", 0) as port, AsyncExitStack() as stack:
-        known, stranger = [await stack.enter_async_context(calling(port)) for _ in range(2)]
-        await until(lambda: len(data_port.strangers) == 2)
-        for _ in range(2):
-            async with calling(port) as refused:
-                await refused.sends(NEXT)
-                assert b"no room" in await refused.gets(status=429)
-        shown = b"GET /next HTTP/1.1\r\nAuthorization: token\r\n\r\n"
-        await known.sends(shown)
-        await known.gets(status=200)
-        another = await stack.enter_async_context(calling(port))
-        await another.sends(shown)
-        await another.gets(status=200)
+        known = []
+        for _ in range(3):
+            known.append(await stack.enter_async_context(calling(port)))
+            await known[-1].sends(shown)
+            await known[-1].gets(status=200)
+        strangers = [await stack.enter_async_context(calling(port)) for _ in range(3)]
+        assert b"" == await strangers[0].gets_all(), "the oldest makes room"
+        assert 2 == len(data_port.strangers)
+        for caller in (strangers[1], *known):
+            await caller.sends(shown)
+            await caller.gets(status=200)
         assert 1 == len(data_port.strangers)
-        stranger.writer.transport.abort()
+        strangers[2].writer.transport.abort()
         await until(lambda: not data_port.strangers)
 
 
