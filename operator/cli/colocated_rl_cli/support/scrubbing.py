@@ -66,8 +66,9 @@ _QUOTED_BLOCK = re.compile(  # the same in a string of a log, to its end
 )
 # No pattern begins with a repetition without a bound, nor runs on past the next place where it could begin: either
 # would take quadratic time over a long word. Backslashes occur where one text is quoted inside another.
+_NO_NAME = r"(?![\w.\"'-]{1,80}[ \t]*(?::\s|=[^=\s]))"  # a value may stand in the next line, and a next name does too
 _NAMED = re.compile(
-    rf"(?i)((?:(?:{_NAMES})s?|cookies)\\*[\"']?\s*(?:[=:]>?|->)\s*(?:bearer\s+|basic\s+)?)"
+    rf"(?i)((?:(?:{_NAMES})s?|cookies)\\*[\"']?\s*(?:[=:]>?|->)(?:[ \t]*+(?!\n)|\s*+{_NO_NAME})(?:bearer\s+|basic\s+)?)"
     r"(\[(?!removed])[^\[\]\n]*\]|\\+\"[^\"\n]*\"|\\+'[^'\n]*'|\"\"\"[^\"]*\"\"\"|[bru]?\"(?:[^\"\\\n]|\\.)*\"|[bru]?'(?:[^'\\\n]|\\.)*'|[^\s,;}\"'&]+)"
 )
 _FLAG = re.compile(
