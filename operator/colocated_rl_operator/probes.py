@@ -14,6 +14,7 @@ from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from colocated_rl_api.listening import EVERYWHERE, listen
+from colocated_rl_api.shared import Shared
 from colocated_rl_operator.metrics import OperatorMetrics
 
 MAX_CONNECTIONS = 256
@@ -27,7 +28,7 @@ class Leadership(Protocol):
 
 class Probes:
     def __init__(self, metrics: OperatorMetrics, leadership: Leadership, *, port: int) -> None:
-        self._metrics = metrics
+        self._text = Shared(lambda: generate_latest(metrics.registry))
         self._leadership = leadership
         self._asked_port = port
         app = web.Application()
@@ -69,7 +70,7 @@ class Probes:
         await self._runner.cleanup()
 
     async def _show_metrics(self, request: web.Request) -> web.Response:
-        return web.Response(body=generate_latest(self._metrics.registry), headers={"Content-Type": CONTENT_TYPE_LATEST})
+        return web.Response(body=await self._text.get(), headers={"Content-Type": CONTENT_TYPE_LATEST})
 
     async def _show_health(self, request: web.Request) -> web.Response:
         """Report health: any answer shows that the event loop runs. A candidate is as healthy as a leader."""

@@ -8,12 +8,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
 import pytest
-from prometheus_client import CollectorRegistry
+from prometheus_client import CollectorRegistry, Metric
 
 from colocated_rl_agent.gate import data_port as data_port_module
 from colocated_rl_agent.gate.call import Call
@@ -118,6 +119,48 @@ async def test_kubelet_hears_that_a_process_is_healthy_past_connections_that_any
     async with asyncio.timeout(DEADLINE_S), whose(tls) as port, silence(port, MANY, word=word):
         assert b"200" == await status(port, None, "/healthz")
         assert open_files() < before + MANY // 3
+
+
+class Slow:
+    """Metrics that take a while, as of many jobs. made: how often."""
+
+    made = 0
+
+    def collect(self) -> list[Metric]:
+        self.made += 1
+        time.sleep(0.005)
+        return []
+
+
+@asynccontextmanager
+async def a_slow_member(tls: MemberTls, slow: Slow) -> AsyncIterator[int]:
+    registry = CollectorRegistry()
+    registry.register(slow)
+    async with idle_member(tls, data_application(tls, max_request_bytes=1024), registry=registry) as member:
+        yield member.ports.metrics
+
+
+@asynccontextmanager
+async def a_slow_operator(_: MemberTls, slow: Slow) -> AsyncIterator[int]:
+    registry = CollectorRegistry()
+    registry.register(slow)
+    async with Probes(OperatorMetrics(registry), Standby(), port=0) as probes:
+        yield probes.port
+
+
+@pytest.mark.parametrize("whose", [a_slow_member, a_slow_operator])
+async def test_metrics_that_anybody_may_ask_for_are_made_once_for_all_who_ask(
+    tls: MemberTls, whose: Callable[[MemberTls, Slow], contextlib.AbstractAsyncContextManager[int]]
+) -> None:
+    """Whoever asked often enough had all of the event loop, on which links, leases and gates are served."""
+    slow = Slow()
+    async with asyncio.timeout(DEADLINE_S), whose(tls, slow) as port:
+        slow.made = 0  # a registry asks once when it is told of it
+        assert [b"200"] * 200 == await asyncio.gather(*(status(port, None, "/metrics") for _ in range(200)))
+        assert 1 <= slow.made <= 20
+        before = slow.made
+        assert b"200" == await status(port, None, "/metrics")
+        assert before + 1 == slow.made, "nothing old is shown"
 
 
 @asynccontextmanager
