@@ -31,7 +31,7 @@ from colocated_rl_trainer.ref_policy import ports as reference_ports
 from colocated_rl_trainer.ref_policy.figures import ScoreCounts
 from colocated_rl_trainer.ref_policy.ports import MetricsPort, ScorePort
 from colocated_rl_trainer.ref_policy.score_queue import ScoreQueue
-from fakes.authority import Authority
+from fakes.authority import FakeAuthority
 from fakes.idle_member import JOB_UID, idle_member
 from fakes.silent import silence
 
@@ -55,7 +55,7 @@ def nobody_is_late(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def tls(tmp_path: Path) -> MemberTls:
-    return MemberTls.read(Authority().member_directory(tmp_path / "tls", job_uid=JOB_UID, token=TOKEN))
+    return MemberTls.read(FakeAuthority().member_directory(tmp_path / "tls", job_uid=JOB_UID, token=TOKEN))
 
 
 class Standby:
