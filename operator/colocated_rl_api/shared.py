@@ -1,4 +1,4 @@
-"""Make something that costs time for all who ask at once, and not for each of them.
+"""This module makes something that costs time for all who ask at once, and not for each of them.
 
 A page that anybody may ask for, as often as he likes, would otherwise take all of an event loop's time.
 """
@@ -14,8 +14,8 @@ T = TypeVar("T")
 SHARE = 10  # at most this part of the loop's time goes into it
 
 
-class Shared(Generic[T]):
-    """A Shared makes something new for whoever asks. Who asks before it may be made again gets the same one then."""
+class SharedResult(Generic[T]):
+    """A SharedResult is made anew for whoever asks. Who asks before it may be made again gets the same one then."""
 
     def __init__(self, make: Callable[[], T]) -> None:
         self._make = make

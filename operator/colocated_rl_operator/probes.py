@@ -14,7 +14,7 @@ from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from colocated_rl_api.listening import EVERYWHERE, listen
-from colocated_rl_api.shared import Shared
+from colocated_rl_api.shared import SharedResult
 from colocated_rl_operator.metrics import OperatorMetrics
 
 MAX_CONNECTIONS = 256
@@ -28,7 +28,7 @@ class Leadership(Protocol):
 
 class Probes:
     def __init__(self, metrics: OperatorMetrics, leadership: Leadership, *, port: int) -> None:
-        self._text = Shared(lambda: generate_latest(metrics.registry))
+        self._text = SharedResult(lambda: generate_latest(metrics.registry))
         self._leadership = leadership
         self._asked_port = port
         app = web.Application()

@@ -58,7 +58,7 @@ def tls(tmp_path: Path) -> MemberTls:
     return MemberTls.read(FakeAuthority().member_directory(tmp_path / "tls", job_uid=JOB_UID, token=TOKEN))
 
 
-class Standby:
+class StandbyLeadership:
     age_s = None
 
 
@@ -74,7 +74,7 @@ async def a_member(tls: MemberTls) -> AsyncIterator[int]:
 
 @asynccontextmanager
 async def the_operator(tls: MemberTls) -> AsyncIterator[int]:
-    async with Probes(OperatorMetrics(CollectorRegistry()), Standby(), port=0) as probes:
+    async with Probes(OperatorMetrics(CollectorRegistry()), StandbyLeadership(), port=0) as probes:
         yield probes.port
 
 
@@ -121,7 +121,7 @@ async def test_kubelet_hears_that_a_process_is_healthy_past_connections_that_any
         assert open_files() < before + MANY // 3
 
 
-class Slow:
+class SlowMetrics:
     """Metrics that take a while, as of many jobs. made: how often."""
 
     made = 0
@@ -133,7 +133,7 @@ class Slow:
 
 
 @asynccontextmanager
-async def a_slow_member(tls: MemberTls, slow: Slow) -> AsyncIterator[int]:
+async def a_slow_member(tls: MemberTls, slow: SlowMetrics) -> AsyncIterator[int]:
     registry = CollectorRegistry()
     registry.register(slow)
     async with idle_member(tls, data_application(tls, max_request_bytes=1024), registry=registry) as member:
@@ -141,19 +141,19 @@ async def a_slow_member(tls: MemberTls, slow: Slow) -> AsyncIterator[int]:
 
 
 @asynccontextmanager
-async def a_slow_operator(_: MemberTls, slow: Slow) -> AsyncIterator[int]:
+async def a_slow_operator(_: MemberTls, slow: SlowMetrics) -> AsyncIterator[int]:
     registry = CollectorRegistry()
     registry.register(slow)
-    async with Probes(OperatorMetrics(registry), Standby(), port=0) as probes:
+    async with Probes(OperatorMetrics(registry), StandbyLeadership(), port=0) as probes:
         yield probes.port
 
 
 @pytest.mark.parametrize("whose", [a_slow_member, a_slow_operator])
 async def test_metrics_that_anybody_may_ask_for_are_made_once_for_all_who_ask(
-    tls: MemberTls, whose: Callable[[MemberTls, Slow], contextlib.AbstractAsyncContextManager[int]]
+    tls: MemberTls, whose: Callable[[MemberTls, SlowMetrics], contextlib.AbstractAsyncContextManager[int]]
 ) -> None:
     """Whoever asked often enough had all of the event loop, on which links, leases and gates are served."""
-    slow = Slow()
+    slow = SlowMetrics()
     async with asyncio.timeout(DEADLINE_S), whose(tls, slow) as port:
         slow.made = 0  # a registry asks once when it is told of it
         assert [b"200"] * 200 == await asyncio.gather(*(status(port, None, "/metrics") for _ in range(200)))
@@ -205,7 +205,7 @@ async def test_a_member_connects_past_handshakes_that_never_end(
         assert (await status(port, tls, "/x", Authorization=tls.authorization))[:1] in b"245"
 
 
-class Closed(asyncio.Protocol):
+class StrangersEnd(asyncio.Protocol):
     def __init__(self) -> None:
         self.lost = asyncio.Event()
 
@@ -222,7 +222,7 @@ async def connected(port: int, tls: MemberTls) -> AsyncIterator[asyncio.Transpor
         loop = asyncio.get_running_loop()
         await loop.sock_connect(made, ("127.0.0.1", port))
         transport, protocol = await loop.create_connection(
-            Closed, sock=made, ssl=tls.client_context(), server_hostname=names.member_server_name(JOB_UID)
+            StrangersEnd, sock=made, ssl=tls.client_context(), server_hostname=names.member_server_name(JOB_UID)
         )
         try:
             yield transport

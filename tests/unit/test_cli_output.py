@@ -68,7 +68,7 @@ def test_a_live_view_shows_what_others_wrote_and_obeys_none_of_it(text: str) -> 
 
 @every_attack
 def test_files_for_people_hold_nothing_that_a_terminal_obeys(text: str, tmp_path: Path) -> None:
-    """Who got a support archive may show a log of it with `cat`."""
+    """Whoever gets a support archive may show a log of it with `cat`."""
     made = Bundle("sums-bundle")
     made.text("pods/a/rewards.log", f"{text}\n")
     made.document("job.yaml", {"status": {text: text}})

@@ -38,7 +38,7 @@ from colocated_rl_api.member_wire import (
     Refusal,
     read_target,
 )
-from colocated_rl_api.shared import Shared
+from colocated_rl_api.shared import SharedResult
 from colocated_rl_member.accepting import accepting
 from colocated_rl_member.connection import MemberConnection
 from colocated_rl_member.data import DATA_IDLE_S, MAX_STRANGERS, STRANGERS, StandaloneDataPort, Strangers
@@ -129,7 +129,7 @@ class MemberServer(Generic[TargetT]):
         self._registry = registry
         self._own = CollectorRegistry()
         self._own.register(ProblemGauge(lambda: facts().problem))
-        self._metrics = Shared(lambda: generate_latest(self._registry) + generate_latest(self._own))
+        self._metrics = SharedResult(lambda: generate_latest(self._registry) + generate_latest(self._own))
         self._fence = EpochFence(kind, highest_epoch=hello.highest_epoch, remember_epoch=remember_epoch, unfit=unfit)
         self._changed = asyncio.Event()
         self._link: web.WebSocketResponse | None = None
