@@ -188,8 +188,8 @@ lock: ## resolve the pinned requirement files anew
 	@$(SETUP) --lock
 
 .PHONY: audit
-audit: setup-dev ## pinned libraries with a known vulnerability, by pip-audit and PyPI's database; no part of test
-	@tests/audit.sh .build/tools/bin/uv operator/requirements.txt workloads/*/requirements.txt
+audit: setup-dev ## pinned libraries with a known vulnerability, by pip-audit and PyPI's database, or a checkout of pypa/advisory-database: ADVISORIES=DIRECTORY; no part of test
+	@$(if $(ADVISORIES),PYTHONPATH=tests python -m audit $(ADVISORIES),tests/audit.sh .build/tools/bin/uv) operator/requirements.txt workloads/*/requirements.txt
 
 # --- what is given away
 

@@ -3,13 +3,14 @@
 # Ends with 1 if one is known, and with 2 if the database has not answered for some, which are then named.
 set -euo pipefail
 uv=${1:?usage: audit.sh UV REQUIREMENT-FILE...}
+tools=$(dirname "$0")/audit/requirements.txt
 shift
 found=$(mktemp)
 trap 'rm -f "$found"' EXIT
 code=0
 for file in "$@"; do
   echo "== $file: $(grep -c '==' "$file") libraries"
-  "$uv" tool run pip-audit@2.10.1 --requirement "$file" --require-hashes --no-deps --disable-pip --progress-spinner off \
+  "$uv" run --quiet --no-project --with-requirements "$tools" pip-audit --requirement "$file" --require-hashes --no-deps --disable-pip --progress-spinner off \
     >"$found" || code=1
   cat "$found"
   if grep -q 'could not be audited' "$found"; then

@@ -17,7 +17,12 @@ JOB_UID = names.JobUid("2f6c1f5e-0f0e-4a39-8f0f-1f2e3d4c5b6a")
 
 
 def idle_member(
-    tls: MemberTls, data: DataPort | web.Application, *, host: str = EVERYWHERE, gate_open: bool = False
+    tls: MemberTls,
+    data: DataPort | web.Application,
+    *,
+    host: str = EVERYWHERE,
+    gate_open: bool = False,
+    registry: CollectorRegistry | None = None,
 ) -> MemberServer[PodTarget]:
     """Make the server, on ports of the kernel's choice. host: where it listens, as in a pod unless told."""
     facts = PodFacts(gate=GateFacts(open=gate_open, settled=True), engines=(), trainers=())
@@ -32,5 +37,5 @@ def idle_member(
         remember_epoch=lambda _: None,
         data=data,
         ports=Ports(control=0, data=0, metrics=0, pages=0, host=host),
-        registry=CollectorRegistry(),
+        registry=registry or CollectorRegistry(),
     )

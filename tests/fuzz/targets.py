@@ -43,6 +43,7 @@ PLACES = {
     "trainer_status": Place("fuzz.wires", "trainer_status", (_API,)),
     "job_manifest": Place("fuzz.wires", "job_manifest", ("colocated_rl_cli",)),
     "job_file": Place("fuzz.wires", "job_file", (_API,)),
+    "support_text": Place("fuzz.wires", "support_text", ("colocated_rl_cli",), 16384),
     "journal": Place("fuzz.files", "journal", (_AGENT,)),
     "export": Place("fuzz.files", "export", (_AGENT, _TRAINER)),
     "batch_shard": Place("fuzz.batch", "batch_shard", (_TRAINER,), 16384),

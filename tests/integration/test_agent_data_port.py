@@ -34,6 +34,7 @@ from colocated_rl_agent.gate.running import Running
 from colocated_rl_agent.gate.upstream import UpstreamConnection
 from colocated_rl_api import names
 from colocated_rl_api.gate_wire import MAX_REQUEST_BYTES
+from colocated_rl_api.logs import JsonLines
 from colocated_rl_api.rungs import WeightVersion
 from colocated_rl_member.tls import MemberTls
 from fakes.authority import FakeAuthority
@@ -295,21 +296,21 @@ async def test_connections_without_a_token_are_bounded_for_themselves() -> None:
     """They could take all of a port's room, and with it more memory than its container has."""
     echo = Echo()
     data_port = DataPort(echo.handle, admits=lambda authorization: authorization == "token", max_strangers=2)
+    shown = b"GET /next HTTP/1.1\r\nAuthorization: token\r\n\r\n"
     async with data_port.listening("127.0.0.1", 0) as port, AsyncExitStack() as stack:
-        known, stranger = [await stack.enter_async_context(calling(port)) for _ in range(2)]
-        await until(lambda: len(data_port.strangers) == 2)
-        for _ in range(2):
-            async with calling(port) as refused:
-                await refused.sends(NEXT)
-                assert b"no room" in await refused.gets(status=429)
-        shown = b"GET /next HTTP/1.1\r\nAuthorization: token\r\n\r\n"
-        await known.sends(shown)
-        await known.gets(status=200)
-        another = await stack.enter_async_context(calling(port))
-        await another.sends(shown)
-        await another.gets(status=200)
+        known = []
+        for _ in range(3):
+            known.append(await stack.enter_async_context(calling(port)))
+            await known[-1].sends(shown)
+            await known[-1].gets(status=200)
+        strangers = [await stack.enter_async_context(calling(port)) for _ in range(3)]
+        assert b"" == await strangers[0].gets_all(), "the oldest makes room"
+        assert 2 == len(data_port.strangers)
+        for caller in (strangers[1], *known):
+            await caller.sends(shown)
+            await caller.gets(status=200)
         assert 1 == len(data_port.strangers)
-        stranger.writer.transport.abort()
+        strangers[2].writer.transport.abort()
         await until(lambda: not data_port.strangers)
 
 
@@ -684,6 +685,42 @@ async def test_error_of_an_engine_that_has_no_end_is_reported_at_its_limit() -> 
         assert 60_000 < len(await caller.gets(status=500)) < 70_000
         await until(lambda: gate.in_flight == 0)
         gate.close()
+
+
+CANARY = b"CANARY"
+QUOTING = [
+    b"HTTP/1.1 400 CANARY\r\nX-CANARY: CANARY\r\nContent-Length: 6\r\n\r\nCANARY",
+    b'HTTP/1.1 500 No\r\nContent-Length: 20\r\n\r\n{"message":"CANARY"}',
+    b"CANARY is no HTTP\r\n\r\n",
+    b"HTTP/1.1 200 OK\r\nCANARY\r\n\r\n",
+    STREAM + b"CANARY\r\n",
+    STREAM + chunk(b"data: CANARY\n\n"),
+    STREAM + chunk(b": CANARY\n\n") + chunk(b'data: {"text": "CANARY", "CANARY": 1}\n\n'),
+    STREAM + chunk(b'data: {"error": {"message": "CANARY"}}\n\n'),
+    STREAM + chunk(event(2, "null").replace(b'"text": ""', b'"text": "CANARY"')),
+    STREAM + chunk(event(2, '"CANARY"')),
+]
+
+
+@pytest.mark.parametrize("sent", QUOTING, ids=range(len(QUOTING)))
+async def test_no_log_of_a_gate_has_words_of_callers_or_engines(sent: bytes, caplog: pytest.LogCaptureFixture) -> None:
+    """Whatever the engine does, at every level; and so for callers that are no good."""
+    caplog.set_level(logging.DEBUG)
+    bodies = [b'{"text":"CANARY"}', b'{"text":"CANARY"', b'{"CANARY":1,"input_ids":["CANARY"]}', b"CANARY"]
+    bodies.append(b'{"input_ids":[1],"sampling_params":"CANARY"}')
+    async with gate_before(sent) as (port, _):
+        for body in bodies:
+            async with calling(port) as caller:
+                head = b"POST /generate HTTP/1.1\r\nX-CANARY: CANARY\r\nConnection: close\r\nContent-Length: %d\r\n\r\n"
+                await caller.sends(head % len(body) + body)
+                assert await caller.gets_all()
+        for request in (b"CANARY /CANARY HTTP/1.1\r\n\r\n", b"GET /CANARY HTTP/1.1\r\nCANARY\r\n\r\n"):
+            async with calling(port) as caller:
+                await caller.sends(request)
+                assert await caller.gets_all()
+    lines = [JsonLines().format(record) for record in caplog.records if record.name.startswith("colocated_rl")]
+    assert lines or sent.startswith((b"HTTP/1.1 400", b"HTTP/1.1 500")), "what was lost is reported"
+    assert [] == [line for line in lines if CANARY.decode() in line]
 
 
 async def forget(rid: str) -> None:

@@ -127,7 +127,7 @@ def test_each_process_raises_its_limit_at_its_start_and_says_so_once(name: str, 
 async def test_a_connection_that_comes_as_a_port_ends_is_closed(turns: int) -> None:
     """A task that was cancelled once its accept was done lost the connection, and nobody closed it."""
     listener = socket.create_server(("127.0.0.1", 0))
-    async with accepting(listener, RoomFor(10, lambda: 0, asyncio.Protocol), at_a_time=5) as port:
+    async with accepting(listener, RoomFor(10, lambda: 0, lambda _: asyncio.Protocol()), at_a_time=5) as port:
         for _ in range(3):
             await asyncio.sleep(0)  # it waits for a connection
         with socket.create_connection(("127.0.0.1", port)):

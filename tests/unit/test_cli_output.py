@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import re
+import tarfile
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,9 @@ from colocated_rl_api.facts import Problem
 from colocated_rl_cli.__main__ import run
 from colocated_rl_cli.base.output import print_error, print_out, row_of, table
 from colocated_rl_cli.cluster.samples import listed, listed_one
+from colocated_rl_cli.draw.timeline import page
 from colocated_rl_cli.live import Terminal
+from colocated_rl_cli.support.bundle import Bundle
 
 ATTACKS = {
     "colours": "\x1b[31mred\x1b[0m",
@@ -61,6 +64,20 @@ def test_a_live_view_shows_what_others_wrote_and_obeys_none_of_it(text: str) -> 
     shown = terminal.file
     assert isinstance(shown, io.StringIO)
     assert [] == OBEYED.findall(shown.getvalue())
+
+
+@every_attack
+def test_files_for_people_hold_nothing_that_a_terminal_obeys(text: str, tmp_path: Path) -> None:
+    """Whoever gets a support archive may show a log of it with `cat`."""
+    made = Bundle("sums-bundle")
+    made.text("pods/a/rewards.log", f"{text}\n")
+    made.document("job.yaml", {"status": {text: text}})
+    made.document("state.json", {text: text})
+    made.write(str(tmp_path / "bundle.tar.gz"))
+    with tarfile.open(tmp_path / "bundle.tar.gz") as archive:
+        files = [file.read().decode() for each in archive if (file := archive.extractfile(each)) is not None]
+    assert 3 == len(files)
+    assert [] == OBEYED.findall("".join(files) + page(text, [f"<p>{text}</p>"]))
 
 
 @every_attack

@@ -6,8 +6,10 @@ import asyncio
 import importlib
 import re
 import struct
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
+import aiohttp
 import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
@@ -18,7 +20,11 @@ from colocated_rl_agent.gate.upstream import MAX_HEAD_BYTES, Upstream, UpstreamC
 from colocated_rl_agent.runner.runner_link import MAX_LINE_BYTES, RunnerLink
 from colocated_rl_api.rungs import WeightVersion
 from colocated_rl_api.weights import MANIFEST
+from colocated_rl_cli.base.errors import NotReached
 from colocated_rl_cli.base.yaml_text import MAX_BYTES
+from colocated_rl_cli.cluster.api import MAX_LINE_BYTES as MAX_LINE_OF_A_LOG
+from colocated_rl_cli.cluster.api import Api
+from colocated_rl_cli.cluster.pages import MAX_PAGE_BYTES, text_page
 from colocated_rl_cli.manifest.manifest import judge
 from colocated_rl_operator.clients.cluster import ClusterAccess
 from colocated_rl_operator.clients.errors import ApiError
@@ -26,6 +32,7 @@ from colocated_rl_operator.clients.kube import MAX_ANSWER_BYTES, Kube
 from colocated_rl_rollout.rules.chat import MAX_TEXT_BYTES, Chat, ModelUnusable
 from colocated_rl_rollout.tasks.rows import MAX_ROW_BYTES, Rows, RowsUnusable
 from colocated_rl_trainer.protocol.manifest import NotAnExport, tensor_entries
+from fakes.cluster_api import ClusterApi
 from fakes.rollout import write_model
 from fuzz.gate import LOOP, FuzzedWire
 from setup.layout import CHECKOUT
@@ -160,3 +167,49 @@ async def test_answer_of_the_api_server_without_an_end_is_read_no_further() -> N
 def test_manifest_that_no_server_takes_is_refused() -> None:
     [fault] = judge(" " * (MAX_BYTES + 1)).faults
     assert f"larger than {MAX_BYTES} bytes" in fault.message
+
+
+Answer = Callable[[asyncio.StreamWriter], Awaitable[None]]
+
+
+async def endless_page(writer: asyncio.StreamWriter) -> None:
+    writer.write(b"HTTP/1.1 200 OK\r\n\r\n")
+    while True:
+        writer.write(b"x" * (MAX_PAGE_BYTES // 16))
+        await writer.drain()
+
+
+async def no_number_of_bytes(writer: asyncio.StreamWriter) -> None:
+    writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: -5\r\n\r\nwhatever")
+    await writer.drain()
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [(endless_page, f"more than {MAX_PAGE_BYTES} bytes"), (no_number_of_bytes, "the member's answer is broken")],
+)
+async def test_page_of_a_member_without_an_end_is_read_no_further(answer: Answer, message: str) -> None:
+    async def speak(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            await answer(writer)
+        except ConnectionError:
+            pass
+        finally:
+            writer.close()
+
+    async with await asyncio.start_server(speak, "127.0.0.1", 0) as member:
+        fake = ClusterApi(members={"sums-gpu-0-0": member.sockets[0].getsockname()[1]})
+        async with TestServer(fake.application()) as server, aiohttp.ClientSession(server.make_url("/")) as session:
+            with pytest.raises(NotReached, match=message):
+                await text_page(Api(session, "default"), "sums-gpu-0-0", "/v1/state")
+
+
+async def test_line_of_a_log_that_does_not_end_is_read_no_further() -> None:
+    fake = ClusterApi(logs={("sums-gpu-0-0", "agent"): "x" * (3 * MAX_LINE_OF_A_LOG)})
+    async with (
+        TestServer(fake.application()) as server,
+        aiohttp.ClientSession(server.make_url("/"), read_bufsize=MAX_LINE_OF_A_LOG // 2) as session,
+    ):
+        with pytest.raises(NotReached, match=f"a line of more than {MAX_LINE_OF_A_LOG} bytes"):
+            async for _ in Api(session, "default").follow_log("sums-gpu-0-0", "agent"):
+                pass

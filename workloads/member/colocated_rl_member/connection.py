@@ -6,6 +6,7 @@ Every port uses the shape of OpenAI's API: a gateway is behind some of them, and
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from http import HTTPStatus
 from typing import Any
 
@@ -25,7 +26,17 @@ def error_body(status: int, message: str, *, param: str | None = None, code: str
 
 
 class MemberConnection(web.RequestHandler):
-    __slots__ = ()
+    """A MemberConnection is one caller's. closed: called with it once it is gone."""
+
+    __slots__ = ("_closed",)
+
+    def __init__(self, *arguments: Any, closed: Callable[[MemberConnection], None], **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._closed = closed
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        super().connection_lost(exc)
+        self._closed(self)
 
     def handle_error(
         self,

@@ -20,8 +20,10 @@ from colocated_rl_api import names
 from colocated_rl_api.member_wire import Endpoint
 from colocated_rl_api.names import JobUid
 from colocated_rl_member.connection import error_body
+from colocated_rl_member.peers import ByPeer
 from colocated_rl_member.tls import MemberTls
 
+MAX_STRANGERS = 1024  # with TLS 60 MB
 DATA_IDLE_S = 900.0  # for a data port's connection; callers keep theirs for less, or it could close under a request
 
 
@@ -36,20 +38,33 @@ class StandaloneDataPort(Protocol):
 
 
 class Strangers:
-    """Strangers are connections that have not shown the token yet. Each has a deadline, or they could fill the port."""
+    """Strangers are connections that have not shown the token yet, or those of a port that asks for none.
+
+    They could fill the port, or the memory of its process: each has a deadline where a token is asked for, and one of
+    too many makes room for the next.
+    """
 
     def __init__(self) -> None:
+        self._held = ByPeer[web.RequestHandler]()
         self._leave: dict[web.RequestHandler, asyncio.TimerHandle] = {}
 
-    def connection_opened(self, who: web.RequestHandler, *, within_s: float) -> None:
-        self._leave[who] = asyncio.get_running_loop().call_later(within_s, self._hang_up_on, who)
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def connection_opened(self, who: web.RequestHandler, peer: str, *, most: int, within_s: float | None) -> None:
+        self._held.add(who, peer)
+        if len(self._held) > most:
+            self._hang_up_on(self._held.first_to_go())
+        if within_s is not None and who in self._held:
+            self._leave[who] = asyncio.get_running_loop().call_later(within_s, self._hang_up_on, who)
 
     def is_none(self, who: web.RequestHandler) -> None:
+        self._held.discard(who)
         if (leave := self._leave.pop(who, None)) is not None:
             leave.cancel()
 
     def _hang_up_on(self, who: web.RequestHandler) -> None:
-        del self._leave[who]
+        self.is_none(who)
         if who.transport is not None:
             who.transport.abort()  # a regular end of TLS would wait for the other side
 

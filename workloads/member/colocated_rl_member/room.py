@@ -44,17 +44,17 @@ class Bound:
 class RoomFor:
     """A RoomFor makes a port's protocols: its own for up to `most` connections, beyond them ones that turn away.
 
-    held: returns how many of its own are open. refused: connections that are turned away. freed: one of those has
-    ended.
+    held: returns how many of its own are open. own: makes one, for a caller at that address. refused: connections that
+    are turned away. freed: one of those has ended.
     """
 
-    def __init__(self, most: int, held: Callable[[], int], own: Callable[[], asyncio.BaseProtocol]) -> None:
+    def __init__(self, most: int, held: Callable[[], int], own: Callable[[str], asyncio.BaseProtocol]) -> None:
         self._bound, self._held, self._own = Bound(most, "port has no room"), held, own
         self.refused: set[asyncio.BaseProtocol] = set()
         self.freed = asyncio.Event()
 
-    def __call__(self) -> asyncio.BaseProtocol:
-        return _NoRoom(self) if self._bound.is_reached(self._held()) else self._own()
+    def __call__(self, peer: str) -> asyncio.BaseProtocol:
+        return _NoRoom(self) if self._bound.is_reached(self._held()) else self._own(peer)
 
 
 class _NoRoom(asyncio.Protocol):

@@ -38,9 +38,10 @@ from colocated_rl_api.member_wire import (
     Refusal,
     read_target,
 )
+from colocated_rl_api.shared import SharedResult
 from colocated_rl_member.accepting import accepting
 from colocated_rl_member.connection import MemberConnection
-from colocated_rl_member.data import DATA_IDLE_S, STRANGERS, StandaloneDataPort
+from colocated_rl_member.data import DATA_IDLE_S, MAX_STRANGERS, STRANGERS, StandaloneDataPort, Strangers
 from colocated_rl_member.fence import EpochFence, TargetT
 from colocated_rl_member.metrics import ProblemGauge
 from colocated_rl_member.other_sites import refuse_other_sites
@@ -128,6 +129,7 @@ class MemberServer(Generic[TargetT]):
         self._registry = registry
         self._own = CollectorRegistry()
         self._own.register(ProblemGauge(lambda: facts().problem))
+        self._metrics = SharedResult(lambda: generate_latest(self._registry) + generate_latest(self._own))
         self._fence = EpochFence(kind, highest_epoch=hello.highest_epoch, remember_epoch=remember_epoch, unfit=unfit)
         self._changed = asyncio.Event()
         self._link: web.WebSocketResponse | None = None
@@ -205,24 +207,30 @@ class MemberServer(Generic[TargetT]):
         most = self._data_connections if serves_clients else self._connections
         first_s = min(HANDSHAKE_S, self._idle_s)
 
-        def own() -> asyncio.BaseProtocol:
+        asks_for_token, is_for_anybody = STRANGERS in app, app not in (self._data, self._pages) and context is None
+        strangers = app[STRANGERS] if asks_for_token else Strangers()
+        most_strangers = self._connections if is_for_anybody else min(MAX_STRANGERS, max(1, self._data_beginning))
+
+        def own(peer: str) -> asyncio.BaseProtocol:
             made = MemberConnection(
                 http,
+                closed=strangers.is_none,
                 loop=asyncio.get_running_loop(),
-                access_log=None,  # type: ignore[arg-type]  # there is none then
+                access_log=None,
                 keepalive_timeout=self._data_idle_s if app is self._data else self._idle_s,
                 max_headers=MAX_HEADERS,
                 max_field_size=MAX_HEADER_BYTES,
                 auto_decompress=False,  # a few bytes could become any number
             )
-            if STRANGERS in app:
-                app[STRANGERS].connection_opened(made, within_s=first_s)
+            if asks_for_token or is_for_anybody:
+                within_s = first_s if asks_for_token else None
+                strangers.connection_opened(made, peer, most=most_strangers, within_s=within_s)
             return made
 
         return await stack.enter_async_context(  # so that it ends before the runner ends what it still serves
             accepting(
                 listen(host, port),
-                RoomFor(most, lambda: len(http.connections), own),
+                RoomFor(most, lambda: len(http.connections) - len(strangers), own),
                 at_a_time=self._data_beginning if serves_clients else self._connections,
                 context=context,
                 handshake_s=first_s,
@@ -300,7 +308,7 @@ class MemberServer(Generic[TargetT]):
         )
 
     async def _show_metrics(self, request: web.Request) -> web.Response:
-        text = generate_latest(self._registry) + generate_latest(self._own)
+        text = await self._metrics.get()
         return web.Response(body=text, headers={"Content-Type": CONTENT_TYPE_LATEST})
 
     async def _show_health(self, request: web.Request) -> web.Response:

@@ -12,6 +12,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import aiohttp
+from aiohttp.http_exceptions import LineTooLong
 
 from colocated_rl_api import names
 from colocated_rl_api.logs import in_words
@@ -46,7 +47,7 @@ class Api:
         async with proxied(login) as socket:
             connector = aiohttp.UnixConnector(str(socket), limit=0)
             async with aiohttp.ClientSession(
-                "http://localhost", connector=connector, read_bufsize=MAX_LINE_BYTES, trust_env=False
+                "http://localhost", connector=connector, read_bufsize=MAX_LINE_BYTES // 2, trust_env=False
             ) as session:
                 yield cls(session, chosen)
 
@@ -198,7 +199,7 @@ async def _lines(answer: aiohttp.ClientResponse, what: str) -> AsyncIterator[str
     while True:
         try:
             line = await answer.content.readline()
-        except ValueError as error:
+        except LineTooLong as error:
             raise NotReached(f"{what}: a line of more than {MAX_LINE_BYTES} bytes") from error
         if not line:
             return

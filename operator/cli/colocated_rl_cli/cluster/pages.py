@@ -160,12 +160,12 @@ class PageBody:
         """Yield the body in pieces. Raises NotReached if it is cut off."""
         try:
             if self.headers.get("transfer-encoding", "").lower() == "chunked":
-                while size := int((await self._line()).partition(";")[0], 16):
+                while size := _size((await self._line()).partition(";")[0], 16):
                     async for piece in self._bytes(size):
                         yield piece
                     await self._line()
             elif "content-length" in self.headers:
-                async for piece in self._bytes(int(self.headers["content-length"])):
+                async for piece in self._bytes(_size(self.headers["content-length"], 10)):
                     yield piece
             else:  # the body ends with the connection
                 while self._received or await self._more():
@@ -242,3 +242,10 @@ async def _why_refused(api: Api, address: str, error: aiohttp.WSServerHandshakeE
         if error.status in (401, 403, 404):
             return why
     return refusal(error.status, error.message, what)
+
+
+def _size(text: str, base: int) -> int:
+    """Return a number of bytes. Raises ValueError, also for what `int` takes and HTTP does not."""
+    if not text.strip().isalnum():
+        raise ValueError(f"{text[:20]!r} is no number of bytes")
+    return int(text, base)

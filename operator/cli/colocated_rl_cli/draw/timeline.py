@@ -13,6 +13,7 @@ from pathlib import Path
 from statistics import median
 
 from colocated_rl_api.holders import PodHolder
+from colocated_rl_api.logs import printable
 from colocated_rl_cli.draw.charts import (
     Bar,
     ChartRow,
@@ -105,7 +106,7 @@ def _marks(figures: RunFigures) -> Iterator[str]:
 # ---------------------------------------------------------------------------------------------------------------- page
 def page(title: str, sections: Iterable[str]) -> str:
     """Return a whole HTML page without external resources."""
-    return (
+    return printable(
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width,initial-scale=1">'
         f"<title>{escape(title)}</title><style>{STYLE.read_text()}</style></head><body><main>"

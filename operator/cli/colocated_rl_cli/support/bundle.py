@@ -16,6 +16,7 @@ from functools import partial
 from typing import Any
 
 from colocated_rl_api import __version__, names
+from colocated_rl_api.logs import printable
 from colocated_rl_cli.base.errors import CliError
 from colocated_rl_cli.base.yaml_text import written
 from colocated_rl_cli.cluster.api import Api, Object
@@ -51,14 +52,14 @@ class Bundle:
         self._files["README.txt"] = content
 
     def text(self, name: str, content: str) -> None:
-        """Add a text file, scrubbed."""
-        self._files[name] = scrub_text(content)
+        """Add a text file, scrubbed, and without what a terminal would obey that somebody shows it on."""
+        self._files[name] = printable(scrub_text(content.replace("\r\n", "\n").replace("\r", "\n")))
 
     def document(self, name: str, content: Any) -> None:
         """Add plain data as JSON or YAML, by the ending of the name, scrubbed."""
         scrubbed = scrub(content)
         is_json = name.endswith(".json")
-        self._files[name] = json.dumps(scrubbed, indent=1) if is_json else written(scrubbed)
+        self._files[name] = json.dumps(scrubbed, indent=1) if is_json else printable(written(scrubbed))
 
     async def read(self, name: str, ask: Callable[[], Awaitable[Any]]) -> None:
         """Add the answer to `ask`, or note why there is none."""
@@ -87,7 +88,7 @@ class Bundle:
     def write(self, path: str) -> None:
         """Write a new file that only its owner may read. Raises OSError."""
         if self._not_read:
-            self._files["not-read.txt"] = scrub_text("\n".join(self._not_read) + "\n")
+            self.text("not-read.txt", "\n".join(self._not_read) + "\n")
         content = io.BytesIO()
         with tarfile.open(fileobj=content, mode="w:gz") as archive:
             for name in self.names:

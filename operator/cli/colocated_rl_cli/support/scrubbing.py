@@ -35,22 +35,27 @@ _CREDENTIALS = (
         r"|r8|SG|shpat|whsec|ya29|ATATT|lin_api|dapi|GOCSPX)[-_.]?[A-Za-z0-9_-]{16,}[.\w-]*"
     ),
     re.compile(r"\bAGE-SECRET-KEY-\w+"),
-    re.compile(r"(?i)(?<=://)[^/\s:@\"']*:[^\s\"'<>]+(?=@(?!sha\d))"),  # user:password in an address
+    # user:password in an address, up to the next address, and the same where the address is a parameter of another
+    re.compile(r"(?i)(?<=://)[^/\s:@\"']*(?::(?!//)[^\s\"'<>:]*)+(?=@(?!sha\d))"),
+    re.compile(r"(?<=://)[^/\s:@\"']{12,200}(?=@)"),  # a token alone in its place
+    re.compile(r"(?i)(?<=%3A%2F%2F)[^\s&\"'%]{0,200}%3A(?:(?!%40|%3A)[^\s&\"'])+(?=%40)"),
+    re.compile(r"\blocal-[0-9a-f]{40}\b"),  # of a WandB server of one's own
 )
+_COLOURS = re.compile(r"(?i)(?:\x1b|\\u001b|\\x1b)\[[\d;]{0,20}m")  # they may stand between a name and its value
 _NAMES = (
-    r"pass(?:word|wd|phrase|code)|(?<![a-z])(?:pwd|(?<!data_)pass(?![a-z])|auth(?=\\*[\"']))|token|secret|credential"
-    r"|api[-_ ]?key|(?:access|private)[-_]?key|(?<=[a-z0-9_-])key"
+    r"pass(?:word|wd|phrase|code)|(?<![a-z])(?:pwd?|creds?|otp|pin|(?<!data_)pass(?![a-z])|auth(?=\\*[\"']))|token|secret"
+    r"|credential|api[-_ ]?key|(?:access|private)[-_]?key|(?<=[a-z0-9_-])key(?:-data)?"
 )
 _HOOKS = re.compile(  # whoever knows the address of such a hook may write to the chat
-    r"(?i)(https?://(?:hooks\.slack\.com/|api\.telegram\.org/bot|chat\.googleapis\.com/|oapi\.dingtalk\.com/"
-    r"|[\w.-]{1,100}\.webhook\.office\.com/|[\w.-]{1,100}\.logic\.azure\.com/"
-    r"|[^\s\"'<>]{1,200}?/(?:web)?hooks?/))[^\s\"'<>\\]+"
+    r"(?i)(https?:\\*/\\*/(?:hooks\.slack\.com\\*/|api\.telegram\.org\\*/bot|chat\.googleapis\.com\\*/"
+    r"|oapi\.dingtalk\.com\\*/|[\w.-]{1,100}\.webhook\.office\.com\\*/|[\w.-]{1,100}\.logic\.azure\.com\\*/"
+    r"|(?:(?!:\\*/\\*/)[^\s\"'<>]){1,200}?/(?:web)?hooks?\\*/))(?:[^\s\"'<>\\]|\\+/)+"
 )
 _QUERY = re.compile(
     rf"(?i)([?&](?:[\w.-]{{0,40}}[-_.])?(?:{_NAMES}|key|sig|signature|auth|jwt|pwd|code|sid)=)[^&\s\"'<>#\\]+"
 )
 _HEADER = re.compile(  # has several words: up to the end of its line, or of the quotation
-    r"(?i)((?:cookie|authorization)\\*[\"']?\s*[:=]\s*\\*[\"']?)(?!\[removed])[^\n\"'\\]+"
+    r"(?i)((?:cookie|authorization)\\*[\"']?\s*[:=,]\s*(?:(?<=,)\s*)?b?\\*[\"']?)(?!\[removed])[^\n\"'\\]+"
 )
 _BLOCK = re.compile(  # the lines of a block of YAML, which stand deeper than its name
     rf"(?im)^([ \t]{{0,80}}+)([^\n:]{{0,80}}?(?:{_NAMES})[\"']?[ \t]*:[ \t]*(?:!!\w+[ \t]+)?[|>][-+\d]{{0,2}}[ \t]*\n)"
@@ -59,17 +64,36 @@ _BLOCK = re.compile(  # the lines of a block of YAML, which stand deeper than it
 _QUOTED_BLOCK = re.compile(  # the same in a string of a log, to its end
     rf"(?i)((?:{_NAMES})\\*[\"']?[ \t]*:[ \t]*[|>][-+\d]{{0,2}}[ \t]*\\+n)[^\n\"]+"
 )
-# No pattern begins with a repetition, which would take quadratic time over a long word. Backslashes occur where one
-# text is quoted inside another.
+# No pattern begins with a repetition without a bound, nor runs on past the next place where it could begin: either
+# would take quadratic time over a long word. Backslashes occur where one text is quoted inside another.
+_NO_NAME = r"(?![\w.\"'-]{1,80}[ \t]*(?::\s|=[^=\s]))"  # a value may stand in the next line, and a next name does too
 _NAMED = re.compile(
-    rf"(?i)((?:{_NAMES})\\*[\"']?\s*(?:[=:]>?|->)\s*(?:bearer\s+|basic\s+)?)"
-    r"(\\+\"[^\"\n]*\"|\\+'[^'\n]*'|\"\"\"[^\"]*\"\"\"|[bru]?\"(?:[^\"\\\n]|\\.)*\"|[bru]?'(?:[^'\\\n]|\\.)*'|[^\s,;}\"'&]+)"
+    rf"(?i)((?:(?:{_NAMES})s?|cookies)\\*[\"']?\s*(?:[=:]>?|->)(?:[ \t]*+(?!\n)|\s*+{_NO_NAME})(?:bearer\s+|basic\s+)?)"
+    r"(\[(?!removed])[^\[\]\n]*\]|\\+\"[^\"\n]*\"|\\+'[^'\n]*'|\"\"\"[^\"]*\"\"\"|[bru]?\"(?:[^\"\\\n]|\\.)*\"|[bru]?'(?:[^'\\\n]|\\.)*'|[^\s,;}\"'&]+)"
 )
 _FLAG = re.compile(
     rf"(?i)((?<![\w-])--[\w-]{{0,64}}(?:{_NAMES})(?!i[sz]er)[\w-]*\s+)(\"[^\"\n]*\"|'[^'\n]*'|[^\s\"'-][^\s\"']*)"
 )
 _LOGIN = re.compile(  # of .netrc, and of curl
     r"(?i)(\blogin\s+\S{1,200}\s+password\s+|(?<!\S)(?:-u|--user)[\s=]+[^\s:\"']{1,200}:)[^\s\"']+"
+)
+_ITEM = re.compile(  # of a pair or a command line: a name in quotes, a comma, and its value
+    rf"(?i)([\"'](?:--)?[\w-]{{0,64}}(?:{_NAMES})\\*[\"']\s*,\s*[bru]?\\*[\"'])[^\"'\n\\]+"
+)
+_PAIR = re.compile(  # of name and value, as variables of containers and fields of forms have them
+    rf"(?i)((?<![a-z])name\\*[\"']?\s*[:=]\s*\\*[\"']?[\w.-]{{0,64}}(?:{_NAMES})[\w-]{{0,32}}\\*[\"']?[\s,]+\\*[\"']?value"
+    r"\\*[\"']?\s*[:=]\s*\\*[\"']?)[^\n\"'\\]+"
+)
+_ELEMENT = re.compile(rf"(?i)(<[\w:.-]{{0,64}}(?:{_NAMES})>)[^<]+")
+_LISTED = re.compile(  # the items of a list of YAML
+    rf"(?im)^([ \t]{{0,80}}+)([^\n:]{{0,80}}?(?:{_NAMES})s?[\"']?[ \t]*:[ \t]*\n)((?:\1[ \t]*-[ \t][^\n]*(?:\n|\Z))+)"
+)
+_SPOKEN = re.compile(  # a name and a word of letters and figures: `password hunter2`, `the password is hunter2`
+    r"(?i)((?:pass(?:word|wd|phrase|code)|secret|credential|api[-_ ]?key|(?:access|private)[-_]key)"
+    r"\s+(?:(?:is|was)\s+)?)(?=[^\s\"']{0,200}[a-z])(?=[^\s\"']{0,200}\d)[^\s\"':=]{6,}"
+)
+_SHORT_FLAG = re.compile(  # of programs that take a password by it
+    r"(?i)(\b(?:sshpass|mysql\w*|mariadb\w*|login)\b[^\n]{0,200}?\s-p[ \t]*)[^\s\"']+"
 )
 _BEARER = re.compile(r"(?i)\b(bearer|basic)\s+[A-Za-z0-9._~+/=-]{8,}")
 
@@ -81,11 +105,13 @@ CHANGES_OF_CHANCE = 1 / 3  # per character; two of three in a word of letters an
 
 def scrub_text(text: str) -> str:
     """Return a text with everything that looks like a secret replaced."""
+    text = _COLOURS.sub("", text)
     for pattern in _CREDENTIALS:
         text = pattern.sub(REMOVED, text)
     text = _BEARER.sub(rf"\1 {REMOVED}", text)
     text = _BLOCK.sub(rf"\1\2\1  {REMOVED}\n", text)
-    for pattern in (_QUOTED_BLOCK, _HOOKS, _QUERY, _HEADER, _LOGIN):
+    text = _LISTED.sub(rf"\1\2\1  {REMOVED}\n", text)
+    for pattern in (_QUOTED_BLOCK, _HOOKS, _QUERY, _HEADER, _LOGIN, _PAIR, _ITEM, _ELEMENT, _SPOKEN, _SHORT_FLAG):
         text = pattern.sub(rf"\1{REMOVED}", text)
     return _WORD.sub(_keep_words, _FLAG.sub(_keep_figures, _NAMED.sub(_keep_figures, text)))
 

@@ -32,6 +32,7 @@ from colocated_rl_api.listening import listen
 from colocated_rl_api.logs import failure_of, log
 from colocated_rl_member.accepting import accepting
 from colocated_rl_member.data import DATA_IDLE_S
+from colocated_rl_member.peers import ByPeer, peer_of
 from colocated_rl_member.room import LINGER_S, RoomFor
 from colocated_rl_member.server import MAX_HEADER_BYTES, MAX_HEADERS, SHUTDOWN_S
 
@@ -76,7 +77,7 @@ class CallerConnection(asyncio.Protocol):
         self._parser = HttpRequestParser(self)
         self._deadline = Deadline(self.abort)
         self._deadline.set(self.caller_s)
-        self._port.connection_opened(self)
+        self._port.connection_opened(self, peer_of(transport.get_extra_info("peername")))
 
     def connection_lost(self, error: Exception | None) -> None:
         self._port.connection_closed(self)
@@ -311,8 +312,9 @@ class DataPort:
     """A DataPort accepts connections and passes their calls to a handler.
 
     handle: answers a call. admits: returns whether an Authorization header is valid. caller_s: time to send a head, or
-    to read. idle_s: time between two requests. max_connections, max_strangers: bounds of all connections (by default
-    as many as descriptors allow) and of those that have not shown the token yet; further ones are turned away.
+    to read. idle_s: time between two requests. max_connections: bound of those that have shown the token, by default as
+    many as descriptors allow; further ones are turned away. max_strangers: bound of those that have not shown it yet,
+    one of which makes room for a further one.
     """
 
     def __init__(
@@ -329,17 +331,21 @@ class DataPort:
         self.admits = admits
         self.caller_s, self.idle_s = caller_s, idle_s
         capacity = Capacity.of(descriptors.limit())
-        self.max_connections = max_connections or capacity.connections
         self.max_strangers = max_strangers or min(MAX_STRANGERS, max(1, capacity.connections // 3))
+        self.max_connections = max_connections or max(1, capacity.connections - self.max_strangers)
         self._beginning = capacity.beginning
         self.connections: set[CallerConnection] = set()
-        self.strangers: set[CallerConnection] = set()
+        self.strangers = ByPeer[CallerConnection]()
         self.tasks: set[asyncio.Task[None]] = set()
         self._all_gone = asyncio.Event()
 
-    def connection_opened(self, connection: CallerConnection) -> None:
+    def connection_opened(self, connection: CallerConnection, peer: str) -> None:
         self.connections.add(connection)
-        self.strangers.add(connection)
+        self.strangers.add(connection, peer)
+        if len(self.strangers) > self.max_strangers:
+            one = self.strangers.first_to_go()
+            self.strangers.discard(one)
+            one.abort()
         self._all_gone.clear()
 
     def connection_closed(self, connection: CallerConnection) -> None:
@@ -348,15 +354,15 @@ class DataPort:
         if not self.connections:
             self._all_gone.set()
 
-    def _held(self) -> int:
-        """Return the number of connections, or their maximum if strangers have reached theirs."""
-        return self.max_connections if len(self.strangers) >= self.max_strangers else len(self.connections)
-
     @asynccontextmanager
     async def listening(self, host: str, port: int, context: ssl.SSLContext | None = None) -> AsyncIterator[int]:
         """Listen, and yield the port number. At the end, answers in progress have SHUTDOWN_S."""
         self._all_gone.set()
-        room = RoomFor(self.max_connections, self._held, lambda: CallerConnection(self))
+        room = RoomFor(
+            self.max_connections,
+            lambda: len(self.connections) - len(self.strangers),
+            lambda _: CallerConnection(self),
+        )
         listener = listen(host, port)
         try:
             async with accepting(

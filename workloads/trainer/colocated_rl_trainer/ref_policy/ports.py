@@ -32,13 +32,18 @@ _LOG = logging.getLogger(__name__)
 
 UNAUTHENTICATED_S = 10.0  # for the handshake, and for a caller to show the token
 IDLE_S = 900.0  # of a connection that has shown the token
+GIVES_WAY_S = 0.2  # for the thread of a connection that makes room to end
 AGAIN_S = 0.1  # after an accept for which there was no descriptor
 MAX_CONNECTIONS = 512  # of each port, and a quarter of the descriptors at most
 MIN_TOKEN_CHARS = 16
 
 
 class _Port(ConnectionThreads, socketserver.TCPServer):
-    """Gives each connection a thread, up to MAX_CONNECTIONS; more are closed at once."""
+    """Gives each connection a thread, up to MAX_CONNECTIONS. The oldest stranger makes room for one more.
+
+    Strangers are connections that have not shown the token, or all of them where none is asked for. Without one, what
+    comes is closed at once.
+    """
 
     allow_reuse_address = True
     request_queue_size = 128
@@ -46,6 +51,8 @@ class _Port(ConnectionThreads, socketserver.TCPServer):
     def __init__(self, host: str, port: int, handler: type[_PortHandler]) -> None:
         self._room = threading.BoundedSemaphore(min(MAX_CONNECTIONS, max(1, descriptors.limit() // 4)))
         self._troubled = descriptors.Seldom()
+        self._strangers: dict[socket.socket, None] = {}
+        self._lock = threading.Lock()  # of the line above
         super().__init__((host, port), handler, bind_and_activate=False)
         self.socket.close()
         self.socket = listen(host, port, backlog=self.request_queue_size)
@@ -69,14 +76,32 @@ class _Port(ConnectionThreads, socketserver.TCPServer):
             raise
 
     def process_request(self, request: socket.socket | tuple[bytes, socket.socket], client_address: object) -> None:
+        connection = request[1] if isinstance(request, tuple) else request
         if not self._room.acquire(blocking=False):
-            self.shutdown_request(request)
-            return
+            self._end_oldest_stranger()
+            if not self._room.acquire(timeout=GIVES_WAY_S):
+                self.shutdown_request(request)
+                return
+        with self._lock:
+            self._strangers[connection] = None
         try:
             super().process_request(request, client_address)
         except BaseException:  # no thread was started that would release the place
+            self.is_no_stranger(connection)
             self._room.release()
             raise
+
+    def _end_oldest_stranger(self) -> None:
+        with self._lock:
+            oldest = next(iter(self._strangers), None)
+            if oldest is not None:
+                del self._strangers[oldest]
+                with contextlib.suppress(OSError):  # it has gone
+                    socket.socket.shutdown(oldest, socket.SHUT_RDWR)  # under TLS, whose state is its thread's
+
+    def is_no_stranger(self, connection: socket.socket) -> None:
+        with self._lock:
+            self._strangers.pop(connection, None)
 
     def process_request_thread(
         self, request: socket.socket | tuple[bytes, socket.socket], client_address: object
@@ -84,6 +109,7 @@ class _Port(ConnectionThreads, socketserver.TCPServer):
         try:
             super().process_request_thread(request, client_address)
         finally:
+            self.is_no_stranger(request[1] if isinstance(request, tuple) else request)
             self._room.release()
 
 
@@ -189,6 +215,7 @@ class _ScoreHandler(_PortHandler):
             self.close_connection = True  # a caller without the token keeps no connection
             raise Rejected(HTTPStatus.UNAUTHORIZED, "TokenNeeded", "Authorization: Bearer, and the job's data token")
         self._unauthenticated.cancel()
+        port.is_no_stranger(self.connection)
         self.connection.settimeout(IDLE_S)
         sample = self._sample(self._body())
         try:

@@ -1,0 +1,1 @@
+"""Pinned libraries and what is known against them."""
