@@ -152,7 +152,7 @@ class GroupFilters:
     def _fail(self, group: Group, error: RewardFailed) -> None:
         row = f"prompt {group.prompt.index + 1} of the data: " if group.prompt.index >= 0 else ""
         message = f"group {group.id} given up: {row}{error}"
-        log(LOG, "group not judged", logging.WARNING, group=group.id, reason=message)
+        log(LOG, "group not judged", logging.WARNING, group=group.id, reason=error.reason, message=message)
         self._count(group.kept, error.reason)
         self._store.give_up(group, error.reason, SampleState.FAILED)
         self._fault = Problem(reason=error.reason, message=message[:1024])
