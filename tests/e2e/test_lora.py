@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from e2e.conftest import apply
-from e2e.running_job import Kubectl, RunningJob, wait_for
+from e2e.running_job import KubectlCall, RunningJob, wait_for
 
 from colocated_rl_operator.manifests.resources import RESTRICTED
 
@@ -51,7 +51,7 @@ print(json.dumps({
 
 
 @pytest.fixture(scope="module")
-def job(kubectl: Kubectl) -> Iterator[RunningJob]:
+def job(kubectl: KubectlCall) -> Iterator[RunningJob]:
     running = apply(kubectl, "lora.yaml")
     running.wait_for_condition("Complete", deadline_s=COMPLETE_S)
     yield running

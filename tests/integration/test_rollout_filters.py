@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from integration.test_rollout_controller import BATCH, V0, Scene, running, with_rollout
+from integration.test_rollout_controller import BATCH, V0, ControllerScene, running, with_rollout
 
 from colocated_rl_api.prompts import PromptFile, Prompts, ReasoningGym
 from colocated_rl_rollout.rewards.rewards import FILTER_FAILED, RewardFailed, TaskProcesses
@@ -90,7 +90,7 @@ def sample(response: str = "4", reward: float = 0.0, *, truncated: bool = False)
 
 
 @asynccontextmanager
-async def scene_of(directory: Path, functions: list[str], **rollout: Any) -> AsyncIterator[Scene]:
+async def scene_of(directory: Path, functions: list[str], **rollout: Any) -> AsyncIterator[ControllerScene]:
     """A job on those rows; its claim may be there from before."""
     if not (directory / "mine").exists():
         claim(directory)
@@ -105,7 +105,7 @@ async def scene_of(directory: Path, functions: list[str], **rollout: Any) -> Asy
         yield scene
 
 
-async def reasons(scene: Scene, state: SampleState) -> dict[str, list[int]]:
+async def reasons(scene: ControllerScene, state: SampleState) -> dict[str, list[int]]:
     """Return the sums of the prompts of samples in a state, by reason."""
     found: dict[str, list[int]] = {}
     for each in (await scene.page(f"/v1/samples?state={state}"))["samples"]:

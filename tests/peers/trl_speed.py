@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from datasets import Dataset
 from peft import LoraConfig
-from resident import peak_bytes, resident_bytes
+from resident import peak_bytes, resident_bytes  # type: ignore[import-not-found]  # beside this program
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 

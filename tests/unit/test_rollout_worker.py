@@ -308,7 +308,7 @@ async def test_groups_without_a_signal_make_room_for_others_until_there_are_too_
 
 
 @pytest.mark.parametrize("scene", [{"filterFunctions": ["mine:keep"]}], indirect=True)
-async def test_a_verdict_on_a_group_of_which_a_sample_was_replaced_counts_for_nothing(scene: Scene) -> None:
+async def test_a_verdict_on_a_group_of_which_a_sample_was_replaced_counts_for_nothing(scene: WorkerScene) -> None:
     """It may have been about the sample that is gone: too old, while the function was looking."""
     asked = scene.worker._processes._requests
     running = asyncio.create_task(scene.worker.run())
@@ -335,7 +335,7 @@ async def test_a_verdict_on_a_group_of_which_a_sample_was_replaced_counts_for_no
 
 
 @pytest.mark.parametrize("scene", [{"filters": ["EqualRewards"], "filterFunctions": ["mine:keep"]}], indirect=True)
-async def test_functions_judge_what_the_rules_leave(scene: Scene) -> None:
+async def test_functions_judge_what_the_rules_leave(scene: WorkerScene) -> None:
     running = asyncio.create_task(scene.worker.run())
     await scene.complete(1.0, 1.0)
     left = await scene.complete(0.0, 1.0)
@@ -351,7 +351,7 @@ async def test_functions_judge_what_the_rules_leave(scene: Scene) -> None:
 
 
 @pytest.mark.parametrize("scene", [{"filterFunctions": ["mine:keep"]}], indirect=True)
-async def test_no_function_is_asked_about_a_group_while_the_controller_ends(scene: Scene) -> None:
+async def test_no_function_is_asked_about_a_group_while_the_controller_ends(scene: WorkerScene) -> None:
     running = asyncio.create_task(scene.worker.run())
     await scene.complete(0.0, 1.0)
     scene.worker.wake()
