@@ -7,7 +7,8 @@ Each figure is a ratio to something that was measured in turn with it, so that b
 * a checkpoint there, to a plain write of the same bytes: written with its digests, verified, and read back;
 * loading a model of bfloat16 in float32, to transformers' own loading of it, and what the memory check before it takes;
 * offload and onload of parameters and moments, to a copy of the same bytes;
-* an optimization step, to that of trl on the same completions, with as many of them in a forward pass.
+* an optimization step, to that of trl on the same completions, with as many of them in a forward pass: of all weights
+  and of adapters, in float32 and in bfloat16, and by how much the process grows for it.
 """
 
 from __future__ import annotations
@@ -20,10 +21,13 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from itertools import product
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import torch
+from peers.resident import peak_bytes, resident_bytes
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
@@ -53,6 +57,8 @@ PARTS = ("export", "checkpoint", "load", "moves", "steps")
 STEPS = 3  # of a training run, the first of which is not counted
 GROUP_SIZE, ROWS = 8, 4  # samples of a prompt; samples of a forward pass
 LENGTHS = {"uniform": [128] * 16, "long tail": [8] * 10 + [32] * 4 + [256] * 2}  # of completions
+TRAINED = ("full", "LoRA")
+DTYPES = ("float32", "bfloat16")
 STEP_S = 900.0
 
 
@@ -79,9 +85,9 @@ def main(arguments: Sequence[str]) -> int:
     if "moves" in parts:
         beside_a_plain_copy(make_model(given.gib))
     if "steps" in parts:
-        for name, lengths in LENGTHS.items():
+        for (name, lengths), trained, dtype in product(LENGTHS.items(), TRAINED, DTYPES):
             with tempfile.TemporaryDirectory() as scratch:
-                beside_trl(name, lengths, Path(scratch))
+                beside_trl(name, lengths, trained, dtype, Path(scratch))
     return 0
 
 
@@ -217,7 +223,7 @@ def beside_a_plain_copy(model: Qwen3ForCausalLM) -> None:
 
 
 # --------------------------------------------------------------------------------------------------------------- steps
-def beside_trl(name: str, lengths: Sequence[int], folder: Path) -> None:
+def beside_trl(name: str, lengths: Sequence[int], trained: str, dtype: str, folder: Path) -> None:
     if not CHECKOUT.environment(PEERS).exists():
         print("no trl: `make setup` installs it")
         return
@@ -242,29 +248,37 @@ def beside_trl(name: str, lengths: Sequence[int], folder: Path) -> None:
     ]
     longest = 64 + max(lengths)
     case = {"samples": samples, "groupSize": GROUP_SIZE, "rows": ROWS, "longest": longest, "steps": STEPS}
+    case |= {"dtype": dtype, "lora": {"rank": 16, "alpha": 32} if trained == "LoRA" else None}
     (folder / "case.json").write_text(json.dumps(case))
-    trained = sum(lengths)
+    count = sum(lengths)
     trl = [str(CHECKOUT.python(PEERS)), str(CHECKOUT.root / "tests/peers/trl_speed.py"), str(folder)]
     ours = [sys.executable, "-m", "bench.trainer", "--step", str(folder)]
     took: dict[str, list[float]] = {"trl": [], "ours": []}
+    grew: dict[str, list[float]] = {"trl": [], "ours": []}
     for _ in range(TURNS - 1):
         for who, command in (("trl", trl), ("ours", ours)):
             answer = subprocess.run(
                 command, env=(os.environ if who == "ours" else clean_environment()) | {"HF_HUB_OFFLINE": "1"},
                 capture_output=True, text=True, timeout=STEP_S, check=True, cwd=CHECKOUT.root,
             )  # fmt: skip
-            took[who] += json.loads(answer.stdout.splitlines()[-1])
-    print(f"optimization step on {len(samples)} completions of {trained} tokens, float32, {name}")
+            found = json.loads(answer.stdout.splitlines()[-1])
+            took[who] += found["tookS"]
+            grew[who].append(found["grewBytes"])
+    print(f"optimization step on {len(samples)} completions of {count} tokens, {trained}, {dtype}, {name}")
     for who, times in took.items():
-        beside = f"  {median(took['trl']) / median(times):5.2f} x trl" if who == "ours" else ""
-        print(f"  {who:36} {trained / median(times):8.0f} tokens/s{beside}")
+        speed, size = median(took["trl"]) / median(times), median(grew[who]) / median(grew["trl"])
+        beside = f"  {speed:5.2f} x trl, {size:5.2f} of its memory" if who == "ours" else ""
+        print(f"  {who:10} {count / median(times):8.0f} tokens/s {median(grew[who]) / 2**20:8.0f} MiB{beside}")
 
 
-def train(folder: Path) -> list[float]:
-    """Seconds of each step but the first."""
+def train(folder: Path) -> dict[str, Any]:
+    """Return the seconds of each step but the first, and by how much the process grew, model included."""
     case = json.loads((folder / "case.json").read_bytes())
     (folder / "job.json").write_text(json.dumps(job_file()))
-    config = TrainerConfig(learning_rate=1e-4, micro_batch_tokens=case["rows"] * case["longest"])
+    begin_bytes = resident_bytes()
+    config = TrainerConfig(
+        learning_rate=1e-4, micro_batch_tokens=case["rows"] * case["longest"], dtype=case["dtype"], lora=case["lora"]
+    )
     settings = RankSettings(
         socket=folder / "unused", config=folder / "unused", job=folder / "job.json", model=folder / "model",
         checkpoints=folder, lineage=1, rank=0, world_size=1, local_rank=0, master_address="", master_port=0,
@@ -289,7 +303,7 @@ def train(folder: Path) -> list[float]:
         began = time.perf_counter()
         loop.train(step, shard, watch)
         took.append(time.perf_counter() - began)
-    return took[1:]
+    return {"tookS": took[1:], "grewBytes": peak_bytes() - begin_bytes}
 
 
 if __name__ == "__main__":

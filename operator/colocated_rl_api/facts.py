@@ -216,6 +216,7 @@ class RolloutFacts(Wire):
     evaluated: tuple[EvaluationResult, ...] = ()  # newest result of each set that is evaluated now
     began_at: int | None = None  # step of the former checkpoint that the store began from; None: from the model
     samples: dict[str, int] = Field(default_factory=dict)  # by state (I3), all of them: they add up to admitted
+    filtered: dict[str, int] = Field(default_factory=dict)  # those that filters kept from training, by filter
     reward_mean: float | None = None  # of the newest sealed batch
     staleness_mean: float | None = None  # tokens of the newest sealed batch, in versions, as the trainer will see them
     tokens_per_second: float | None = None  # of attempts that ended over the last 30 s

@@ -37,7 +37,7 @@ from colocated_rl_api.parts import (
     should_match,
 )
 from colocated_rl_api.pod_template import PodTemplates
-from colocated_rl_api.prompts import SOURCES, OneSource, Prompts, Source, sources_of
+from colocated_rl_api.prompts import SOURCES, OneSource, Prompts, Source, function_rule, is_function, sources_of
 from colocated_rl_api.rungs import Placement, RolePlacement
 
 MANY_STEPS = 1_000_000
@@ -256,7 +256,7 @@ class Rollout(Part):
             *("placement", "engine.type", "replicas", "offload", "prompts"),
             *("maxPromptTokens", "maxResponseTokens"),
             *("batchSize", "groupSize", "maxStaleness", "atMaxStaleness", "interruption", "filters"),
-            *("maxFilteredPerBatch", "minRolloutSeconds", "overlongPenalty", "sampling.stop"),
+            *("filterFunctions", "maxFilteredPerBatch", "minRolloutSeconds", "overlongPenalty", "sampling.stop"),
             *("spareGroups", "routerReplay", "unversionedTokens"),
         ),
     )
@@ -339,6 +339,14 @@ class Rollout(Part):
         max_length=2,
         description="Samples that are replaced instead of trained: groups without a learning signal (EqualRewards), "
         "and samples that the token limit cut (Truncated).",
+    )
+    filter_functions: Distinct[Annotated[str, Field(max_length=253, json_schema_extra=function_rule), is_function]] = (
+        Field(
+            default_factory=list,
+            max_length=8,
+            description="MODULE:FUNCTION, in the image or beside the rows. Called with the samples of a complete group "
+            "and their row; returns whether the group is kept. One that is not is replaced.",
+        )
     )
     max_filtered_per_batch: int | None = Field(
         default=None,

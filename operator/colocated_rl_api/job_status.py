@@ -76,6 +76,9 @@ class RolloutStatus(StatusPart):
         default=None, description="Of responses that ended, or were interrupted, over the last 30 seconds."
     )
     samples: dict[str, int] = Field(default_factory=dict, max_length=16, description="Samples by state.")
+    filtered: dict[str, int] = Field(
+        default_factory=dict, max_length=16, description="Those that filters kept from training, by filter."
+    )
 
 
 class ReferenceStatus(StatusPart):

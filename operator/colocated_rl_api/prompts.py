@@ -18,7 +18,7 @@ FILE_ENDINGS = JSON_LINES, PARQUET, ARROW = ".jsonl", ".parquet", ".arrow"  # of
 
 
 # ------------------------------------------------------------------------------------------------------------- rewards
-_is_function, _function_rule = should_match(
+is_function, function_rule = should_match(
     r"[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)*:[A-Za-z_][A-Za-z0-9_]*",
     "should be MODULE:FUNCTION, in Python: my_rewards:score",
 )
@@ -72,10 +72,10 @@ class Reward(Part):
 
     RULES = (one_of("a reward comes from", "function", "math", "http"),)
 
-    function: Annotated[str, _is_function] | None = Field(
+    function: Annotated[str, is_function] | None = Field(
         default=None,
         max_length=253,
-        json_schema_extra=_function_rule,
+        json_schema_extra=function_rule,
         description="MODULE:FUNCTION, in the image or beside the rows. Called with the response and its row; returns a "
         "finite number, at most a million either way; or a dict of reward and figures.",
     )
@@ -200,9 +200,9 @@ class HuggingFace(RowSource):
 class PromptFunction(RowSource):
     """Rows that a function of one's own makes."""
 
-    name: Annotated[str, _is_function] = Field(
+    name: Annotated[str, is_function] = Field(
         max_length=253,
-        json_schema_extra=_function_rule,
+        json_schema_extra=function_rule,
         description="MODULE:FUNCTION, in the image or at the top of the claim. Called with a number, 0 to size - 1; "
         "returns the row of that number, an object, and each time the same: it is asked again for each response.",
     )

@@ -201,6 +201,7 @@ MAY_NOT_CHANGE = {
     "rollout.sampling.stop": ["7"],
     "rollout.interruption": "Retry",
     "rollout.filters": ["Truncated"],
+    "rollout.filterFunctions": ["mine:keep"],
     "rollout.maxFilteredPerBatch": 7,
     "rollout.minRolloutSeconds": 7,
     "rollout.routerReplay": True,

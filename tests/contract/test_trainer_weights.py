@@ -15,13 +15,14 @@ import transformers
 from full_disk import no_file_above
 from safetensors import safe_open
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, PreTrainedConfig
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from colocated_rl_api.checkpoint import CONTENTS
 from colocated_rl_api.weights import MANIFEST
 from colocated_rl_trainer.protocol.manifest import tensor_entries
 from colocated_rl_trainer.protocol.settings import ConfigError
 from colocated_rl_trainer.state.checkpoint import OPTIMIZER
+from colocated_rl_trainer.state.packing import ends_of
 from colocated_rl_trainer.state.residency import Residency
 from colocated_rl_trainer.state.weights import (
     load_model,
@@ -174,6 +175,24 @@ def test_probe_tells_changed_weights_apart(origin: Path) -> None:
         model.get_parameter("model.layers.1.mlp.down_proj.weight").mul_(1.01)
 
     assert 1e-5 < max(abs(a - b) for a, b in zip(before.logp, probe(model, torch.float32).logp, strict=True))
+
+
+def test_packed_samples_are_computed_as_transformers_own_attention_computes_them(tmp_path: Path) -> None:
+    """It finds the samples of a row by their positions, and masks all others."""
+    origin = write_tiny_model(tmp_path / "model")
+    lengths = (7, 1, 19, 12)
+    ids = torch.arange(sum(lengths))[None] * 7919 % 48
+    places = torch.cat([torch.arange(length) for length in lengths])[None]
+
+    def computed(model: PreTrainedModel, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        logits = model(input_ids=ids, position_ids=places, use_cache=False, **options).logits[0]
+        torch.log_softmax(logits, dim=-1)[:-1].gather(1, ids[0, 1:, None]).sum().backward()
+        return logits.detach(), torch.cat([each.grad.flatten() for each in model.parameters() if each.grad is not None])
+
+    theirs = computed(AutoModelForCausalLM.from_pretrained(origin, dtype=torch.float32))
+    ours = computed(load_model(origin, packing=True), sample_ends=ends_of(lengths))
+    for mine, other in zip(ours, theirs, strict=True):
+        assert (mine - other).norm() < 1e-5 * other.norm()
 
 
 def test_packing_is_refused_where_samples_would_see_each_other(tmp_path: Path) -> None:

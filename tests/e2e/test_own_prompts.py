@@ -1,4 +1,4 @@
-"""A job on prompts and rewards of one's own, whose reward function is up to no good."""
+"""A job on prompts, rewards and filters of one's own, whose reward function is up to no good."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ def test_job_trains_on_a_mix_and_its_reward_function_gets_no_keys_store_or_answe
     job = apply(kubectl, "own-prompts.yaml")
     job.wait_for_condition("Complete", deadline_s=DONE_S)
     assert 0 <= job.status["rollout"]["reward"] <= 1
+    assert job.status["rollout"]["filtered"]["making:odd"] > 0
     lines = of_rewards(job)
     made = {line["made"] for line in lines if "made" in line}
     assert made, "no row that the function made was rewarded"
@@ -65,7 +66,7 @@ def assert_nothing_of_users_is_shown(job: RunningJob, kubectl: KubectlCall) -> N
         "the rollout controller's log": job.kubectl("logs", job.rollout_pod, "-c", rollout),
         **{pod: job.kubectl("logs", pod, "-c", names.AGENT_CONTAINER) for pod in job.gpu_pods},
     }
-    assert "VerifierFailed" in shown["the rollout controller's log"]
+    assert [True, True] == [f"{part}Failed" in shown["the rollout controller's log"] for part in ("Verifier", "Filter")]
     assert not [(place, word) for place, text in shown.items() for word in OF_USERS if word in text]
 
 

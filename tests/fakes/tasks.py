@@ -54,6 +54,7 @@ async def task_processes(
     directory: Path,
     *,
     sets: Sequence[EvaluationSet] = (),
+    filters: Sequence[str] = (),
     count: int = 1,
     command: Sequence[str] = COMMAND,
     container_bytes: int | None = None,
@@ -62,7 +63,7 @@ async def task_processes(
 ) -> AsyncIterator[TaskProcesses]:
     """Processes that are kept up until the end of the block."""
     with task_server(directory, command=command, container_bytes=container_bytes, path=path) as socket_path:
-        made = TaskProcesses(prompts, sets=sets, count=count, socket=socket_path, endpoints=endpoints)
+        made = TaskProcesses(prompts, sets=sets, filters=filters, count=count, socket=socket_path, endpoints=endpoints)
         running = asyncio.create_task(made.run())
         try:
             yield made

@@ -1,7 +1,7 @@
 """This program times trl's optimization steps: `python trl_speed.py FOLDER`, in the environment `peers`.
 
-FOLDER/case.json has the completions, FOLDER/model the model. Prints the seconds of each step but the first, as JSON.
-Generation takes no time: the completions are given.
+FOLDER/case.json has the completions, FOLDER/model the model. Prints the seconds of each step but the first, and by how
+much the process grew, as JSON. Generation takes no time: the completions are given.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 from datasets import Dataset
+from peft import LoraConfig
+from resident import peak_bytes, resident_bytes  # type: ignore[import-not-found]  # beside this program
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
@@ -47,9 +49,15 @@ def given_reward(prompts: list[Any], completions: list[Any], given: list[float],
 def main(folder: Path) -> None:
     case = json.loads((folder / "case.json").read_bytes())
     samples, clock = case["samples"], StepClock()
+    begin_bytes = resident_bytes()
+    lora, halves = case["lora"], case["dtype"] == "bfloat16"
+    adapters = lora and LoraConfig(r=lora["rank"], lora_alpha=lora["alpha"], target_modules="all-linear")
     prompts = [samples[number]["reward"] for number in range(0, len(samples), case["groupSize"])]
     trainer = TimedCompletions(
-        model=AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32),
+        model=AutoModelForCausalLM.from_pretrained(
+            folder / "model", dtype=torch.bfloat16 if lora and halves else torch.float32
+        ),
+        peft_config=adapters,
         reward_funcs=given_reward,
         args=GRPOConfig(
             output_dir=str(folder / "out"),
@@ -61,7 +69,7 @@ def main(folder: Path) -> None:
             beta=0.0,
             loss_type="dapo",
             gradient_checkpointing=False,
-            bf16=False,
+            bf16=halves,
             use_cpu=True,
             report_to=[],
             save_strategy="no",
@@ -74,7 +82,8 @@ def main(folder: Path) -> None:
     )
     trainer.samples = samples
     trainer.train()
-    sys.stdout.write(f"{json.dumps(clock.took[1:])}\n")
+    found = {"tookS": clock.took[1:], "grewBytes": peak_bytes() - begin_bytes}
+    sys.stdout.write(f"{json.dumps(found)}\n")
 
 
 if __name__ == "__main__":

@@ -239,6 +239,9 @@ class CountingSource:
     def prompt(self, position: int) -> tuple[int, PromptContent]:
         return position % self.size, f"{self.name}{position}"
 
+    def row(self, index: int) -> dict[str, Any]:
+        return {"of": self.name, "index": index}
+
     def score(self, index: int, response: str) -> float | dict[str, Any]:
         return {"prompt": self.name, "fields": {"index": index}} if response == "ask" else float(index)
 
@@ -248,6 +251,19 @@ MIX = [
     MixPart(CountingSource("b", 100)),
     MixPart(CountingSource("c", 2), weight=2),
 ]
+
+
+def test_a_filter_function_gets_the_row_of_its_source() -> None:
+    rows: list[Any] = []
+
+    def look(_samples: object, row: object) -> bool:
+        rows.append(row)
+        return True
+
+    tasks = Tasks(MIX, seed=1, filters={"mine:look": look})
+    assert [None] * 4 == [tasks.dropped_by(index, []) for index in (6, 7, 107, None)]
+    assert [("a", 6), ("b", 0), ("c", 0)] == [(row["of"], row["index"]) for row in rows[:3]]
+    assert [None] == rows[3:]
 
 
 def test_sources_take_turns_in_their_shares_each_at_its_own_pace() -> None:

@@ -83,7 +83,7 @@ class WorkerScene:
             self.store.start(sample)
             self.store.finish(sample, one_token(), finish)
             self.store.score(sample, reward)
-            self.worker._filter(sample.group)
+            self.worker._filters.judge(sample.group)
         return samples[0].group
 
 
@@ -93,7 +93,10 @@ async def scene(tmp_path: Path, request: pytest.FixtureRequest) -> AsyncIterator
     job = JobOnDisk.write(tmp_path, make_spec(**getattr(request, "param", {})))
     free = [1 << 40]
     store = Store(tmp_path / "state", job_uid=JOB_UID, free_bytes=lambda _: free[0])
-    processes = TaskProcesses(job.spec.rollout.prompts, count=1, socket=tmp_path / "tasks.sock")
+    rollout = job.spec.rollout
+    processes = TaskProcesses(
+        rollout.prompts, filters=rollout.filter_functions, count=1, socket=tmp_path / "tasks.sock"
+    )
     metrics = RolloutMetrics(CollectorRegistry())
     sessions = Sessions(store, metrics, group_size=2, max_staleness=1, changed=lambda: None, clock=lambda: 0.0)
     episodes = ScriptedEpisodes(
@@ -285,23 +288,79 @@ async def test_groups_without_a_signal_make_room_for_others_until_there_are_too_
     taught = await scene.complete(0.0, 1.0)
     for _ in range(2):
         await scene.complete(1.0, 1.0)
-    assert ([taught], None) == ([*scene.store.groups.values()], scene.worker.no_signal)
+    assert ([taught], None) == ([*scene.store.groups.values()], scene.worker.filter_problem)
     assert {(SampleState.FILTERED, "EqualRewards"): 4} == scene.store.reasons
     assert {"EqualRewards": 4} == scene.discarded
     taken = [await scene.complete(0.0, 0.0) for _ in range(2)]
     assert [taught, *taken] == [*scene.store.groups.values()], "as they are"
-    assert "2 groups were left out since the last batch" in str(scene.worker.no_signal)
+    assert "2 groups were left out since the last batch" in str(scene.worker.filter_problem)
     running = asyncio.create_task(scene.worker.run())
     await until(lambda: scene.store.sealed and not scene.worker._sealing)
-    assert scene.worker.no_signal is not None, "of this batch"
+    assert scene.worker.filter_problem is not None, "of this batch"
     scene.store.commit(1)
     for rewards in ((0.0, 1.0), (1.0, 1.0), (1.0, 0.0), (1.0, 0.0)):
         await scene.complete(*rewards)
     scene.worker.wake()
     await until(lambda: scene.store.next_step == 3 and not scene.worker._sealing)
-    assert "None" == str(scene.worker.no_signal)
+    assert "None" == str(scene.worker.filter_problem)
     scene.worker.drain()
     await running
+
+
+@pytest.mark.parametrize("scene", [{"filterFunctions": ["mine:keep"]}], indirect=True)
+async def test_a_verdict_on_a_group_of_which_a_sample_was_replaced_counts_for_nothing(scene: WorkerScene) -> None:
+    """It may have been about the sample that is gone: too old, while the function was looking."""
+    asked = scene.worker._processes._requests
+    running = asyncio.create_task(scene.worker.run())
+    group = await scene.complete(0.0, 1.0)
+    scene.worker.wake()
+    await until(lambda: asked.qsize() == 1)
+    first = asked.get_nowait().reply
+    scene.worker._replace(group.samples[0], SampleState.DISCARDED, "TooStale", "")
+    await until(first.cancelled)
+    assert not scene.worker._is_ready(group)
+
+    (new,) = [sample for sample in group.kept if sample.state is SampleState.ADMITTED]
+    scene.store.start(new)
+    scene.store.finish(new, one_token(), Finish.STOP)
+    scene.store.score(new, 1.0)
+    scene.worker._completed(group)
+    scene.worker.wake()
+    await until(lambda: asked.qsize() == 1)
+    assert not scene.worker._is_ready(group), "it is judged anew"
+    asked.get_nowait().reply.set_result(None)
+    await until(lambda: scene.worker._is_ready(group))
+    scene.worker.drain()
+    await running
+
+
+@pytest.mark.parametrize("scene", [{"filters": ["EqualRewards"], "filterFunctions": ["mine:keep"]}], indirect=True)
+async def test_functions_judge_what_the_rules_leave(scene: WorkerScene) -> None:
+    running = asyncio.create_task(scene.worker.run())
+    await scene.complete(1.0, 1.0)
+    left = await scene.complete(0.0, 1.0)
+    scene.worker.wake()
+    asked = scene.worker._processes._requests
+    await until(lambda: asked.qsize() == 1)
+    assert [left] == [*scene.store.groups.values()]
+    asked.get_nowait().reply.set_result("mine:keep")
+    await until(lambda: not scene.store.groups)
+    assert {(SampleState.FILTERED, "EqualRewards"): 2, (SampleState.FILTERED, "mine:keep"): 2} == scene.store.reasons
+    scene.worker.drain()
+    await running
+
+
+@pytest.mark.parametrize("scene", [{"filterFunctions": ["mine:keep"]}], indirect=True)
+async def test_no_function_is_asked_about_a_group_while_the_controller_ends(scene: WorkerScene) -> None:
+    running = asyncio.create_task(scene.worker.run())
+    await scene.complete(0.0, 1.0)
+    scene.worker.wake()
+    asked = scene.worker._processes._requests
+    await until(lambda: asked.qsize() == 1)
+    scene.worker.drain()
+    await asyncio.wait_for(running, 60)
+    assert asked.get_nowait().reply.cancelled()
+    assert scene.worker._filters.problem is None
 
 
 @pytest.mark.parametrize("scene", [{"filters": ["Truncated"]}], indirect=True)

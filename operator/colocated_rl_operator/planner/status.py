@@ -517,6 +517,7 @@ def _rollout(seen: Observation) -> RolloutStatus | None:
         staleness=_rounded(facts.staleness_mean),
         tokens_per_second=_rounded(facts.tokens_per_second, digits=1),
         samples=facts.samples,
+        filtered=facts.filtered,
     )
 
 

@@ -1,6 +1,7 @@
-"""Rows that are made, and what responses to them are worth; the log of their container says which were rewarded.
+"""Rows that are made, what responses to them are worth, and which groups are trained.
 
-The first response is worth nothing: the function fails, with all that it knows.
+The log of their container says which rows were rewarded. Of the first response and the first group the functions fail,
+with all that they know.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import os
 import sys
 from typing import Any
 
-later = False
+later = judged_one = False
 
 
 def problem(number: int) -> dict[str, Any]:
@@ -26,3 +27,11 @@ def score(response: str, row: dict[str, Any]) -> float:
         raise ValueError(f"no score for {row['question']}{response} with {dict(os.environ)}")
     sys.stderr.write(json.dumps({"made": row["number"]}) + "\n")
     return float(response.rpartition("Answer:")[2].strip() == str(row["sum"]))
+
+
+def odd(samples: list[dict[str, Any]], row: dict[str, Any]) -> bool:
+    global judged_one
+    if not judged_one:
+        judged_one = True
+        raise ValueError(f"no verdict on {samples} of {row} with {dict(os.environ)}")
+    return bool(row["sum"] % 2)

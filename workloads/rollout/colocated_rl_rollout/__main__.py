@@ -35,6 +35,7 @@ async def serve(settings: RolloutSettings) -> None:
         processes = TaskProcesses(
             spec.rollout.prompts,
             sets=spec.own_sets,
+            filters=spec.rollout.filter_functions,
             count=settings.task_processes,
             socket=settings.tasks,
             endpoints={

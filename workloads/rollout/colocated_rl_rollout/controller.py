@@ -48,7 +48,7 @@ from colocated_rl_rollout.replay import Replay
 from colocated_rl_rollout.rewards.prompts import PromptSource
 from colocated_rl_rollout.rewards.rewards import TaskProcesses
 from colocated_rl_rollout.rules.chat import Chat
-from colocated_rl_rollout.rules.samples import Tokens
+from colocated_rl_rollout.rules.samples import SampleState, Tokens
 from colocated_rl_rollout.sealer import Sealer, trainer_ranks
 from colocated_rl_rollout.settings import RolloutSettings
 from colocated_rl_rollout.store.former import FormerJob
@@ -79,6 +79,7 @@ class Controller:
         """Build the parts. Raises StoreFailed, ModelUnusable, and the errors of MemberTls.read."""
         job, spec = settings.job, settings.job.spec
         self._drain_s = settings.drain_s
+        self._filters = (*spec.rollout.filters, *spec.rollout.filter_functions)
         self._progress_s = settings.progress_s
         self._ending = asyncio.Event()
         self._stop = False  # was requested
@@ -346,6 +347,7 @@ class Controller:
             evaluated=self._evaluation.results,
             began_at=self._store.began_at,
             samples=self._counts(),
+            filtered=self._filtered(),
             reward_mean=sealed and sealed.reward_mean,
             staleness_mean=sealed and sealed.staleness_mean,
             tokens_per_second=self._rate.read(),
@@ -359,10 +361,15 @@ class Controller:
         """Return why there is no progress, from the first part that has a problem."""
         parts = (self._store, self._prompts, self._sealer, self._processes, self._episodes, self._evaluation)
         found = next((part.problem for part in parts if part.problem), None)
-        return found or (self._reference and self._reference.problem) or self._sealer.no_signal
+        return found or (self._reference and self._reference.problem) or self._sealer.filter_problem
 
     def _counts(self) -> dict[str, int]:
         return {state.value: count for state, count in self._store.counts.items() if count}
+
+    def _filtered(self) -> dict[str, int]:
+        """Return how many samples each filter of the job kept from training; a store of a former job knows others."""
+        counts = {name: self._store.reasons[SampleState.FILTERED, name] for name in self._filters}
+        return {name: count for name, count in counts.items() if count}
 
 
 def in_one_line(evaluations: Sequence[EvaluationResult]) -> Sequence[EvaluationResult]:

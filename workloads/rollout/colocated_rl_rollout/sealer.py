@@ -26,7 +26,7 @@ WrittenT = TypeVar("WrittenT")
 class Sealer(ABC):
     """Makes batches; the controller drives it. `changed` is called when facts may have changed.
 
-    problem: why there is no progress. no_signal: why progress may teach nothing.
+    problem: why there is no progress.
     """
 
     def __init__(self, spec: ColocatedRLJobSpec, store: Store, changed: Callable[[], None], retry_s: float) -> None:
@@ -36,7 +36,11 @@ class Sealer(ABC):
         self._draining = False
         self.last_step = spec.steps  # nothing is made for later ones
         self.problem: Problem | None = None
-        self.no_signal: Problem | None = None
+
+    @property
+    def filter_problem(self) -> Problem | None:
+        """Return what is wrong with the job's filters, or None: a recording was filtered when it was made."""
+        return None
 
     @abstractmethod
     async def run(self) -> None:

@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from colocated_rl_api.facts import Problem
-from colocated_rl_api.job import AtMaxStaleness, ColocatedRLJobSpec, Filter, Interruption
+from colocated_rl_api.job import AtMaxStaleness, ColocatedRLJobSpec, Interruption
 from colocated_rl_api.logs import log
 from colocated_rl_api.member_wire import RolloutTarget
 from colocated_rl_rollout.engines.engine_client import (
@@ -35,6 +35,7 @@ from colocated_rl_rollout.engines.engine_client import (
 from colocated_rl_rollout.engines.engines import Engines
 from colocated_rl_rollout.episodes import EpisodeFailed, EpisodeLost, Episodes
 from colocated_rl_rollout.evaluation import Evaluator
+from colocated_rl_rollout.filtering import GroupFilters
 from colocated_rl_rollout.gateway.sessions import Sessions
 from colocated_rl_rollout.gateway.turns import Turns
 from colocated_rl_rollout.metrics import RolloutMetrics
@@ -43,7 +44,6 @@ from colocated_rl_rollout.rewards.prompts import PromptSource
 from colocated_rl_rollout.rewards.rewards import RewardFailed, TaskProcesses
 from colocated_rl_rollout.rewards.task_connection import TaskUnusable
 from colocated_rl_rollout.rules.chat import Chat
-from colocated_rl_rollout.rules.filters import judge
 from colocated_rl_rollout.rules.overlong import overlong_penalty
 from colocated_rl_rollout.rules.resume import (
     cut,
@@ -116,6 +116,9 @@ class Worker(Sealer):
         self._turns = turns
         self._sessions = sessions
         self._metrics = metrics
+        self._filters = GroupFilters(
+            spec.rollout, store=store, processes=processes, chat=chat, metrics=metrics, judged=self._judged
+        )
         self._group: asyncio.TaskGroup  # while `run` is up
         self._tasks: dict[SampleId, asyncio.Task[None]] = {}  # by sample
         self._sealing: asyncio.Task[None] | None = None
@@ -124,7 +127,6 @@ class Worker(Sealer):
         # these may change while the job runs
         self.concurrency = spec.rollout.concurrency
         self.temperature = spec.rollout.sampling.temperature
-        self._filtered = 0  # groups, since the last batch
         self._held_since: float | None = None  # a group at its staleness limit that is not complete holds sealing back
         metrics.staleness_wait.set_function(self._held_s)
         self._open_since = (0, 0.0)  # a step, and when its first gate opened
@@ -145,6 +147,7 @@ class Worker(Sealer):
                     self._admit()
                     self._seal_if_due()
                     self._send()
+                    self._filters.send(group)
                     if self._reference:
                         self._reference.send(group)
                 self._changed()
@@ -160,7 +163,12 @@ class Worker(Sealer):
         self._turns.end()
         if self._reference:
             self._reference.end()
+        self._filters.drain()
         super().drain()
+
+    @property
+    def filter_problem(self) -> Problem | None:
+        return self._filters.problem
 
     def tune(self, target: RolloutTarget) -> None:
         super().tune(target)
@@ -366,40 +374,23 @@ class Worker(Sealer):
             self._completed(sample.group)
 
     def _completed(self, group: Group) -> None:
-        """Filter and score a group after one of its samples completed; perhaps all have."""
-        self._filter(group)
+        """Judge and score a group after one of its samples completed; perhaps all have."""
+        self._filters.judge(group)
         self._let_reference_score(group)
+
+    def _judged(self, group: Group) -> None:
+        self._let_reference_score(group)
+        self.wake()
 
     def _let_reference_score(self, group: Group) -> None:
         """Request the reference's scores at once, or where filters may drop the group, once it has passed them."""
-        if self._reference and group.id in self._store.groups and (group.is_complete or not self._rollout.filters):
+        if self._reference and group.id in self._store.groups and self._filters.let_pass(group):
             self._reference.want(group)
 
     def _is_ready(self, group: Group) -> bool:
         """Return whether the group may go into a batch."""
-        return group.is_complete and (self._reference is None or self._reference.has_scored(group))
-
-    # ------------------------------------------------------------------------------------------------- filters
-    def _filter(self, group: Group) -> None:
-        """Keep from training what the job's filters select, once the whole group is complete."""
-        if not (self._rollout.filters and group.is_complete):
-            return
-        verdict = judge(group, self._rollout.filters)
-        if verdict.whole is None:
-            if verdict.samples:
-                self._count_discarded(verdict.samples, Filter.TRUNCATED)
-                self._store.leave_out(verdict.samples, Filter.TRUNCATED)
-        elif self._filtered < self._rollout.filtered_at_most:
-            self._filtered += 1
-            self._count_discarded(group.kept, verdict.whole)
-            self._store.give_up(group, verdict.whole, SampleState.FILTERED)
-        elif self.no_signal is None:
-            message = (
-                f"{self._filtered} groups were left out since the last batch, and now one for {verdict.whole}: it is "
-                "trained as it is; change the task's difficulty, groupSize, maxResponseTokens or temperature"
-            )
-            self.no_signal = Problem(reason="NoLearningSignal", message=message)
-            log(LOG, "learning signal missing", logging.WARNING, step=self._store.next_step, reason=message)
+        is_scored = self._reference is None or self._reference.has_scored(group)
+        return group.is_complete and self._filters.let_pass(group) and is_scored
 
     def _count_discarded(self, samples: Iterable[Sample], reason: str) -> None:
         self._metrics.discarded_tokens.labels(reason).inc(sum(sample.tokens.generated for sample in samples))
@@ -410,6 +401,7 @@ class Worker(Sealer):
         log(LOG, "sample replaced", sample=sample.id, state=state, reason=reason, message=message)
         self._count_discarded([sample], reason)
         group = sample.group
+        self._filters.forget(group)
         self._store.replace(sample, state, reason)
         if len(group.samples) <= (1 + REPLACED_AT_MOST) * self._rollout.group_size:
             return
@@ -423,6 +415,7 @@ class Worker(Sealer):
         for kept in group.kept:
             if task := self._tasks.get(kept.id):
                 task.cancel()
+        self._filters.forget(group)
         self._store.give_up(group, reason)
 
     def discard_stale(self) -> None:
@@ -435,8 +428,7 @@ class Worker(Sealer):
         step = self._store.next_step
         late = [group for group in self._store.groups.values() if self._deadline(group) < step]
         for group in [group for group in late if group.is_of_sessions]:  # nobody can make another sample for it
-            self._count_discarded(group.kept, "TooStale")
-            self._store.give_up(group, "TooStale")
+            self._give_up(group, "TooStale")
             late.remove(group)
         if self._rollout.spare_groups:
             for group in late:
@@ -508,9 +500,7 @@ class Worker(Sealer):
         self._store.seal(record, groups)
         self._metrics.sealed_staleness.add(record.staleness)
         self._metrics.discarded_tokens.labels("TooStale").inc(record.masked_tokens)
-        if self._filtered < self._rollout.filtered_at_most:
-            self.no_signal = None
-        filtered, self._filtered = self._filtered, 0
+        filtered = self._filters.batch_sealed(groups)
         await self._store.flushed()
         self._log_sealed(record, self._collecting_since, filtered_groups=filtered)
         self._collecting_since = time.monotonic()

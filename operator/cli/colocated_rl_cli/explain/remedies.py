@@ -247,8 +247,15 @@ REMEDIES: dict[str, Remedy] = {
         "suspended",
     ),
     "NoLearningSignal": Remedy(
-        "filters kept maxFilteredPerBatch groups from one batch: most groups are rewarded all alike",
-        "choose easier or harder prompts, a reward with more levels, or a larger groupSize",
+        "filters kept maxFilteredPerBatch groups from one batch: most groups are rewarded all alike, or a function of "
+        "rollout.filterFunctions drops too many",
+        "choose easier or harder prompts, a reward with more levels, a larger groupSize, or a function that drops less",
+    ),
+    "FilterFailed": Remedy(
+        "a function of rollout.filterFunctions gave no verdict on a group, which was given up for it: it raised an "
+        "error, returned no bool, took too long, or its process died",
+        "the message names which of these; make the function take every group, also one of sessions, which has no row",
+        heals=True,
     ),
     "StoreFull": Remedy(
         "the store's volume is full: nothing new is accepted",

@@ -34,9 +34,11 @@ from colocated_rl_rollout.rewards.task_connection import (
     TaskUnusable,
 )
 from colocated_rl_rollout.tasks.task_wire import (
+    DROPPED_BY,
     PROMPT_ROWS,
     SCORE,
     Data,
+    JudgedSample,
     PromptContent,
     PromptRow,
     RewardAnswer,
@@ -48,6 +50,7 @@ LOG = logging.getLogger(__name__)
 
 AT_ONCE = 32  # requests on the way to one process
 DEATHS_PER_REQUEST = 2
+FILTER_FAILED = "FilterFailed"  # a filter function of the job gave no verdict, for whatever reason
 REWARD_UNAVAILABLE = "RewardUnavailable"  # the endpoint did not answer, which is no verdict on a response
 
 
@@ -80,7 +83,7 @@ class _Request:
 class TaskProcesses:
     """Connects to `count` processes for all the prompts of a job; `run` keeps them up.
 
-    sets: of the evaluation, those with a source of their own.
+    sets: of the evaluation, those with a source of their own. filters: functions that judge complete groups.
     socket: where the task server listens. endpoints: those that score rows, by the number of their source.
     """
 
@@ -89,12 +92,14 @@ class TaskProcesses:
         prompts: Prompts,
         *,
         sets: Sequence[EvaluationSet] = (),
+        filters: Sequence[str] = (),
         count: int,
         socket: Path,
         endpoints: Mapping[int, RewardService] | None = None,
     ) -> None:
         self._prompts = prompts
         self._sets = sets
+        self._filters = filters
         self._endpoints = endpoints or {}
         self._data: asyncio.Future[Data] = asyncio.get_running_loop().create_future()
         self._count = count
@@ -145,6 +150,19 @@ class TaskProcesses:
             raise RewardFailed("ReplyGarbled", f"a row came back, and source {scored.source} has no endpoint for it")
         return await endpoint.score(scored.prompt, scored.fields, response)
 
+    async def dropped_by(self, index: int | None, samples: Sequence[JudgedSample]) -> str | None:
+        """Return the filter function that drops a complete group, or None. index: of its row, None without one.
+
+        Raises RewardFailed with FILTER_FAILED, TaskUnusable.
+        """
+        try:
+            name: str | None = await self._ask({"judge": [index, samples]}, DROPPED_BY, MAX_LINE_BYTES)
+        except RewardFailed as error:
+            raise RewardFailed(FILTER_FAILED, str(error)) from error
+        if name is not None and name not in self._filters:
+            raise RewardFailed(FILTER_FAILED, "the task process named a filter function that the job does not have")
+        return name
+
     async def run(self) -> None:
         """Keep the processes up until cancelled."""
         async with asyncio.TaskGroup() as group:
@@ -179,7 +197,7 @@ class TaskProcesses:
             await asyncio.sleep(RESTART_S * (0.5 + random.random()))
 
     async def _greet(self, process: TaskConnection) -> None:
-        data = await process.greet(self._prompts, sets=self._sets, count=self._count)
+        data = await process.greet(self._prompts, sets=self._sets, filters=self._filters, count=self._count)
         if not self._data.done():
             self._data.set_result(data)
         elif self._data.result() != data:
@@ -204,7 +222,7 @@ class TaskProcesses:
         except ProcessLost:
             batch[0].deaths += 1
             if batch[0].deaths >= DEATHS_PER_REQUEST:
-                _fail(batch.pop(0), RewardFailed("RewardProcessDied", "the process that scores it died, twice"))
+                _fail(batch.pop(0), RewardFailed("RewardProcessDied", "the process that works on it died, twice"))
             raise
         finally:
             for request in batch:  # lost with the process, or cancelled

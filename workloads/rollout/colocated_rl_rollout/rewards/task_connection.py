@@ -60,14 +60,20 @@ class TaskConnection:
             writer.transport.abort()
 
     async def greet(
-        self, prompts: Prompts, *, sets: Sequence[EvaluationSet] = (), count: int, model: str | None = None
+        self,
+        prompts: Prompts,
+        *,
+        sets: Sequence[EvaluationSet] = (),
+        filters: Sequence[str] = (),
+        count: int,
+        model: str | None = None,
     ) -> Data:
         """Return the process's data; it is one of `count` that answer, or with a model one of `count` that play.
 
         Raises ProcessLost, TaskUnusable.
         """
         processes = 2 * count if environments_of(sources_of(prompts, sets)) else count
-        greeting = Greeting(prompts=prompts, sets=tuple(sets), processes=processes, model=model)
+        greeting = Greeting(prompts=prompts, sets=tuple(sets), filters=tuple(filters), processes=processes, model=model)
         try:
             line = greeting.model_dump_json(by_alias=True).encode() + b"\n"
             await self.send(line, deadline_s=START_DEADLINE_S)

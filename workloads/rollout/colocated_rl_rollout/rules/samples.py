@@ -30,7 +30,7 @@ class SampleState(StrEnum):
     SEALED = "sealed"  # in a batch
     TRAINED = "trained"  # every rank has completed its batch's step
     FILTERED = "filtered"  # finished, and kept from training by a filter of the job
-    FAILED = "failed"  # got no answer or no reward, for a reason that is counted
+    FAILED = "failed"  # got no answer, no reward or no verdict of a filter, for a reason that is counted
     DISCARDED = "discarded"  # given up by policy, for a reason that is counted
 
 
@@ -42,7 +42,7 @@ NEXT: dict[SampleState, frozenset[SampleState]] = {
     _S.RUNNING: frozenset({_S.INTERRUPTED, _S.SCORING, _S.FAILED, _S.DISCARDED}),
     _S.INTERRUPTED: frozenset({_S.RUNNING, _S.SCORING, _S.FAILED, _S.DISCARDED}),
     _S.SCORING: frozenset({_S.COMPLETED, _S.FAILED, _S.DISCARDED}),
-    _S.COMPLETED: frozenset({_S.SEALED, _S.FILTERED, _S.DISCARDED}),
+    _S.COMPLETED: frozenset({_S.SEALED, _S.FILTERED, _S.FAILED, _S.DISCARDED}),
     _S.SEALED: frozenset({_S.TRAINED}),
     _S.TRAINED: frozenset(),
     _S.FILTERED: frozenset(),

@@ -351,7 +351,7 @@ class Store:
         self._writer.write(*moved, (tables.DROP_SEGMENTS, [(sample.id,) for sample in samples]))
 
     def give_up(self, group: Group, reason: str, state: SampleState = SampleState.DISCARDED) -> None:
-        """Discard or filter what is left of a group; admission makes another one."""
+        """End what is left of a group in this state; admission makes another one."""
         dropped = group.kept
         moved = [self._move(sample, state, reason) for sample in dropped]
         del self.groups[group.id]

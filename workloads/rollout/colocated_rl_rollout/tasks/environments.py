@@ -60,6 +60,9 @@ class EnvironmentTasks:
         index = self._passes[data_pass][place]
         return index, self._serialized[index]
 
+    def row(self, index: int) -> None:
+        """Return no row: a task of an environment is its own."""
+
     def score(self, index: int, response: str) -> float:
         raise EnvironmentUnusable("a task of an environment is played: a response alone is worth nothing")
 

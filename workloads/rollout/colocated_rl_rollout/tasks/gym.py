@@ -46,6 +46,10 @@ class GymTask:
         index = position % self.size
         return index, self._dataset[index]["question"]
 
+    def row(self, index: int) -> dict[str, Any]:
+        entry: dict[str, Any] = self._dataset[index]
+        return entry
+
     def score(self, index: int, response: str) -> float:
         """Return 1 if the verifier gives full marks, else 0."""
         answer = answer_in(response, self._answer_after)

@@ -14,7 +14,7 @@ from typing import Any, SupportsFloat
 
 from pydantic import ValidationError
 
-from colocated_rl_api.prompts import HuggingFace, PromptFile, PromptFunction, Reward, RowSource
+from colocated_rl_api.prompts import HuggingFace, PromptFile, PromptFunction, Reward, RowSource, Source
 from colocated_rl_rollout.tasks.hub import fetch
 from colocated_rl_rollout.tasks.mathematics import answer_fault, load_math_reward
 from colocated_rl_rollout.tasks.passes import Passes
@@ -44,9 +44,9 @@ class RewardedRows:
 
     def __init__(self, source: PromptFile | HuggingFace | PromptFunction, *, claims: Path, cache: Path) -> None:
         self._field = source.prompt_field
-        self._rows, beside = _rows(source, claims=claims, cache=cache)
+        self._rows = _rows(source, claims=claims, cache=cache)
         self.size, self.digest = len(self._rows), self._rows.digest
-        self._score = _score(source.reward, beside)
+        self._score = _score(source.reward, beside(source, claims=claims))
         self._passes = Passes(range(self.size), seed=source.seed)
 
     def prompt(self, position: int) -> tuple[int, PromptContent]:
@@ -54,6 +54,9 @@ class RewardedRows:
         index = self._passes[data_pass][place]
         prompt: PromptContent = member(self._rows[index], self._field)
         return index, prompt
+
+    def row(self, index: int) -> Row:
+        return self._rows[index]
 
     def score(self, index: int, response: str) -> RewardAnswer | dict[str, Any]:
         """Return the reward; or the row, for an endpoint."""
@@ -89,37 +92,45 @@ def _number(given: Any, what: str) -> float:
     return number
 
 
-def _rows(
-    source: PromptFile | HuggingFace | PromptFunction, *, claims: Path, cache: Path
-) -> tuple[Rows | MadeRows, list[Path]]:
-    """Return the rows, and where modules may be beside those of the image."""
+def beside(source: Source, *, claims: Path) -> list[Path]:
+    """Return where modules may be beside those of the image."""
+    match source:
+        case PromptFile():
+            return [(claims / source.claim_name / source.path).parent]
+        case PromptFunction(claim_name=str(claim)):
+            return [claims / claim]
+        case _:
+            return []
+
+
+def _rows(source: PromptFile | HuggingFace | PromptFunction, *, claims: Path, cache: Path) -> Rows | MadeRows:
     check = partial(_fault, source=source)
     match source:
         case PromptFile():
             path = claims / source.claim_name / source.path
-            return Rows(data_files(path), cache=cache / "rows", check=check), [path.parent]
+            return Rows(data_files(path), cache=cache / "rows", check=check)
         case HuggingFace():
-            return Rows(fetch(source, cache=cache / "hub"), cache=cache / "rows", check=check), []
+            return Rows(fetch(source, cache=cache / "hub"), cache=cache / "rows", check=check)
         case PromptFunction():
-            beside = [claims / source.claim_name] if source.claim_name else []
-            return MadeRows(_function(source.name, beside, of={"a number": 0}), size=source.size, check=check), beside
+            make = load_function(source.name, beside(source, claims=claims), of={"a number": 0})
+            return MadeRows(make, size=source.size, check=check)
 
 
-def _score(reward: Reward, beside: list[Path]) -> Score | None:
+def _score(reward: Reward, places: list[Path]) -> Score | None:
     """Return the reward function; None where an endpoint is asked, and not from here."""
     if reward.function:
-        return _function(reward.function, beside, of={"a response": "", "its row": {}})
+        return load_function(reward.function, places, of={"a response": "", "its row": {}})
     return load_math_reward(reward.math) if reward.math else None
 
 
-def _function(name: str, beside: list[Path], *, of: Mapping[str, object]) -> Callable[..., Any]:
+def load_function(name: str, places: list[Path], *, of: Mapping[str, object]) -> Callable[..., Any]:
     """Return MODULE:FUNCTION, in the image or beside the rows. of: its arguments, each by what it is."""
-    sys.path += [str(path) for path in beside if str(path) not in sys.path]  # last: a `random.py` is nobody else's
+    sys.path += [str(path) for path in places if str(path) not in sys.path]  # last: a `random.py` is nobody else's
     sys.dont_write_bytecode = True  # a claim is mounted read-only
     module, _, function = name.partition(":")
     loaded = importlib.import_module(module)
     origin = getattr(loaded, "__file__", None)
-    for path in beside:
+    for path in places:
         own = path / f"{module.replace('.', '/')}.py"
         if own.exists() and not (origin and own.samefile(origin)):
             hidden = f"module {module} beside the rows is hidden by {origin or 'Python'}"

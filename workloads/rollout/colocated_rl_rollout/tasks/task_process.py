@@ -3,11 +3,11 @@
     python -m colocated_rl_rollout.tasks.task_process CLAIMS CACHE [LIMIT]
 
 JSON lines: a `Greeting` comes first and is answered with `Data`; then each request is answered in order, `{"prompts":
-[start, count]}`, `{"prompts_of": [source, start, count]}` and `{"score": [index, text]}`, with a `TaskReply`; or, where
-the greeting asks for it, episodes are played (`player`). CLAIMS is where claims of prompts are mounted, CACHE a
-directory for copies and downloads, LIMIT the file that has the container's memory limit. The process ends with its
-input. Verifiers and environments are other people's code: they may take for ever, print, and use memory; they do it
-here.
+[start, count]}`, `{"prompts_of": [source, start, count]}`, `{"score": [index, text]}` and `{"judge": [index,
+samples]}`, with a `TaskReply`; or, where the greeting asks for it, episodes are played (`player`). CLAIMS is where
+claims of prompts are mounted, CACHE a directory for copies and downloads, LIMIT the file that has the container's
+memory limit. The process ends with its input. Verifiers, filters and environments are other people's code: they may
+take for ever, print, and use memory; they do it here.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def serve(requests: TextIO, replies: TextIO, *, claims: Path, cache: Path, conta
     try:
         greeting = Greeting.model_validate_json(requests.readline())
         limit_memory(memory_bytes(container_bytes, processes=greeting.processes))
-        tasks = make_tasks(greeting.prompts, greeting.sets, claims=claims, cache=cache)
+        tasks = make_tasks(greeting.prompts, greeting.sets, greeting.filters, claims=claims, cache=cache)
         if greeting.model is not None:
             asyncio.run(play(requests, reply, tasks, model=greeting.model, note=_noted))
             return
@@ -84,6 +84,8 @@ def _answer(tasks: Tasks, request: dict[str, Any]) -> Any:
             return [tasks.prompt_of(source, position) for position in range(start, start + count)]
         case {"score": [index, response]}:
             return tasks.score(index, response)
+        case {"judge": [index, samples]}:
+            return tasks.dropped_by(index, samples)
         case other:
             raise LineUnreadable(f"no such request: {len(other)} members")
 

@@ -5,7 +5,8 @@ The processes run other people's code, so the controller accepts only lines whos
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, NamedTuple
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, NamedTuple, TypedDict
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, model_validator
 
@@ -32,12 +33,13 @@ class _Line(BaseModel):
 class Greeting(_Line):
     """Begins the conversation with a process. processes: how many share the container with it, itself too.
 
-    sets: of the evaluation, those with a source of their own.
+    sets: of the evaluation, those with a source of their own. filters: functions that judge complete groups.
     model: asked by the episodes that it is to play; None: it answers prompts instead.
     """
 
     prompts: Prompts
     sets: tuple[EvaluationSet, ...] = ()
+    filters: tuple[str, ...] = ()
     processes: int
     model: str | None = None
 
@@ -108,6 +110,19 @@ class UnscoredRow(_Line):
     fields: dict[str, Any]
 
 
+class JudgedSample(TypedDict):
+    """A sample of a complete group, as a filter function of the job gets it.
+
+    tokens: of the response. truncated: the token limit ended it.
+    """
+
+    response: str
+    tokens: int
+    truncated: bool
+    reward: float
+    figures: Mapping[str, float]
+
+
 class PromptRow(NamedTuple):
     """Holds a prompt, the index of its row, and whether training must not see it. prompt None: the row is played."""
 
@@ -119,3 +134,4 @@ class PromptRow(NamedTuple):
 FIGURES: TypeAdapter[dict[str, float]] = TypeAdapter(Figures)
 PROMPT_ROWS: TypeAdapter[list[PromptRow]] = TypeAdapter(list[PromptRow])
 SCORE: TypeAdapter[RewardAnswer | UnscoredRow] = TypeAdapter(RewardAnswer | UnscoredRow)
+DROPPED_BY: TypeAdapter[str | None] = TypeAdapter(str | None)

@@ -12,7 +12,7 @@ import itertools
 import json
 import resource
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -32,7 +32,7 @@ from colocated_rl_api.prompts import (
 from colocated_rl_rollout.tasks.environments import EnvironmentTasks
 from colocated_rl_rollout.tasks.gym import GymTask
 from colocated_rl_rollout.tasks.passes import Passes
-from colocated_rl_rollout.tasks.rewarded_rows import RewardedRows
+from colocated_rl_rollout.tasks.rewarded_rows import RewardedRows, beside, load_function
 from colocated_rl_rollout.tasks.task_wire import (
     Data,
     PromptContent,
@@ -41,6 +41,7 @@ from colocated_rl_rollout.tasks.task_wire import (
     UnscoredRow,
 )
 
+GroupFilter = Callable[[Sequence[Any], dict[str, Any] | None], Any]  # of the job
 SHORT_OF_MEMORY = ("cannot allocate memory", "failed to map segment")
 
 
@@ -55,6 +56,9 @@ class Task(Protocol):
 
     def prompt(self, position: int) -> tuple[int, PromptContent]:
         """Return the index of the row at a position, and its prompt."""
+
+    def row(self, index: int) -> dict[str, Any] | None:
+        """Return a row as reward functions see it; None where there is none."""
 
     def score(self, index: int, response: str) -> float | RewardAnswer | dict[str, Any]:
         """Return the reward of a response to the prompt of a row; or the row, for an endpoint to reward."""
@@ -76,8 +80,11 @@ class Tasks:
     of the others'. ends: of each source's rows.
     """
 
-    def __init__(self, parts: Sequence[MixPart], *, seed: int) -> None:
+    def __init__(
+        self, parts: Sequence[MixPart], *, seed: int, filters: Mapping[str, GroupFilter] | None = None
+    ) -> None:
         self._parts = parts
+        self._filters = filters or {}
         turns = [number for number, part in enumerate(parts) for _ in range(part.weight)]
         self._turns = Passes(turns, seed=seed)
         self.ends = list(itertools.accumulate(part.task.size for part in parts))
@@ -105,6 +112,20 @@ class Tasks:
         scored = self._parts[number].task.score(index - self._start(number), response)
         return UnscoredRow(source=number, **scored) if isinstance(scored, dict) else scored
 
+    def dropped_by(self, index: int | None, samples: Sequence[Any]) -> str | None:
+        """Return the first filter function that drops a group, or None. index: of its row; None: it has none.
+
+        Raises the function's own errors, and NoVerdict.
+        """
+        row = None
+        if index is not None:
+            number = bisect_right(self.ends, index)
+            row = self._parts[number].task.row(index - self._start(number))
+        for name, keeps in self._filters.items():
+            if not _verdict(name, keeps(samples, row)):
+                return name
+        return None
+
     @property
     def data(self) -> Data:
         return Data(size=self.size, digest=self.digest, sets_digest=self.sets_digest, ends=tuple(self.ends))
@@ -125,6 +146,14 @@ class Tasks:
         return self.ends[number] - self._parts[number].task.size
 
 
+def _verdict(name: str, given: Any) -> bool:
+    if type(given).__name__ not in ("bool", "bool_"):  # the latter is numpy's, which this module does not load
+        raise NoVerdict(
+            f"filter function {name} returned a {type(given).__name__}: return True to keep the group, or False"
+        )
+    return bool(given)
+
+
 def _digest(tasks: Sequence[Task]) -> str:
     digested = [f"{task.size} {task.digest}" for task in tasks]
     return hashlib.sha256("\n".join(digested).encode()).hexdigest()
@@ -134,12 +163,21 @@ class NotPlayed(Exception):
     """The row is asked and not played, but an episode of it was requested."""
 
 
+class NoVerdict(ValueError):
+    """A filter function returned something that is no verdict."""
+
+
 class SourceUnusable(Exception):
     """A source does not match the job; the message names it and what is wrong."""
 
 
-def make_tasks(prompts: Prompts, sets: Iterable[EvaluationSet] = (), *, claims: Path, cache: Path) -> Tasks:
-    """Make the tasks. claims: where they are mounted, by name. cache: for copies, downloads. Raises SourceUnusable."""
+def make_tasks(
+    prompts: Prompts, sets: Iterable[EvaluationSet] = (), filters: Iterable[str] = (), *, claims: Path, cache: Path
+) -> Tasks:
+    """Make the tasks, and load functions that judge groups.
+
+    claims: where they are mounted, by name. cache: for copies, downloads. Raises SourceUnusable.
+    """
     make = partial(_make_part, claims=claims, cache=cache)
     parts = []
     for number, (source, weight) in enumerate(prompts.sources):
@@ -150,7 +188,16 @@ def make_tasks(prompts: Prompts, sets: Iterable[EvaluationSet] = (), *, claims: 
         for each in sets
         if each.source is not None
     ]
-    return Tasks(parts, seed=prompts.seed)
+    places = [path for source, _ in prompts.sources for path in beside(source, claims=claims)]
+    return Tasks(parts, seed=prompts.seed, filters={name: _load_filter(name, places) for name in filters})
+
+
+def _load_filter(name: str, places: list[Path]) -> GroupFilter:
+    """Load a filter function. Raises SourceUnusable."""
+    try:
+        return load_function(name, places, of={"the samples of a group": [], "their row": {}})
+    except (Exception, SystemExit) as error:  # of another's code too
+        raise SourceUnusable(f"rollout.filterFunctions, {name}, can't be used: {described(error)}") from error
 
 
 def _make_part(source: Source, weight: int, *, place: str, held_out_percent: int, claims: Path, cache: Path) -> MixPart:
