@@ -10,6 +10,7 @@
 | FAULT_INJECTION | whether agents take faults that a person injects: true or false | false |
 | LEASE_NAME | the Lease that its replicas compete for | colocated-rl-operator |
 | LEASE_DURATION_S, LEASE_RENEW_DEADLINE_S, LEASE_RETRY_S | seconds | 15, 10, 2 |
+| KEYS_CHECK_S | seconds between two looks at the Secrets of its keys and at the certificates of members | 60 |
 | METRICS_PORT | /metrics, /healthz, /readyz; plain HTTP | 9090 |
 | LOG_LEVEL | DEBUG, INFO, WARNING or ERROR | INFO |
 
@@ -51,6 +52,7 @@ class OperatorSettings:
     node_signs: NodeSigns = field(default_factory=NodeSigns)
     lease_name: str = "colocated-rl-operator"
     lease: LeaseTimes = LeaseTimes()
+    keys_check_s: float = 60.0
     metrics_port: int = 9090
     log_level: str = "INFO"
 
@@ -87,6 +89,7 @@ class OperatorSettings:
             ),
             lease_name=read.text("LEASE_NAME", "colocated-rl-operator"),
             lease=lease,
+            keys_check_s=read.seconds("KEYS_CHECK_S", 60.0),
             metrics_port=read.port("METRICS_PORT", 9090),
             log_level=read.choice("LOG_LEVEL", "INFO", LOG_LEVELS),
         )

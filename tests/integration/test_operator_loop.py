@@ -322,19 +322,21 @@ async def test_a_switch_does_not_wait_for_repairs(world: FakeWorld) -> None:
         await world.until(lambda: world.status.get("phase") == "Complete")
 
 
-async def test_a_secret_that_somebody_deleted_comes_back_with_the_same_token(world: FakeWorld) -> None:
+async def test_pod_that_is_made_again_has_the_token_of_its_peers_whatever_became_of_their_secrets(
+    world: FakeWorld,
+) -> None:
     """The next pod of the job had another one than the members that went on: nobody let it in, nor it anybody."""
 
     def token() -> str:
-        [secret] = world.api.all("secrets")
-        return str(secret["stringData"][names.DATA_TOKEN_FILE])
+        [token] = {secret["stringData"][names.DATA_TOKEN_FILE] for secret in world.api.all("secrets")}
+        return str(token)
 
     stay_in_rollout(world)
     async with world.operator():
         await world.until(lambda: world.status.get("phase") == "Rollout")
         before = token()
-        [path] = [path for path in world.api.objects if "/secrets/" in path]
-        world.api.remove(path)
+        for path in [path for path in world.api.objects if "/secrets/" in path]:
+            world.api.remove(path)
         lost = world.kubelet.of_seat("gpu-1")
         world.kubelet.end(lost.pod.uid)
         world.api.remove(f"/api/v1/namespaces/default/pods/{lost.server.hello.pod}")

@@ -327,3 +327,18 @@ def test_spec_is_read_as_it_was_written() -> None:
     metadata = {"namespace": "default", "name": "sums", "uid": UID, "generation": 1}
     body = {"metadata": {**metadata, "creationTimestamp": CREATED.isoformat()}, "spec": spec}
     assert job == read_job(body)
+
+
+def test_references_get_new_keys_with_new_pods_one_after_the_other() -> None:
+    """Nobody can send a reference another certificate or token: it listens to no operator."""
+    both = frozenset(each.name for each in READY)
+
+    def replaced(*references: Member, outdated: frozenset[str] = both) -> list[str]:
+        seen = replace(seen_with(*references), outdated=outdated)
+        return [each.name for each in plan(seen).pods if isinstance(each, DeletePod)]
+
+    assert ["sums-reference-0-0"] == replaced(*READY)
+    assert ["sums-reference-1-0"] == replaced(*READY, outdated=both - {"sums-reference-0-0"})
+    assert [] == replaced(*READY, outdated=frozenset())
+    assert [] == replaced(make_reference(0, attempt=1, is_ready=False), READY[1]), "the first is not back yet"
+    assert [] == replaced(READY[1]), "its seat is vacant"

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 
-from colocated_rl_operator.clients.authority import Authority
+from colocated_rl_operator.clients.authority import Keyring
 from colocated_rl_operator.clients.events import Events
 from colocated_rl_operator.clients.kube import Kube
 from colocated_rl_operator.clients.members import Members
@@ -31,7 +31,7 @@ class Doors:
     members: Members
     events: Events
     pods: Pods
-    authority: Authority
+    keyring: Keyring
     images: resources.PodImages
     metrics: OperatorMetrics
     namespace: str  # the operator's own

@@ -11,19 +11,20 @@ from collections.abc import Mapping
 
 from colocated_rl_api import names
 from colocated_rl_api.member_wire import JobFile
+from colocated_rl_api.names import PodUid
 from colocated_rl_api.parts import Claimed, Volume
 from colocated_rl_api.rungs import Placement
 from colocated_rl_operator.manifests.resources import (
     Object,
+    client_keys_name,
     config_name,
     metadata_of,
-    tls_secret_name,
 )
 from colocated_rl_operator.planner.observation import Job
 
 
 def applied(job: Job, *, operator_namespace: str) -> list[Object]:
-    """Return the objects that are applied again and again; the Secret and the claims are created once."""
+    """Return the objects that are applied again and again; Secrets and claims are created once."""
     policies = [network_policy(job, operator_namespace=operator_namespace)]
     policies += [reference_policy(job)] if job.reference_seats else []
     return [config(job), *policies, disruption_budget(job)]
@@ -183,17 +184,32 @@ def _tcp(first: int, last: int | None = None) -> Object:
     return port if last is None else port | {"endPort": last}
 
 
-def tls_secret(job: Job, files: Mapping[str, str]) -> Object:
-    """Return the TLS Secret, which is created once, never changed, and never read by the operator.
+def pod_keys(job: Job, *, name: str, pod: str, pod_uid: PodUid, role: str, files: Mapping[str, str]) -> Object:
+    """Return the Secret of one pod, which is created once, never changed, and never read by the operator.
 
-    files: by their names in `names.TLS_DIR`.
+    It goes with its pod. name: as the pod's volume has it. files: by their names in `names.TLS_DIR`.
     """
+    owner = {"apiVersion": "v1", "kind": "Pod", "name": pod, "uid": pod_uid}
+    made = _secret(job, name, files)
+    metadata = metadata_of(job, name, {names.ROLE_LABEL: role}) | {"ownerReferences": [owner]}
+    return made | {"metadata": metadata}
+
+
+def client_keys(job: Job, *, mark: str, files: Mapping[str, str]) -> Object:
+    """Return the Secret for clients of the job in other pods: whom to trust, and the data token.
+
+    mark: of authorities and token. When they change, there is another Secret.
+    """
+    return _secret(job, client_keys_name(job, mark), files)
+
+
+def _secret(job: Job, name: str, files: Mapping[str, str]) -> Object:
     return {
         "apiVersion": "v1",
         "kind": "Secret",
         "type": "Opaque",
         "immutable": True,
-        "metadata": metadata_of(job, tls_secret_name(job)),
+        "metadata": metadata_of(job, name),
         "stringData": dict(files),
     }
 

@@ -353,8 +353,13 @@ class DataPort:
         return self.max_connections if len(self.strangers) >= self.max_strangers else len(self.connections)
 
     @asynccontextmanager
-    async def listening(self, host: str, port: int, context: ssl.SSLContext | None = None) -> AsyncIterator[int]:
-        """Listen, and yield the port number. At the end, answers in progress have SHUTDOWN_S."""
+    async def listening(
+        self, host: str, port: int, context: Callable[[], ssl.SSLContext] | None = None
+    ) -> AsyncIterator[int]:
+        """Listen, and yield the port number. At the end, answers in progress have SHUTDOWN_S.
+
+        context: returns that of the next handshake.
+        """
         self._all_gone.set()
         room = RoomFor(self.max_connections, self._held, lambda: CallerConnection(self))
         listener = listen(host, port)
