@@ -103,6 +103,7 @@ async def lead(settings: OperatorSettings, access: ClusterAccess, metrics: Opera
                 events=Events(kube, instance=settings.identity),
                 pods=Pods(),
                 keyring=keyring,
+                egress=settings.egress,
                 images=settings.images,
                 metrics=metrics,
                 namespace=settings.namespace,

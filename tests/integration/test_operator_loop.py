@@ -304,7 +304,7 @@ async def test_what_somebody_deleted_or_changed_comes_back_while_the_job_runs(wo
     world.api.watch(plural, lambda event, body: world.kubelet.moved.set())
     async with world.operator(repair_s=0.05):
         await world.until(lambda: world.status.get("phase") == "Rollout")
-        before, [path] = found(), [path for path in world.api.objects if f"/{plural}/" in path]
+        before, [path, *_] = found(), [path for path in world.api.objects if f"/{plural}/" in path]
         world.api.remove(path)
         await world.until(lambda: before == found())
         world.api.put(path, {**world.api.objects[path], "spec": {}, "data": {}})

@@ -306,7 +306,7 @@ def test_longest_name_of_its_pods_is_a_name() -> None:
 
 def test_only_the_rollout_controller_reaches_its_data_port() -> None:
     job = make_apart(rollout=OWN_ROLLOUT)
-    _, policy, own, _ = belongings.applied(job, operator_namespace="operators")
+    _, policy, _, own, _ = belongings.applied(job, operator_namespace="operators")
     (left_out,) = policy["spec"]["podSelector"]["matchExpressions"]
     assert (names.ROLE_LABEL, "NotIn", ["reference"]) == (left_out["key"], left_out["operator"], left_out["values"])
     assert {names.JOB_UID_LABEL: UID, names.ROLE_LABEL: "reference"} == own["spec"]["podSelector"]["matchLabels"]

@@ -15,6 +15,7 @@ from colocated_rl_operator.loop.job_queue import Queue
 from colocated_rl_operator.loop.nodes import Nodes
 from colocated_rl_operator.loop.pods import Pods
 from colocated_rl_operator.manifests import resources
+from colocated_rl_operator.manifests.belongings import Egress
 from colocated_rl_operator.metrics import OperatorMetrics
 from colocated_rl_operator.planner.notices import NodeSigns
 
@@ -37,6 +38,7 @@ class Doors:
     namespace: str  # the operator's own
     release: str  # this operator as jobs name it: NAMESPACE/LEASE
     confirm: Callable[[], Awaitable[None]]  # returns only if this process leads
+    egress: Egress = Egress.NO_METADATA  # what pods of jobs may call
     queue: Queue = field(default_factory=Queue)
     nodes: Nodes = field(default_factory=lambda: Nodes(NodeSigns()))
     version: str = ""  # of this operator

@@ -250,7 +250,7 @@ async def _is_gone(job: Job, claim: Body, doors: Doors) -> bool:
 
 
 async def _apply_objects(job: Job, doors: Doors) -> None:
-    for body in belongings.applied(job, operator_namespace=doors.namespace):
+    for body in belongings.applied(job, operator_namespace=doors.namespace, egress=doors.egress):
         await doors.kube.apply(job.namespace, body)
 
 
