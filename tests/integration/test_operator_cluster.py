@@ -15,6 +15,7 @@ import shlex
 import shutil
 import signal
 import socket
+import subprocess
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
@@ -928,11 +929,10 @@ async def typed(world: RealWorld, directory: Path, commands: Sequence[str]) -> N
     program.write_text(f'#!/bin/sh\nexec {CHECKOUT.localcluster} kubectl "$@"\n')
     program.chmod(0o755)
     environment = os.environ | {"PATH": f"{program.parent}:{os.environ['PATH']}", "KUBECONFIG": str(world.kubeconfig)}
-    shell = await asyncio.create_subprocess_exec(
-        *("bash", "-e", "-o", "pipefail", "-c", "\n".join(commands)), cwd=directory, env=environment
-    )
-    async with asyncio.timeout(DEADLINE_S):
-        assert 0 == await shell.wait()
+    words = ["bash", "-e", "-o", "pipefail", "-c", "\n".join(commands)]
+    run = partial(subprocess.run, words, cwd=directory, env=environment, stdin=subprocess.DEVNULL, timeout=DEADLINE_S)
+    done = await asyncio.to_thread(run, capture_output=True, text=True, check=False)
+    assert 0 == done.returncode, done.stderr
 
 
 REFERENCE_APART = {"reference": {"placement": "OwnDevices", "replicas": 1}}

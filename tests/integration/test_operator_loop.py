@@ -298,7 +298,7 @@ async def test_what_somebody_deleted_or_changed_comes_back_while_the_job_runs(wo
     """Only the next pod or the next edit of the job brought it back: until then anybody could reach its ports."""
 
     def found() -> Any:
-        return [{**each, "metadata": each["metadata"]["name"]} for each in world.api.all(plural)]
+        return {each["metadata"]["name"]: {**each, "metadata": None} for each in world.api.all(plural)}
 
     stay_in_rollout(world)
     world.api.watch(plural, lambda event, body: world.kubelet.moved.set())
