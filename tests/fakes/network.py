@@ -89,4 +89,5 @@ def _meets(wanted: Mapping[str, Any], labels: Mapping[str, str]) -> bool:
             return value is not None
         case "DoesNotExist":
             return value is None
-    raise AssertionError(wanted)
+        case other:
+            raise AssertionError(other)

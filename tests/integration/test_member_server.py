@@ -458,7 +458,7 @@ async def test_problem_is_shown_as_a_metric_while_the_member_reports_it(tmp_path
         assert not await shown()
 
 
-def with_a_wrong_token(it: Scene) -> MemberTls:
+def with_a_wrong_token(it: MemberScene) -> MemberTls:
     return MemberTls.read(it.authority.member_directory(it.directory / "wrong", job_uid=JOB_UID, token="w" * 32))
 
 

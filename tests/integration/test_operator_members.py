@@ -386,7 +386,7 @@ async def test_the_members_own_certificate_sends_no_targets(authority: Authority
 class KeyedScene:
     """An agent and the operator's door to it, with the keyring by which it gets its keys."""
 
-    def __init__(self, member: RememberingAgent, door: Operator, keyring: Keyring) -> None:
+    def __init__(self, member: RememberingAgent, door: OperatorDoor, keyring: Keyring) -> None:
         self.member, self.door, self.keyring = member, door, keyring
 
     @property

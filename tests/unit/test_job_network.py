@@ -23,7 +23,7 @@ JUDGED = {"file": {"claimName": "c", "path": "p.jsonl", "reward": {"http": {"url
 METADATA = [Place("169.254.169.254", port=80), Place("fd00:ec2::254", port=80), Place("fe80::a9fe:a9fe", port=80)]
 OUTSIDE = [Place("93.184.215.14", port=443), Place("2606:2800:21f::1", port=443), Place("10.0.0.7", port=5432)]
 RESOLVER = [Place("10.96.0.10", port=53), Place("169.254.20.10", port=53, protocol="UDP")]
-APART = {"reference": {"placement": "OwnDevices", "replicas": 1}}
+APART: dict[str, Any] = {"reference": {"placement": "OwnDevices", "replicas": 1}}
 SEATS = (gpu_seat(0), ROLLOUT_SEAT, gpu_seat(0, names.ROLE_REFERENCE))
 
 
