@@ -24,11 +24,12 @@ from colocated_rl_api import names
 from colocated_rl_api.facts import EvaluationResult
 from colocated_rl_api.ladder import TIME_SLICED
 from colocated_rl_api.member_wire import (
+    FromOperator,
     Goal,
     Hello,
     PodTarget,
     RolloutTarget,
-    read_target,
+    read_from_operator,
 )
 from colocated_rl_api.rungs import Rung, WeightVersion
 
@@ -213,8 +214,8 @@ class RolloutState:
 
 
 @cache
-def read(text: bytes) -> PodTarget | RolloutTarget:
-    return read_target(text)
+def read(text: bytes) -> FromOperator:
+    return read_from_operator(text)
 
 
 @cache

@@ -34,6 +34,7 @@ from real_operator import (
     running_operator,
 )
 
+SECRETS = f"/api/v1/namespaces/{NAMESPACE}/secrets"
 DEADLINE_S = 120.0  # operators are started meanwhile, on a machine that does much else
 CANDIDATE = "lease awaited"
 LEASE_PATH = f"/apis/coordination.k8s.io/v1/namespaces/{OPERATORS}/leases/colocated-rl-operator"
@@ -124,8 +125,18 @@ async def open_real_world(
             await api.call("PATCH", path, {"status": status}, "application/merge-patch+json")
 
         async def read_secret(name: str) -> dict[str, str]:
-            secret = await api.call("GET", f"/api/v1/namespaces/{NAMESPACE}/secrets/{name}")
-            return {key: base64.b64decode(value).decode() for key, value in secret["data"].items()}
+            async with asyncio.timeout(DEADLINE_S):
+                while name not in secrets:  # the pod owns it, and so is there before it
+                    secret_made.clear()
+                    await secret_made.wait()
+            return {key: base64.b64decode(value).decode() for key, value in secrets[name]["data"].items()}
+
+        secrets: dict[str, Body] = {}
+        secret_made = asyncio.Event()
+
+        def note_secret(event: str, secret: Body) -> None:
+            secrets[secret["metadata"]["name"]] = secret
+            secret_made.set()
 
         async def ended(pod: Body) -> None:
             return None  # the server forgets a pod without a node at once
@@ -138,6 +149,7 @@ async def open_real_world(
         watches = [
             tasks.create_task(api.watch(PODS, world.note_pod)),
             tasks.create_task(api.watch(JOBS, world.note_job)),
+            tasks.create_task(api.watch(SECRETS, note_secret)),
         ]
         try:
             world.job = await api.call("POST", JOBS, make_manifest(**spec))
@@ -160,6 +172,8 @@ async def _clean(api: AdminApi) -> None:
         path = f"{JOBS}/{job['metadata']['name']}"
         await api.call("PATCH", path, {"metadata": {"finalizers": None}}, "application/merge-patch+json")
         await api.call("DELETE", path)
+    for secret in await api.all(SECRETS):  # of pods, which no collector of garbage looks after here
+        await api.call("DELETE", f"{SECRETS}/{secret['metadata']['name']}")
     for pod in await api.all(PODS):
         await api.call("DELETE", f"{PODS}/{pod['metadata']['name']}", {"gracePeriodSeconds": 0})
     await api.call("DELETE", LEASE_PATH)

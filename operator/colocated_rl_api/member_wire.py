@@ -8,6 +8,7 @@ message is one JSON text frame of at most MAX_MESSAGE_BYTES, discriminated by `t
   older one, and one may be skipped.
 * operator: `Target`. A member holds the newest one it accepted and works until its facts agree with it.
 * member: `Refusal` of a target, with the reason: an older epoch (I5), or one that is not meant for this member.
+* operator: `Keys`, if the member said in its hello which ones it has. It answers with `Renewed`.
 
 Versions may differ by what was added: an upgraded operator drives pods that run until their job ends. Whoever reads a
 message or the job's file passes over fields that it does not know, the resource's own parts included, which are strict
@@ -50,7 +51,7 @@ class Rendezvous(Wire):
 
 
 class Endpoint(Wire):
-    """Names a member's data port. TLS name: `names.member_server_name(job uid)`."""
+    """Names a member's data port. TLS name: `names.pod_server_name(job uid, pod)`."""
 
     pod: str
     address: str
@@ -96,6 +97,26 @@ class RolloutTarget(Wire):
     evaluation: Evaluation | None = None  # how, from the next one on
 
 
+class HeldKeys(Wire):
+    """A description of a member's keys: digests, without a secret."""
+
+    issuer: str  # certificate of the authority that signed
+    trusts: str  # certificates of all authorities that the member trusts
+    token: str
+    ends: datetime  # the member's certificate
+
+
+class Keys(Wire):
+    """A member's certificate with its key, what it trusts, and the job's data token. They replace those it has."""
+
+    type: Literal["keys"] = "keys"
+    authorities: str  # PEM, the one that signs first
+    certificate: str  # PEM
+    key: str  # PEM
+    token: str
+    held: HeldKeys | None = None  # None: in files of an older operator, which renews none
+
+
 class Hello(Wire):
     """A member sends this message first."""
 
@@ -108,6 +129,7 @@ class Hello(Wire):
     replica: int | None = None
     incarnation: str  # of the member process itself
     highest_epoch: int = 0  # the newest epoch it ever accepted
+    keys: HeldKeys | None = None  # None: it takes no others
 
 
 class Refusal(Wire):
@@ -120,16 +142,23 @@ class Refusal(Wire):
     message: str
 
 
-FromMember = Annotated[Hello | PodFacts | RolloutFacts | Refusal, Field(discriminator="type")]
-Target = Annotated[PodTarget | RolloutTarget, Field(discriminator="type")]
+class Renewed(Wire):
+    """The member uses these keys from now on."""
 
-from_member: TypeAdapter[Hello | PodFacts | RolloutFacts | Refusal] = TypeAdapter(FromMember)
-_target: TypeAdapter[PodTarget | RolloutTarget] = TypeAdapter(Target)
+    type: Literal["renewed"] = "renewed"
+    keys: HeldKeys
 
 
-def read_target(text: str | bytes) -> PodTarget | RolloutTarget:
-    """Parse a target; pass over a newer operator's fields, in the spec too. Raises pydantic.ValidationError."""
-    return _target.validate_json(text, extra="ignore")
+FromMember = Hello | PodFacts | RolloutFacts | Refusal | Renewed
+FromOperator = PodTarget | RolloutTarget | Keys
+
+from_member: TypeAdapter[FromMember] = TypeAdapter(Annotated[FromMember, Field(discriminator="type")])
+_from_operator: TypeAdapter[FromOperator] = TypeAdapter(Annotated[FromOperator, Field(discriminator="type")])
+
+
+def read_from_operator(text: str | bytes) -> FromOperator:
+    """Parse a message; pass over a newer operator's fields, in the spec too. Raises pydantic.ValidationError."""
+    return _from_operator.validate_json(text, extra="ignore")
 
 
 # -------------------------------------------------------------------------------------------------- the job's own file

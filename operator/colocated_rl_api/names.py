@@ -27,6 +27,8 @@ JOB_NAME_LABEL = f"{GROUP}/job-name"
 JOB_UID_LABEL = f"{GROUP}/job-uid"
 ROLE_LABEL = f"{GROUP}/role"
 REPLICA_LABEL = f"{GROUP}/replica"  # of its role, from "0"; pods with devices only
+DATA_TOKEN_ANNOTATION = f"{GROUP}/data-token"  # of a job, written by people: another value is another data token
+KEYS_ANNOTATION = f"{GROUP}/keys"  # of a reference's pod: which authority and data token its keys are of
 ATTEMPT_LABEL = f"{GROUP}/attempt"  # how often this replica's pod was made anew, from 0
 ROLE_GPU = "gpu"  # engine and trainers
 ROLE_ENGINE = "engine"  # an engine with devices of its own
@@ -56,11 +58,13 @@ RENDEZVOUS_PORTS = 100  # lineage n uses RENDEZVOUS_PORT + n % RENDEZVOUS_PORTS,
 # --- files in member and GPU containers. Mounted by the operator's pods, read by members, runner and trainer
 JOB_FILE = "/etc/colocate/job/job.json"  # JobFile of `member_wire`
 TRAINER_CONFIG_FILE = "/etc/colocate/job/trainer.json"  # spec.trainer.config as it was written
-TLS_DIR = "/etc/colocate/tls"  # ca.crt, tls.crt, tls.key, data-token; agent, rollout controller, reference only
+TLS_DIR = "/etc/colocate/tls"  # the pod's own Secret: the files below; agent, rollout controller, reference only
 CA_FILE = "ca.crt"
 CERT_FILE = "tls.crt"
 KEY_FILE = "tls.key"
 DATA_TOKEN_FILE = "data-token"
+HELD_KEYS_FILE = "held-keys.json"  # HeldKeys of these files
+KEYS_DIR = "/run/colocate/keys"  # what the operator has renewed of them, in memory; agent, rollout controller only
 STATE_DIR = "/var/lib/colocate"  # journal of the agent; store of the rollout controller (its volume)
 BIN_DIR = "/run/colocate/bin"  # the runner, copied by the init container; read-only in the GPU container
 SOCKET_DIR = "/run/colocate/sock"  # runner.sock, trainer-<rank>.sock; shared by agent and GPU container
@@ -102,8 +106,13 @@ def claim_name(job: str, job_uid: JobUid, volume: str) -> str:
 
 
 def member_server_name(job_uid: JobUid) -> str:
-    """Return the TLS name of a job's members: pod addresses change, so certificates name the job instead."""
+    """Return the TLS name of the member that serves clients of the job: its rollout controller."""
     return f"{job_uid}.members.colocate.internal"
+
+
+def pod_server_name(job_uid: JobUid, pod: str) -> str:
+    """Return the TLS name of one member: pod addresses change, so its certificate names job and pod instead."""
+    return f"{pod}.{member_server_name(job_uid)}"
 
 
 OPERATOR_CLIENT_NAME = "operator.colocate.internal"  # common name of the only certificate that may send targets

@@ -29,7 +29,7 @@ OWNED_VARIABLES = (
 
 OWNED_VOLUMES = (
     *("state", "bin", "sock", "batches", "scratch", "agent-tmp", "gpu-tmp", "weights", "shm", "model", "checkpoints"),
-    *("store", "recorded", "former", "former-samples", "tasks", "tmp", "rewards-tmp", "tls", "job"),
+    *("store", "recorded", "former", "former-samples", "tasks", "tmp", "rewards-tmp", "tls", "keys", "job"),
 )
 OWNED_VOLUME_PREFIXES = ("prompts-", "reward-token-")
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
+import math
 import os
 import signal
 import sys
@@ -21,7 +22,7 @@ from prometheus_client import REGISTRY
 
 from colocated_rl_api import descriptors, logs, names
 from colocated_rl_operator import handlers
-from colocated_rl_operator.clients.authority import Authority, find_authority
+from colocated_rl_operator.clients.authority import Keyring, find_keyring
 from colocated_rl_operator.clients.cluster import ClusterAccess, find_cluster
 from colocated_rl_operator.clients.errors import ApiError, BadSetting, NotFound
 from colocated_rl_operator.clients.events import Events
@@ -30,6 +31,7 @@ from colocated_rl_operator.clients.lease import Lease, LeaseTerms
 from colocated_rl_operator.clients.members import Members
 from colocated_rl_operator.loop.doors import Doors
 from colocated_rl_operator.loop.drive import OperatorContext
+from colocated_rl_operator.loop.keys import keep_keys
 from colocated_rl_operator.loop.nodes import Nodes
 from colocated_rl_operator.loop.pods import Pods
 from colocated_rl_operator.loop.wakeups import Wakeups
@@ -88,17 +90,20 @@ async def lead(settings: OperatorSettings, access: ClusterAccess, metrics: Opera
     wakeups = Wakeups()
     async with Kube(access, count=metrics.count_request) as kube:
         await _until_jobs_are_served(kube, (*settings.watch_namespaces, settings.namespace)[0])
-        authority = await _until_authority_is_found(kube, settings.namespace)
+        keyring = await _until_keyring_is_found(kube, settings.namespace)
         metrics.leader.set(1)
-        metrics.certificate_expiry.labels("authority").set(authority.expires.timestamp())
-        async with Members(authority.operator_context(), wakeups.wake, lost=metrics.lost.inc) as members:
+        async with Members(
+            keyring.operator_context(), wakeups.wake, lost=metrics.lost.inc, renewals=keyring
+        ) as members:
             metrics.connected.set_function(lambda: members.connected)
+            _show_keys(metrics, keyring, members)
             doors = Doors(
                 kube=kube,
                 members=members,
                 events=Events(kube, instance=settings.identity),
                 pods=Pods(),
-                authority=authority,
+                keyring=keyring,
+                egress=settings.egress,
                 images=settings.images,
                 metrics=metrics,
                 namespace=settings.namespace,
@@ -111,6 +116,10 @@ async def lead(settings: OperatorSettings, access: ClusterAccess, metrics: Opera
             keep_watching()
             if settings.node_signs:
                 handlers.watch_nodes()
+            keeping = asyncio.create_task(
+                keep_keys(kube, settings.namespace, keyring, members, every_s=settings.keys_check_s), name="keys"
+            )
+            keeping.add_done_callback(_end_with)
             os.environ["POD_ID"] = settings.identity  # else kopf asks for the name of its user, and the UID has none
             try:
                 await kopf.operator(
@@ -120,6 +129,7 @@ async def lead(settings: OperatorSettings, access: ClusterAccess, metrics: Opera
                     memo=kopf.Memo(context=context),
                 )
             finally:
+                keeping.cancel()
                 context.close()
     logs.log(LOG, "leadership ended")
 
@@ -140,14 +150,30 @@ async def _until_jobs_are_served(kube: Kube, namespace: str) -> None:
         await asyncio.sleep(START_RETRY_S)
 
 
-async def _until_authority_is_found(kube: Kube, namespace: str) -> Authority:
-    """Return the authority once it is found: a leader that ended instead would only fail again, and then back off."""
+async def _until_keyring_is_found(kube: Kube, namespace: str) -> Keyring:
+    """Return the keyring once it is found: a leader that ended instead would only fail again, and then back off."""
     while True:
         try:
-            return await find_authority(kube, namespace)
+            return await find_keyring(kube, namespace)
         except ApiError as error:
             logs.log(LOG, "authority not read, trying again", logging.ERROR, reason=str(error))
         await asyncio.sleep(START_RETRY_S)
+
+
+def _end_with(keeping: asyncio.Task[NoReturn]) -> None:
+    """End the process if nothing renews keys any more: another one does."""
+    if not keeping.cancelled():
+        _die(f"keys are no longer renewed: {keeping.exception()!r}")
+
+
+def _show_keys(metrics: OperatorMetrics, keyring: Keyring, members: Members) -> None:
+    def first_end() -> float:
+        return math.nan if members.first_end is None else members.first_end.timestamp()
+
+    expiry = metrics.certificate_expiry
+    expiry.labels("authority").set_function(lambda: keyring.authority.expires.timestamp())
+    expiry.labels("members").set_function(first_end)
+    metrics.outdated.set_function(lambda: members.outdated)
 
 
 async def _become_leader(lease: Lease) -> None:

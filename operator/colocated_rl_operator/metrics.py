@@ -7,7 +7,8 @@
 | colocated_rl_operator_longest_in_phase_seconds{phase} | of the job that has stood there longest since it was seen |
 | colocated_rl_operator_jobs_stalled{reason} | jobs that wait for a person: InvalidSpec, ObjectRefused, VolumeLost |
 | colocated_rl_operator_jobs_near_backoff_limit | jobs whose failures have used more than half of backoffLimit |
-| colocated_rl_operator_certificate_expiry_timestamp_seconds{certificate} | when a certificate ends: authority |
+| colocated_rl_operator_certificate_expiry_timestamp_seconds{certificate} | end: authority, or members' first |
+| colocated_rl_operator_members_outdated | connected members that should have other keys than they have |
 | colocated_rl_operator_members_connected | connections to members that have reported |
 | colocated_rl_operator_member_connections_lost_total | connections that ended without the operator's wish |
 | colocated_rl_operator_pass_seconds | one pass of a job's loop, API calls included |
@@ -43,6 +44,7 @@ class OperatorMetrics:
         self._clock = clock
         self.leader = Gauge(PREFIX + "leader", "1 while this process leads", registry=registry)
         self.connected = Gauge(PREFIX + "members_connected", "Members that have reported", registry=registry)
+        self.outdated = Gauge(PREFIX + "members_outdated", "Members that should have other keys", registry=registry)
         self.lost = Counter(PREFIX + "member_connections_lost", "Connections lost", registry=registry)
         self.pass_s = Histogram(PREFIX + "pass_seconds", "One pass of a job's loop", buckets=FAST, registry=registry)
         self.plan_s = Histogram(PREFIX + "plan_seconds", "The plan alone", buckets=FAST, registry=registry)

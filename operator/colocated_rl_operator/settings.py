@@ -8,8 +8,10 @@
 | AGENT_IMAGE, ROLLOUT_IMAGE, GPU_IMAGE | images of jobs that name none | required |
 | IMAGE_PULL_POLICY | of the pods it makes | IfNotPresent |
 | FAULT_INJECTION | whether agents take faults that a person injects: true or false | false |
+| JOB_EGRESS | what pods of jobs may call, by NetworkPolicies: Open, NoMetadata or Named | NoMetadata |
 | LEASE_NAME | the Lease that its replicas compete for | colocated-rl-operator |
 | LEASE_DURATION_S, LEASE_RENEW_DEADLINE_S, LEASE_RETRY_S | seconds | 15, 10, 2 |
+| KEYS_CHECK_S | seconds between two looks at the Secrets of its keys and at the certificates of members | 60 |
 | METRICS_PORT | /metrics, /healthz, /readyz; plain HTTP | 9090 |
 | LOG_LEVEL | DEBUG, INFO, WARNING or ERROR | INFO |
 
@@ -23,6 +25,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from colocated_rl_operator.clients.errors import BadSetting
+from colocated_rl_operator.manifests.belongings import Egress
 from colocated_rl_operator.manifests.resources import PodImages
 from colocated_rl_operator.planner.notices import NodeSigns
 
@@ -51,6 +54,8 @@ class OperatorSettings:
     node_signs: NodeSigns = field(default_factory=NodeSigns)
     lease_name: str = "colocated-rl-operator"
     lease: LeaseTimes = LeaseTimes()
+    egress: Egress = Egress.NO_METADATA
+    keys_check_s: float = 60.0
     metrics_port: int = 9090
     log_level: str = "INFO"
 
@@ -87,6 +92,8 @@ class OperatorSettings:
             ),
             lease_name=read.text("LEASE_NAME", "colocated-rl-operator"),
             lease=lease,
+            egress=Egress(read.choice("JOB_EGRESS", Egress.NO_METADATA, tuple(Egress))),
+            keys_check_s=read.seconds("KEYS_CHECK_S", 60.0),
             metrics_port=read.port("METRICS_PORT", 9090),
             log_level=read.choice("LOG_LEVEL", "INFO", LOG_LEVELS),
         )

@@ -21,8 +21,17 @@ from contract.api_server import Helm
 from documents.blocks import under
 
 from builders import make_job
-from colocated_rl_operator.clients.authority import AUTHORITY_LIFE, JOB_LIFE, SECRET_NAME, Authority
-from colocated_rl_operator.manifests import belongings, resources
+from colocated_rl_api import names
+from colocated_rl_operator.clients.authority import (
+    AUTHORITY_LIFE,
+    LEAF_LIFE,
+    SECRET_NAME,
+    Authority,
+    Keyholder,
+    Keyring,
+    secret_files,
+)
+from colocated_rl_operator.manifests import resources
 from colocated_rl_operator.manifests.resources import PodImages
 from setup.layout import CHECKOUT
 
@@ -89,9 +98,8 @@ def secret(name: str, namespace: str, files: dict[str, bytes]) -> dict[str, Any]
 
 
 def keys_of_a_job(authority: Authority, name: str) -> dict[str, Any]:
-    job = make_job()
-    body = belongings.tls_secret(job, authority.job_files(job.uid))
-    return secret(f"{name}-tls", "research", {file: text.encode() for file, text in body["stringData"].items()})
+    keys = Keyring(authority, b"k" * 32).keys(Keyholder(make_job().uid, "sums-gpu-0-0", names.ROLE_GPU))
+    return secret(f"{name}-tls", "research", {file: text.encode() for file, text in secret_files(keys).items()})
 
 
 def ends(printed: str) -> datetime:
@@ -109,11 +117,11 @@ def test_commands_tell_whom_a_job_trusts_and_until_when(terminal: PageShell) -> 
     terminal.put(SECRET_NAME, secret(SECRET_NAME, "colocated-rl-system", present.files()))
     terminal.put("older", keys_of_a_job(before, "older"))
     terminal.put("newer", keys_of_a_job(present, "newer"))
-    of_authority, of_job, job_until, export, others, *_ = under(RUNBOOK, "How to be sure")
+    of_authority, of_job, job_until, _, export, others, *_ = under(RUNBOOK, "How to be sure")
 
     authority = terminal(of_authority)
     assert abs(ends(authority) - now - AUTHORITY_LIFE) < timedelta(hours=1)
-    assert abs(ends(terminal(job_until.replace("JOB", "newer"))) - now - JOB_LIFE) < timedelta(hours=1)
+    assert abs(ends(terminal(job_until.replace("JOB", "newer"))) - now - LEAF_LIFE) < timedelta(hours=1)
     assert fingerprint(authority) == fingerprint(terminal(of_job.replace("JOB", "newer")))
     assert fingerprint(authority) != fingerprint(terminal(of_job.replace("JOB", "older")))
     assert "research older-tls\n" == terminal(export, others)
@@ -122,8 +130,7 @@ def test_commands_tell_whom_a_job_trusts_and_until_when(terminal: PageShell) -> 
 def test_an_authority_is_restored_from_the_two_files_of_the_page(terminal: PageShell) -> None:
     lost = Authority.new()
     terminal.put(SECRET_NAME, secret(SECRET_NAME, "colocated-rl-system", lost.files()))
-    backup = [command for command in under(RUNBOOK, "Replace the authority") if command.endswith((".crt", ".key"))]
-    assert 2 == len(backup)
+    backup = under(RUNBOOK, "Replace the authority")[:2]
     terminal(*backup)
 
     [create] = [command for command in under(RUNBOOK, "Restore a lost authority") if " create " in command]

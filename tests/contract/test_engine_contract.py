@@ -548,7 +548,7 @@ async def client(
         if (own := server.exports / str(OLD) / name).exists():  # the fake one has none
             shutil.copyfile(own, model / name)
     (model / "chat_template.jinja").write_text(TOOLS_TEMPLATE)
-    data = DataPort(hearing.serve, admits=job.tls.admits).listening("127.0.0.1", 0, job.tls.data_context())
+    data = DataPort(hearing.serve, admits=job.tls.admits).listening("127.0.0.1", 0, job.tls.data_context)
     async with data as port:
         hearing.open(Backend(engine.url, "incarnation", OLD, engine.abort))
         endpoint = Endpoint(pod="job-gpu-0-0", address="127.0.0.1", port=port)

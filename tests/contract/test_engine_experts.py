@@ -92,7 +92,7 @@ async def scene(tmp_path: Path) -> AsyncIterator[ExpertsScene]:
         shutil.copyfile(exports / str(OLD) / name, tmp_path / "model" / name)
     gate = Gate()
     flags = ("--max-total-tokens", "8192", FLAG)
-    data = DataPort(gate.serve, admits=job.tls.admits).listening("127.0.0.1", 0, job.tls.data_context())
+    data = DataPort(gate.serve, admits=job.tls.admits).listening("127.0.0.1", 0, job.tls.data_context)
     (root / "sitecustomize.py").write_text(NOTHING_TO_PIN)
     variables = {"PYTHONPATH": str(root)}
     with engine_process(exports / str(OLD), version=OLD, root=root, flags=flags, variables=variables) as it:

@@ -232,8 +232,9 @@ print(ask(context))
 
 def test_the_data_token_and_a_members_own_keys_send_no_target(job: RunningJob) -> None:
     """A rollout controller that somebody else has taken over holds only these."""
-    address = job.pods(names.ROLE_GPU)[0]["status"]["podIP"]
-    arguments = (address, names.member_server_name(names.JobUid(job.uid)))
+    agent = job.pods(names.ROLE_GPU)[0]
+    name = names.pod_server_name(names.JobUid(job.uid), agent["metadata"]["name"])
+    arguments = (agent["status"]["podIP"], name)
     output = job.python(job.rollout_pod, names.ROLLOUT_CONTAINER, ASK_FOR_TARGETS, *arguments)
     without, with_own = output.splitlines()
     assert {without, with_own} <= HUNG_UP, "no certificate but the operator's gets an answer"

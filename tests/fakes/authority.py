@@ -32,9 +32,10 @@ class FakeAuthority:
         return self._sign("test authority", self.key, authority=True)
 
     def member_directory(self, directory: Path, *, job_uid: names.JobUid, token: str) -> Path:
-        """Files of `names.TLS_DIR` for a member of the job."""
+        """Files of `names.TLS_DIR` for any member of the job."""
         directory.mkdir(parents=True, exist_ok=True)
-        self._write(directory, common_name=job_uid[:64], server_name=names.member_server_name(job_uid))
+        own = names.member_server_name(job_uid)
+        self._write(directory, common_name=job_uid[:64], server_names=(own, f"*.{own}"))
         (directory / names.DATA_TOKEN_FILE).write_text(token + "\n")
         return directory
 
@@ -43,7 +44,7 @@ class FakeAuthority:
         certificate; `directory` keeps the files.
         """
         directory.mkdir(parents=True, exist_ok=True)
-        self._write(directory, common_name=common_name, server_name=None)
+        self._write(directory, common_name=common_name)
         context = ssl.create_default_context(cafile=str(directory / names.CA_FILE))
         context.load_cert_chain(directory / names.CERT_FILE, directory / names.KEY_FILE)
         return context
@@ -53,14 +54,14 @@ class FakeAuthority:
         authority's certificate among them.
         """
         directory.mkdir(parents=True, exist_ok=True)
-        self._write(directory, common_name=server_name, server_name=server_name)
+        self._write(directory, common_name=server_name, server_names=(server_name,))
         context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
         context.load_cert_chain(directory / names.CERT_FILE, directory / names.KEY_FILE)
         return context
 
-    def _write(self, directory: Path, *, common_name: str, server_name: str | None) -> None:
+    def _write(self, directory: Path, *, common_name: str, server_names: tuple[str, ...] = ()) -> None:
         key = ec.generate_private_key(ec.SECP256R1())
-        certificate = self._sign(common_name, key, server_name=server_name)
+        certificate = self._sign(common_name, key, server_names=server_names)
         (directory / names.CA_FILE).write_bytes(self.certificate.public_bytes(serialization.Encoding.PEM))
         (directory / names.CERT_FILE).write_bytes(certificate.public_bytes(serialization.Encoding.PEM))
         (directory / names.KEY_FILE).write_bytes(
@@ -74,7 +75,7 @@ class FakeAuthority:
         common_name: str,
         key: ec.EllipticCurvePrivateKey,
         *,
-        server_name: str | None = None,
+        server_names: tuple[str, ...] = (),
         authority: bool = False,
     ) -> x509.Certificate:
         now = datetime.now(UTC)
@@ -95,7 +96,7 @@ class FakeAuthority:
             )
             .add_extension(usage, critical=True)
         )
-        if server_name is not None:
-            alternative = x509.SubjectAlternativeName([x509.DNSName(server_name)])
+        if server_names:
+            alternative = x509.SubjectAlternativeName([x509.DNSName(name) for name in server_names])
             builder = builder.add_extension(alternative, critical=False)
         return builder.sign(self.key, hashes.SHA256())

@@ -17,7 +17,7 @@ from colocated_rl_api import names
 from colocated_rl_api.member_wire import Goal, PodTarget
 from colocated_rl_api.rungs import Rung
 from colocated_rl_operator.__main__ import run
-from colocated_rl_operator.clients.authority import Authority
+from colocated_rl_operator.clients.authority import Authority, Keyring
 from colocated_rl_operator.clients.members import Address, Members
 
 FIRST = 8  # connections that pay for what all share
@@ -30,8 +30,13 @@ def resident_kib() -> int:
 
 async def measure(authority: Authority, ports: Sequence[int]) -> tuple[float, float]:
     heard = asyncio.Event()
-    addresses = [Address(f"pod-{port}", names.PodUid("uid-0"), names.ROLE_GPU, "127.0.0.1", port) for port in ports]
-    async with Members(authority.operator_context(), lambda job_uid, *, hurry=True: heard.set()) as members:
+    addresses = [
+        Address(f"pod-{port}", names.PodUid("uid-0"), names.ROLE_GPU, "127.0.0.1", port, has_own_keys=False)
+        for port in ports
+    ]
+    async with Members(
+        Keyring(authority, b"k" * 32).operator_context(), lambda job_uid, *, hurry=True: heard.set()
+    ) as members:
 
         async def answered(number: int, epoch: int) -> int:
             members.keep(UID, addresses[:number])

@@ -144,6 +144,7 @@ class FakeKubelet:
         self._read_secret = read_secret
         self._set_status = set_status
         self._ended = ended
+        self._keys: dict[str, Path] = {}
         self._lives: dict[str, asyncio.Task[None]] = {}
         self._net = f"127.{random.randrange(10, 250)}.{random.randrange(1, 250)}"
         self._hosts = iter(range(1, 250))
@@ -247,10 +248,14 @@ class FakeKubelet:
     def of_seat(self, seat: str) -> FakeMember:
         return next(member for member in self.members.values() if member.pod.seat == seat)
 
+    def directory_of(self, pod: str) -> Path:
+        """Return the directory with the keys of a pod."""
+        return self._keys[pod]
+
     async def _tls(self, pod: Body) -> Path:
         volume = next(volume for volume in pod["spec"]["volumes"] if volume["name"] == "tls")
         name: str = volume["secret"]["secretName"]
-        directory = self._directory / name
+        directory = self._keys[pod["metadata"]["name"]] = self._directory / name
         directory.mkdir(parents=True, exist_ok=True)
         for file, text in (await self._read_secret(name)).items():
             (directory / file).write_text(text)

@@ -26,5 +26,10 @@ class WallClock:
 
     def set(self, ahead_s: int) -> None:
         """Set it so many seconds ahead of what it would be, in running processes too."""
-        with self._file.open("r+b" if self._file.exists() else "wb") as file:
-            file.write(ahead_s.to_bytes(8, "little", signed=True))
+        set_clock(self._file, ahead_s)
+
+
+def set_clock(file: Path, ahead_s: int) -> None:
+    """Set the clock of processes that have loaded it with this file."""
+    with file.open("r+b" if file.exists() else "wb") as opened:
+        opened.write(ahead_s.to_bytes(8, "little", signed=True))

@@ -17,7 +17,7 @@ from builders import make_job, make_manifest
 from colocated_rl_api import names
 from colocated_rl_api.member_wire import Goal
 from colocated_rl_api.rungs import Rung
-from colocated_rl_operator.clients.authority import Authority
+from colocated_rl_operator.clients.authority import Authority, Keyring
 from colocated_rl_operator.clients.events import Events
 from colocated_rl_operator.clients.kube import Kube
 from colocated_rl_operator.clients.members import Members
@@ -34,6 +34,7 @@ from fakes.member import FakeKubelet
 JOB_PATH = f"/apis/{names.API_VERSION}/namespaces/default/{names.PLURAL}/sums"
 SPEC: dict[str, Any] = {"replicas": 2, "steps": 3, "checkpoint": {"everySteps": 2}, "evaluation": {"everySteps": 2}}
 DEADLINE_S = 60.0
+TOKEN_KEY = b"k" * 32
 
 
 @dataclass
@@ -75,7 +76,7 @@ class FakeWorld:
     api: FakeApiServer
     group: ModelGroup
     kubelet: FakeKubelet
-    authority: Authority
+    keyring: Keyring
     tasks: asyncio.TaskGroup
     daemon: asyncio.Task[None] | None = None  # the newest
 
@@ -85,7 +86,9 @@ class FakeWorld:
         metrics, wakeups, pods, stopper = OperatorMetrics(CollectorRegistry()), Wakeups(), Pods(), Stopper()
         async with (
             Kube(self.api.access, count=metrics.count_request) as kube,
-            Members(self.authority.operator_context(), wakeups.wake, lost=metrics.lost.inc) as members,
+            Members(
+                self.keyring.operator_context(), wakeups.wake, lost=metrics.lost.inc, renewals=self.keyring
+            ) as members,
         ):
             images = PodImages(agent="agent", rollout="rollout", gpu="gpu", pull_policy="IfNotPresent")
             usual: dict[str, Any] = {"release": "operators/lease", "images": images}
@@ -94,7 +97,7 @@ class FakeWorld:
                 members=members,
                 events=Events(kube, instance="test"),
                 pods=pods,
-                authority=self.authority,
+                keyring=self.keyring,
                 metrics=metrics,
                 namespace="operators",
                 confirm=_confirmed,
@@ -159,7 +162,13 @@ async def open_world(directory: Path, spec: dict[str, Any]) -> AsyncIterator[Fak
             api.remove(f"/api/v1/namespaces/default/pods/{pod['metadata']['name']}")
 
         async def read_secret(name: str) -> dict[str, str]:
-            files: dict[str, str] = api.objects[f"/api/v1/namespaces/default/secrets/{name}"]["stringData"]
+            made, path = asyncio.Event(), f"/api/v1/namespaces/default/secrets/{name}"
+            api.watch("secrets", lambda event, body: made.set())
+            async with asyncio.timeout(DEADLINE_S):
+                while path not in api.objects:  # the pod owns it, and so is there before it
+                    made.clear()
+                    await made.wait()
+            files: dict[str, str] = api.objects[path]["stringData"]
             return files
 
         kubelet = FakeKubelet(
@@ -169,7 +178,7 @@ async def open_world(directory: Path, spec: dict[str, Any]) -> AsyncIterator[Fak
         for plural in ("pods", "events", names.PLURAL):
             api.watch(plural, lambda event, body: kubelet.moved.set())
         api.put(JOB_PATH, make_manifest(**spec))
-        yield FakeWorld(api, group, kubelet, Authority.new(), tasks)
+        yield FakeWorld(api, group, kubelet, Keyring(Authority.new(), TOKEN_KEY), tasks)
         kubelet.end_all()
 
 

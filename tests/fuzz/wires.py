@@ -12,7 +12,16 @@ from pydantic import ValidationError
 from colocated_rl_agent.runner.runner_link import read_message
 from colocated_rl_api.facts import PodFacts
 from colocated_rl_api.ladder import ladder_for
-from colocated_rl_api.member_wire import Hello, JobFile, PodTarget, Refusal, RolloutTarget, from_member, read_target
+from colocated_rl_api.member_wire import (
+    Hello,
+    JobFile,
+    Keys,
+    PodTarget,
+    Refusal,
+    RolloutTarget,
+    from_member,
+    read_from_operator,
+)
 from colocated_rl_api.rungs import Placement, WeightVersion
 from colocated_rl_api.trainer_wire import TrainerStatus
 from colocated_rl_api.wire import Wire
@@ -27,12 +36,14 @@ LADDERS = [ladder_for(placement, scores=scores) for placement, scores in product
 
 
 def target(data: bytes) -> None:
-    """A target is unreadable, refused or admitted; an admitted one says the same after another journey."""
+    """A message is unreadable or says the same after another journey; a target is refused or admitted."""
     try:
-        read = read_target(data)
+        read = read_from_operator(data)
     except ValidationError:
         return
-    assert read == read_target(read.model_dump_json(by_alias=True))
+    assert read == read_from_operator(read.model_dump_json(by_alias=True))
+    if isinstance(read, Keys):
+        return
     pods = EpochFence(PodTarget, highest_epoch=7, remember_epoch=lambda epoch: None)
     admitted = pods.admit(read)
     assert isinstance(admitted, Refusal) is (isinstance(read, RolloutTarget) or read.epoch < 7)

@@ -438,7 +438,7 @@ async def test_caller_that_does_not_read_is_left_and_its_handler_ends(tmp_path: 
     tls = MemberTls.read(
         FakeAuthority().member_directory(tmp_path / "tls", job_uid=names.JobUid("uid"), token="t" * 32)
     )
-    served, seen = (tls.data_context(), tls.client_context()) if encrypted else (None, None)
+    served, seen = (tls.data_context, tls.client_context()) if encrypted else (None, None)
     name = names.member_server_name(names.JobUid("uid")) if encrypted else None
     echo = Echo()
     data_port = DataPort(echo.handle)

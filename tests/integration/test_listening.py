@@ -68,7 +68,7 @@ async def test_the_oldest_silent_connections_make_room_at_once_for_a_member(
     listener, room = listen("127.0.0.1", 0), RoomFor(100, lambda: 0, lambda _: asyncio.Protocol())
     async with (
         asyncio.timeout(DEADLINE_S),
-        accepting(listener, room, at_a_time=8, context=tls.data_context(), handshake_s=100 * DEADLINE_S) as port,
+        accepting(listener, room, at_a_time=8, context=tls.data_context, handshake_s=100 * DEADLINE_S) as port,
     ):
         with ExitStack() as sockets:
 

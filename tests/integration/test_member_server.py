@@ -458,10 +458,14 @@ async def test_problem_is_shown_as_a_metric_while_the_member_reports_it(tmp_path
         assert not await shown()
 
 
+def with_a_wrong_token(it: MemberScene) -> MemberTls:
+    return MemberTls.read(it.authority.member_directory(it.directory / "wrong", job_uid=JOB_UID, token="w" * 32))
+
+
 async def test_data_port_serves_a_member_and_refuses_a_wrong_token(tmp_path: Path) -> None:
     async with scene(tmp_path) as it:
         endpoint = Endpoint(pod="job-gpu-0-0", address="127.0.0.1", port=it.member.server.ports.data)
-        for tls, status in ((it.tls, 200), (MemberTls(it.tls.directory, "w" * 32), 401)):
+        for tls, status in ((it.tls, 200), (with_a_wrong_token(it), 401)):
             async with DataClient(it.session, tls, JOB_UID).request("POST", endpoint, "/echo", data=b"x") as answer:
                 assert status == answer.status
 
@@ -506,7 +510,7 @@ async def test_data_port_bounds_its_connections_and_says_so(tmp_path: Path) -> N
 async def test_caller_without_the_token_keeps_no_connection(tmp_path: Path) -> None:
     async with scene(tmp_path) as it:
         endpoint = Endpoint(pod="job-gpu-0-0", address="127.0.0.1", port=it.member.server.ports.data)
-        stranger = DataClient(it.session, MemberTls(it.tls.directory, "w" * 32), JOB_UID)
+        stranger = DataClient(it.session, with_a_wrong_token(it), JOB_UID)
         async with stranger.request("POST", endpoint, "/echo", data=b"x") as answer:
             assert (401, "close") == (answer.status, answer.headers.get("Connection"))
             assert ("Bearer", NO_TOKEN) == (answer.headers["WWW-Authenticate"], await answer.json())

@@ -15,7 +15,8 @@ import shlex
 import shutil
 import signal
 import socket
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+import subprocess
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from functools import partial
@@ -27,14 +28,14 @@ import pytest
 import yaml
 from contract.api_server import Helm, Kubectl
 from documents.blocks import under
-from real_world import CANDIDATE, DEADLINE_S, LEASE, LEASE_PATH, RealWorld, open_real_world
+from real_world import CANDIDATE, DEADLINE_S, LEASE, LEASE_PATH, SECRETS, RealWorld, open_real_world
 
 from builders import make_job, make_manifest
 from colocated_rl_api import names
 from colocated_rl_api.ladder import TIME_SLICED
 from colocated_rl_api.member_wire import Goal, PodTarget, RolloutTarget
 from colocated_rl_api.rungs import Rung
-from colocated_rl_operator.clients.authority import SECRET_NAME, Authority
+from colocated_rl_operator.clients.authority import SECRET_NAME, Authority, Keyholder, Keyring, secret_files
 from colocated_rl_operator.clients.cluster import ClusterAccess
 from colocated_rl_operator.clients.kube import APPLY
 from colocated_rl_operator.manifests import resources
@@ -863,9 +864,11 @@ async def test_who_answers_in_a_members_place_is_sent_nothing(world: RealWorld, 
         lost = world.kubelet.of_seat("gpu-1")
         world.kubelet.end(lost.pod.uid)
         await world.until(lambda: operator.logged("member lost") and not lost.listens)
-        own = tmp_path / resources.tls_secret_name(replace(make_job(), uid=world.job["metadata"]["uid"]))
+        own = world.kubelet.directory_of(lost.server.hello.pod)
         await passes_for_nobody(world, operator, lost, uid="another pod's", keys=own, because="unknown member")
-        forged = write_keys(Authority.new().job_files(world.job["metadata"]["uid"]), tmp_path / "forged")
+        holder = Keyholder(world.job["metadata"]["uid"], lost.server.hello.pod, names.ROLE_GPU)
+        forgery = secret_files(Keyring(Authority.new(), b"k" * 32).keys(holder))
+        forged = write_keys(forgery, tmp_path / "forged")
         await passes_for_nobody(world, operator, lost, uid=lost.pod.uid, keys=forged, because="CERTIFICATE_VERIFY")
         await world.api.call("DELETE", f"{PODS}/{lost.server.hello.pod}")
         world.kubelet.release("rollout")
@@ -917,6 +920,79 @@ async def test_a_job_gets_on_with_another_authority_as_the_runbook_says(
         await world.until(lambda: world.is_complete)
     assert (0, "3-2") == (world.status["restarts"], world.status["weightVersion"])
     gc.collect()  # and says it here, in no other test
+
+
+async def typed(world: RealWorld, directory: Path, commands: Sequence[str]) -> None:
+    """Run commands of a page in a shell, with kubectl of this cluster."""
+    (directory / "bin").mkdir(exist_ok=True)
+    program = directory / "bin/kubectl"
+    program.write_text(f'#!/bin/sh\nexec {CHECKOUT.localcluster} kubectl "$@"\n')
+    program.chmod(0o755)
+    environment = os.environ | {"PATH": f"{program.parent}:{os.environ['PATH']}", "KUBECONFIG": str(world.kubeconfig)}
+    words = ["bash", "-e", "-o", "pipefail", "-c", "\n".join(commands)]
+    run = partial(subprocess.run, words, cwd=directory, env=environment, stdin=subprocess.DEVNULL, timeout=DEADLINE_S)
+    done = await asyncio.to_thread(run, capture_output=True, text=True, check=False)
+    assert 0 == done.returncode, done.stderr
+
+
+REFERENCE_APART = {"reference": {"placement": "OwnDevices", "replicas": 1}}
+
+
+@pytest.mark.parametrize("world", [REFERENCE_APART], indirect=True, ids=["with a reference"])
+async def test_authority_and_token_are_replaced_under_a_running_job_as_the_runbook_says(
+    world: RealWorld, tmp_path: Path
+) -> None:
+    """Every job lost all its pods for another authority, and its token could not be replaced at all."""
+
+    def held(what: str) -> set[str]:
+        keys = [member.server.hello.keys for member in world.kubelet.members.values()]
+        return {getattr(each, what) for each in keys if each is not None}
+
+    async def renewed(what: str, before: set[str]) -> None:
+        async with asyncio.timeout(DEADLINE_S):
+            while len(held(what)) > 1 or held(what) == before:  # noqa: ASYNC110 - nobody is told of renewed keys
+                await asyncio.sleep(0.05)
+
+    async def references() -> set[str]:
+        return {
+            each["metadata"]["uid"] for each in await world.api.all(PODS) if "reference" in each["metadata"]["name"]
+        }
+
+    world.stay_in_rollout()
+    async with world.operator(LEASE | {"KEYS_CHECK_S": "0.2"}) as operator:
+        await world.until(lambda: world.status.get("phase") == "Rollout")
+        members, first_references, secrets = (
+            dict(world.kubelet.members),
+            await references(),
+            await world.api.all(SECRETS),
+        )
+        assert {*world.kubelet.members, *first_references} == {
+            owner["uid"] for each in secrets for owner in each["metadata"]["ownerReferences"] if owner["kind"] == "Pod"
+        }
+        page = under("docs/runbooks/ca-rotation.md", "Replace the authority")
+        commands = [each.replace("colocated-rl-system", OPERATORS) for each in page]
+        issuers = [held("issuer")]
+        for number in (5, 2, 1):
+            before = held("trusts")
+            await typed(world, tmp_path, commands[:number])
+            await renewed("trusts", before)
+            issuers.append(held("issuer"))
+            commands = commands[number:]
+        assert [] == commands
+        assert (issuers[0], issuers[2]) == (issuers[1], issuers[3])
+        assert issuers[0] != issuers[2]
+        command, *_ = under("docs/runbooks/ca-rotation.md", "A leaked job")
+        before = held("token")
+        await typed(world, tmp_path, [command.replace("JOB", "sums")])
+        await renewed("token", before)
+        assert members == world.kubelet.members
+        assert [] == operator.logged("member lost")
+        async with asyncio.timeout(DEADLINE_S):
+            while len(now := await references()) != 1 or now == first_references:  # noqa: ASYNC110 - as above
+                await asyncio.sleep(0.1)
+        world.kubelet.release("rollout")
+        await world.until(lambda: world.is_complete)
+    assert (0, 1) == (world.status["restarts"], world.status["lineage"])
 
 
 def write_keys(files: Mapping[str, str], directory: Path) -> Path:

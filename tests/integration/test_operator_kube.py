@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import contextlib
 import ssl
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 
 import pytest
@@ -16,7 +18,17 @@ from cryptography.x509.oid import ExtendedKeyUsageOID
 
 from builders import UID, make_manifest
 from colocated_rl_api import names
-from colocated_rl_operator.clients.authority import SECRET_NAME, Authority, find_authority
+from colocated_rl_operator.clients.authority import (
+    SECRET_NAME,
+    TOKENS_SECRET_NAME,
+    Authority,
+    Keyholder,
+    Keyring,
+    find_authority,
+    find_keyring,
+    read_again,
+    secret_files,
+)
 from colocated_rl_operator.clients.cluster import ClusterAccess
 from colocated_rl_operator.clients.errors import (
     ApiError,
@@ -256,6 +268,9 @@ async def test_a_lost_event_stops_nobody(api: FakeApiServer, kube: Kube) -> None
 
 
 # ------------------------------------------------------------------------------------------------------------ authority
+GPU_POD = Keyholder(UID, "sums-gpu-0-0", names.ROLE_GPU)
+
+
 async def test_replicas_that_start_at_once_agree_on_one_authority(api: FakeApiServer) -> None:
     async with Kube(api.access) as first, Kube(api.access) as second:
         found = await asyncio.gather(find_authority(first, "operators"), find_authority(second, "operators"))
@@ -274,30 +289,94 @@ async def test_an_authority_that_cannot_be_read_is_not_replaced(api: FakeApiServ
         await find_authority(kube, "operators")
 
 
-def test_a_jobs_certificate_serves_its_own_name_and_nothing_else() -> None:
+def test_a_members_certificate_serves_its_own_name_and_nothing_else() -> None:
     authority = Authority.new()
-    files = authority.job_files(UID)
+    files = secret_files(Keyring(authority, b"k" * 32).keys(GPU_POD))
     certificate = x509.load_pem_x509_certificate(files[names.CERT_FILE].encode())
     alternative = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
-    assert [names.member_server_name(UID)] == alternative.get_values_for_type(x509.DNSName)
+    assert [names.pod_server_name(UID, GPU_POD.pod)] == alternative.get_values_for_type(x509.DNSName)
     purposes = certificate.extensions.get_extension_for_class(x509.ExtendedKeyUsage).value
     assert [ExtendedKeyUsageOID.SERVER_AUTH] == list(purposes)
     assert names.OPERATOR_CLIENT_NAME not in str(certificate.subject)
 
 
-def test_a_jobs_data_token_is_its_own_and_stays_the_same() -> None:
-    """Members keep the one they began with, whatever becomes of the job's Secret."""
-    one, other = Authority.new(), Authority.new()
-    tokens = [
-        each.job_files(uid)[names.DATA_TOKEN_FILE]
-        for each, uid in ((one, UID), (one, names.JobUid("another")), (other, UID))
+def test_members_have_a_key_each_and_only_the_rollout_controller_serves_the_jobs_name() -> None:
+    keyring = Keyring(Authority.new(), b"k" * 32)
+    rollout = replace(GPU_POD, pod="sums-rollout-0", role=names.ROLE_ROLLOUT)
+    keys = [keyring.keys(each) for each in (GPU_POD, replace(GPU_POD, pod="sums-gpu-1-0"), rollout)]
+    assert 3 == len({each.key for each in keys})
+    served = [
+        x509.load_pem_x509_certificate(each.certificate.encode())
+        .extensions.get_extension_for_class(x509.SubjectAlternativeName)
+        .value.get_values_for_type(x509.DNSName)
+        for each in keys
     ]
-    assert 3 == len(set(tokens))
-    assert tokens[0] == Authority.read(one.files()).job_files(UID)[names.DATA_TOKEN_FILE]
+    assert [False, False, True] == [names.member_server_name(UID) in each for each in served]
+
+
+def test_a_jobs_data_token_is_its_own_and_another_one_by_name_and_not_the_authoritys() -> None:
+    keyring, another = Keyring(Authority.new(), b"k" * 32), Keyring(Authority.new(), b"k" * 32)
+    jobs = [GPU_POD, replace(GPU_POD, job_uid=names.JobUid("another")), replace(GPU_POD, token_name="2")]
+    assert 3 == len({keyring.token(each) for each in jobs})
+    assert [keyring.token(each) for each in jobs] == [another.token(each) for each in jobs]
+    assert keyring.token(GPU_POD) != Keyring(keyring.authority, b"l" * 32).token(GPU_POD)
+
+
+@pytest.mark.parametrize(
+    ("days", "is_current"), [(0, True), (19.9, True), (20.1, False), (31, False)], ids=["new", "19", "20", "over"]
+)
+def test_certificates_of_thirty_days_are_renewed_when_ten_are_left(days: float, is_current: bool) -> None:
+    now = datetime.now(UTC)
+    keyring = Keyring(Authority.new(), b"k" * 32, wall=lambda: now)
+    held = keyring.keys(GPU_POD).held
+    assert held is not None
+    assert timedelta(days=30) - timedelta(seconds=1) <= held.ends - now <= timedelta(days=30)
+    now += timedelta(days=days)
+    assert is_current is keyring.is_current(held, GPU_POD)
+
+
+def test_keys_are_outdated_when_authority_trust_or_token_has_changed() -> None:
+    former, next_one, token_key = Authority.new(), Authority.new(), b"k" * 32
+    keyring = Keyring(former, token_key)
+    held = keyring.keys(GPU_POD).held
+    assert held is not None
+    for authority in (replace(former, others=(next_one.certificate,)), replace(next_one, others=(former.certificate,))):
+        assert keyring.replace(authority, token_key)
+        assert not keyring.is_current(held, GPU_POD)
+    assert keyring.replace(former, token_key)
+    assert keyring.is_current(held, GPU_POD)
+    assert not keyring.is_current(held, replace(GPU_POD, token_name="2"))
+    assert keyring.replace(former, b"l" * 32)
+    assert not keyring.is_current(held, GPU_POD)
+    assert not keyring.replace(former, b"l" * 32)
+
+
+async def test_an_authority_whose_key_is_anothers_is_refused(api: FakeApiServer, kube: Kube) -> None:
+    files = Authority.new().files() | {names.CA_FILE: Authority.new().files()[names.CA_FILE]}
+    data = {name: base64.b64encode(content).decode() for name, content in files.items()}
+    api.put(f"/api/v1/namespaces/operators/secrets/{SECRET_NAME}", {"metadata": {"name": SECRET_NAME}, "data": data})
+    with pytest.raises(ApiUnreachable, match="is not that of"):
+        await find_keyring(kube, "operators")
+
+
+async def test_a_token_key_that_is_damaged_is_not_replaced(api: FakeApiServer, kube: Kube) -> None:
+    path = f"/api/v1/namespaces/operators/secrets/{TOKENS_SECRET_NAME}"
+    api.put(path, {"metadata": {"name": TOKENS_SECRET_NAME}, "data": {"token.key": "c2hvcnQ="}})
+    with pytest.raises(ApiUnreachable, match=r"has no token\.key of 32 bytes"):
+        await find_keyring(kube, "operators")
+
+
+async def test_secrets_that_are_gone_are_not_made_again_under_a_leader(api: FakeApiServer, kube: Kube) -> None:
+    """It goes on by the keys that it has."""
+    keyring = await find_keyring(kube, "operators")
+    assert not await read_again(kube, "operators", keyring)
+    api.remove(f"/api/v1/namespaces/operators/secrets/{SECRET_NAME}")
+    with pytest.raises(NotFound):
+        await read_again(kube, "operators", keyring)
 
 
 def test_the_operator_trusts_its_own_authority_alone() -> None:
-    context = Authority.new().operator_context()
+    context = Keyring(Authority.new(), b"k" * 32).operator_context()
     assert ssl.CERT_REQUIRED is context.verify_mode
     assert context.check_hostname
     assert 1 == len(context.get_ca_certs())

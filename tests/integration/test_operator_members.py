@@ -10,7 +10,8 @@ import sys
 from asyncio.subprocess import PIPE
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ from colocated_rl_api.member_wire import (
 from colocated_rl_api.rungs import Rung
 from colocated_rl_member.server import MemberServer, Ports
 from colocated_rl_member.tls import MemberTls
-from colocated_rl_operator.clients.authority import Authority
+from colocated_rl_operator.clients.authority import Authority, Keyholder, Keyring, secret_files
 from colocated_rl_operator.clients.members import (
     HANDSHAKES_AT_ONCE,
     MAX_RETRY_S,
@@ -75,17 +76,33 @@ def authority() -> Authority:
     return Authority.new()
 
 
+TOKEN_KEY = b"k" * 32
+
+
+def trusting(authority: Authority) -> ssl.SSLContext:
+    return Keyring(authority, TOKEN_KEY).operator_context()
+
+
 def write_files(authority: Authority, directory: Path, job_uid: names.JobUid) -> None:
     directory.mkdir(exist_ok=True)
-    for name, text in authority.job_files(job_uid).items():
+    keys = Keyring(authority, TOKEN_KEY).keys(Keyholder(job_uid, POD, names.ROLE_ROLLOUT))  # for the job's name too
+    for name, text in secret_files(keys).items():
         (directory / name).write_text(text)
 
 
 @asynccontextmanager
 async def agent(
-    authority: Authority, directory: Path, *, highest_epoch: int = 0, job_uid: names.JobUid = UID, **hello: Any
+    authority: Authority,
+    directory: Path,
+    *,
+    highest_epoch: int = 0,
+    job_uid: names.JobUid = UID,
+    has_held_keys: bool = True,
+    **hello: Any,
 ) -> AsyncIterator[RememberingAgent]:
     write_files(authority, directory, job_uid)
+    if not has_held_keys:
+        (directory / names.HELD_KEYS_FILE).unlink()
     usual: dict[str, Any] = {"pod": POD, "pod_uid": POD_UID, "job_uid": UID, "role": names.ROLE_GPU, "incarnation": "a"}
     made: RememberingAgent
 
@@ -145,7 +162,7 @@ async def stays_unknown(door: OperatorDoor) -> None:
 
 # ----------------------------------------------------------------------------------------------------------- ordinary
 async def test_facts_come_up_and_targets_go_down(authority: Authority, tmp_path: Path) -> None:
-    async with agent(authority, tmp_path) as member, operator(authority.operator_context()) as door:
+    async with agent(authority, tmp_path) as member, operator(trusting(authority)) as door:
         door.members.keep(UID, [member.address])
         assert door.answer().silent_since is not None
         await door.until(lambda: door.answer().facts)
@@ -158,7 +175,7 @@ async def test_facts_come_up_and_targets_go_down(authority: Authority, tmp_path:
 
 
 async def test_the_same_target_is_not_sent_twice_and_the_newest_wins(authority: Authority, tmp_path: Path) -> None:
-    async with agent(authority, tmp_path) as member, operator(authority.operator_context()) as door:
+    async with agent(authority, tmp_path) as member, operator(trusting(authority)) as door:
         door.members.keep(UID, [member.address])
         await door.until(lambda: door.answer().facts)
         assert 1 == door.members.send(UID, {POD: make_target(1)})
@@ -170,7 +187,7 @@ async def test_the_same_target_is_not_sent_twice_and_the_newest_wins(authority: 
 
 
 async def test_a_member_that_is_not_wanted_any_more_is_left(authority: Authority, tmp_path: Path) -> None:
-    async with agent(authority, tmp_path) as member, operator(authority.operator_context()) as door:
+    async with agent(authority, tmp_path) as member, operator(trusting(authority)) as door:
         door.members.keep(UID, [member.address])
         await door.until(lambda: door.answer().facts)
         door.members.keep(UID, [])
@@ -181,7 +198,7 @@ async def test_a_member_that_is_not_wanted_any_more_is_left(authority: Authority
 
 # ------------------------------------------------------------------------------------------------------ losing a member
 async def test_a_lost_member_is_unknown_at_once_and_found_again(authority: Authority, tmp_path: Path) -> None:
-    async with operator(authority.operator_context()) as door:
+    async with operator(trusting(authority)) as door:
         async with agent(authority, tmp_path) as member:
             port = member.server.ports.control
             door.members.keep(UID, [member.address])
@@ -200,7 +217,7 @@ async def test_a_lost_member_is_unknown_at_once_and_found_again(authority: Autho
 
 async def test_a_half_open_connection_is_noticed_by_its_heartbeat(authority: Authority, tmp_path: Path) -> None:
     frozen = asyncio.Event()
-    async with agent(authority, tmp_path) as member, operator(authority.operator_context(), ping_s=0.2) as door:
+    async with agent(authority, tmp_path) as member, operator(trusting(authority), ping_s=0.2) as door:
         port = free_port()
         async with relayed(port, member.server.ports.control, frozen):
             door.members.keep(UID, [Address(POD, POD_UID, names.ROLE_GPU, "127.0.0.1", port)])
@@ -224,7 +241,7 @@ async def test_members_that_were_lost_at_one_moment_are_asked_again_at_different
             is_enough.set()
         await asyncio.sleep(0)
 
-    async with operator(authority.operator_context(), rest=rest) as door:
+    async with operator(trusting(authority), rest=rest) as door:
         nobody = free_port()
         door.members.keep(UID, [Address(pod, names.PodUid(pod), names.ROLE_GPU, "127.0.0.1", nobody) for pod in rests])
         async with asyncio.timeout(DEADLINE_S):
@@ -254,7 +271,7 @@ async def test_members_of_lost_nodes_keep_no_other_job_from_its_own(authority: A
     """Each of their attempts took a turn for as long as it lasted, and pods of other jobs were replaced for silence."""
     with port_of_a_lost_node() as port:
         lost = [f"lost-gpu-{number}-0" for number in range(2 * HANDSHAKES_AT_ONCE)]
-        async with agent(authority, tmp_path) as member, operator(authority.operator_context()) as door:
+        async with agent(authority, tmp_path) as member, operator(trusting(authority)) as door:
             door.members.keep(
                 ANOTHER, [Address(pod, names.PodUid(pod), names.ROLE_GPU, "127.0.0.1", port) for pod in lost]
             )
@@ -270,7 +287,7 @@ async def test_members_that_accept_and_send_nothing_keep_no_other_job_from_its_o
     mute = 8 * HANDSHAKES_AT_ONCE  # more than have their turns of the whole deadline before the test's
     with socket.create_server(("127.0.0.1", 0), backlog=mute) as listener:
         hung, port = [f"hung-gpu-{number}-0" for number in range(mute)], listener.getsockname()[1]
-        async with agent(authority, tmp_path) as member, operator(authority.operator_context()) as door:
+        async with agent(authority, tmp_path) as member, operator(trusting(authority)) as door:
             door.members.keep(
                 ANOTHER, [Address(pod, names.PodUid(pod), names.ROLE_GPU, "127.0.0.1", port) for pod in hung]
             )
@@ -286,27 +303,27 @@ async def test_members_that_accept_and_send_nothing_keep_no_other_job_from_its_o
 async def test_whoever_says_it_is_somebody_else_is_nobody(
     authority: Authority, tmp_path: Path, lie: dict[str, Any]
 ) -> None:
-    async with agent(authority, tmp_path, **lie) as member, operator(authority.operator_context()) as door:
+    async with agent(authority, tmp_path, **lie) as member, operator(trusting(authority)) as door:
         door.members.keep(UID, [member.address])
         await stays_unknown(door)
         assert 0 == door.members.send(UID, {POD: make_target(1)})
 
 
 async def test_a_certificate_of_another_job_is_no_member(authority: Authority, tmp_path: Path) -> None:
-    context = authority.operator_context()
+    context = trusting(authority)
     async with agent(authority, tmp_path, job_uid=names.JobUid("another-job")) as member, operator(context) as door:
         door.members.keep(UID, [member.address])
         await stays_unknown(door)
 
 
 async def test_a_certificate_of_another_authority_is_no_member(authority: Authority, tmp_path: Path) -> None:
-    async with agent(Authority.new(), tmp_path) as member, operator(authority.operator_context()) as door:
+    async with agent(Authority.new(), tmp_path) as member, operator(trusting(authority)) as door:
         door.members.keep(UID, [member.address])
         await stays_unknown(door)
 
 
 async def test_facts_of_the_other_kind_end_the_connection(authority: Authority, tmp_path: Path) -> None:
-    async with agent(authority, tmp_path) as member, operator(authority.operator_context()) as door:
+    async with agent(authority, tmp_path) as member, operator(trusting(authority)) as door:
         member.facts = rollout_facts()
         door.members.keep(UID, [member.address])
         await stays_unknown(door)
@@ -331,7 +348,7 @@ async def test_garbage_ends_the_connection_and_nothing_else(
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0, ssl_context=MemberTls.read(tmp_path).control_context()).start()
     try:
-        async with operator(authority.operator_context()) as door:
+        async with operator(trusting(authority)) as door:
             address = Address(POD, POD_UID, names.ROLE_GPU, "127.0.0.1", runner.addresses[0][1])
             door.members.keep(UID, [address])
             await stays_unknown(door)
@@ -340,7 +357,7 @@ async def test_garbage_ends_the_connection_and_nothing_else(
 
 
 async def test_a_member_that_knows_a_newer_epoch_says_so(authority: Authority, tmp_path: Path) -> None:
-    async with agent(authority, tmp_path, highest_epoch=7) as member, operator(authority.operator_context()) as door:
+    async with agent(authority, tmp_path, highest_epoch=7) as member, operator(trusting(authority)) as door:
         door.members.keep(UID, [member.address])
         await door.until(lambda: door.answer().facts)
         assert 7 == door.answer().highest_epoch
@@ -363,6 +380,167 @@ async def test_the_members_own_certificate_sends_no_targets(authority: Authority
             door.members.keep(UID, [member.address])
             await stays_unknown(door)
         assert [] == member.targets
+
+
+# ---------------------------------------------------------------------------------------------------------------- keys
+class KeyedScene:
+    """An agent and the operator's door to it, with the keyring by which it gets its keys."""
+
+    def __init__(self, member: RememberingAgent, door: OperatorDoor, keyring: Keyring) -> None:
+        self.member, self.door, self.keyring = member, door, keyring
+
+    @property
+    def is_renewed(self) -> bool:
+        held = self.member.server.hello.keys
+        return held is not None and self.keyring.is_current(held, GPU_POD) and not self.door.members.outdated
+
+    async def renew(self, authority: Authority, token_key: bytes = TOKEN_KEY) -> None:
+        """Issue keys by these, as a leader does that has read other Secrets, until the member uses them."""
+        assert self.keyring.replace(authority, token_key)
+        self.door.members.tls = self.keyring.operator_context()
+        await self.door.members.renew()
+        await self.renewed()
+
+    async def renewed(self) -> None:
+        async with asyncio.timeout(DEADLINE_S):
+            while not self.is_renewed:  # noqa: ASYNC110 - nobody is told of renewed keys
+                await asyncio.sleep(0.01)
+
+    async def admits(self, context: ssl.SSLContext) -> bool:
+        """Return whether a caller with this context is let in, and accepts the member."""
+        name = names.pod_server_name(UID, POD)
+        port = self.member.server.ports.control
+        try:
+            reader, writer = await asyncio.open_connection("127.0.0.1", port, ssl=context, server_hostname=name)
+            writer.write(b"GET /v1/state HTTP/1.1\r\nHost: member\r\nConnection: close\r\n\r\n")
+            answer = await reader.readline()
+            writer.transport.abort()
+        except OSError:
+            return False
+        return b" 200 " in answer
+
+
+@asynccontextmanager
+async def keyed(authority: Authority, directory: Path) -> AsyncIterator[KeyedScene]:
+    keyring = Keyring(authority, TOKEN_KEY)
+    async with (
+        agent(authority, directory) as member,
+        operator(keyring.operator_context(), renewals=keyring) as door,
+    ):
+        door.members.keep(UID, [member.address])
+        await door.until(lambda: door.answer().facts)
+        yield KeyedScene(member, door, keyring)
+        assert [] == door.lost, "a connection ended for new keys"
+
+
+GPU_POD = Keyholder(UID, POD, names.ROLE_GPU)
+
+
+async def test_an_authority_is_replaced_under_a_running_member_that_trusts_both_meanwhile(
+    authority: Authority, tmp_path: Path
+) -> None:
+    """Members trusted the one authority that their process began with: each job lost all its pods for another."""
+    following = Authority.new()
+    by_former = Keyring(authority, TOKEN_KEY).operator_context()
+    by_following = Keyring(following, TOKEN_KEY).operator_context()
+    async with keyed(authority, tmp_path) as it:
+        assert (True, False) == (await it.admits(by_former), await it.admits(by_following))
+        both = replace(authority, others=(following.certificate,))
+        await it.renew(both)
+        trusting_both = Keyring(both, TOKEN_KEY).operator_context()
+        assert await it.admits(trusting_both)
+        await it.renew(replace(following, others=(authority.certificate,)))
+        assert (True, True) == (await it.admits(trusting_both), await it.admits(by_following))
+        await it.renew(following)
+        assert (False, True) == (await it.admits(trusting_both), await it.admits(by_following))
+
+
+async def test_member_whose_certificate_ends_soon_gets_another_when_it_connects(
+    authority: Authority, tmp_path: Path
+) -> None:
+    later = datetime.now(UTC) + timedelta(days=21)
+    keyring = Keyring(authority, TOKEN_KEY, wall=lambda: later)
+    context = trusting(authority)
+    async with agent(authority, tmp_path) as member, operator(context, renewals=keyring) as door:
+        first = member.server.hello.keys
+        door.members.keep(UID, [member.address])
+        await KeyedScene(member, door, keyring).renewed()
+        second = member.server.hello.keys
+        assert first is not None
+        assert second is not None
+        assert timedelta(days=20) < second.ends - first.ends < timedelta(days=22)
+
+
+async def test_member_of_an_older_operator_is_sent_no_keys(authority: Authority, tmp_path: Path) -> None:
+    """It would close the connection: it knows no such message."""
+    keyring = Keyring(Authority.new(), TOKEN_KEY)
+    async with (
+        agent(authority, tmp_path, has_held_keys=False) as member,
+        operator(trusting(authority), renewals=keyring) as door,
+    ):
+        door.members.keep(UID, [replace(member.address, has_own_keys=False)])
+        await door.until(lambda: door.answer().facts)
+        await door.members.renew()
+        door.members.send(UID, {POD: make_target(1)})
+        await door.until(lambda: door.answer().highest_epoch == 1)
+        assert (0, [], None) == (door.members.outdated, door.lost, door.members.first_end)
+
+
+async def test_another_name_of_the_token_sends_members_another_token(authority: Authority, tmp_path: Path) -> None:
+    async with keyed(authority, tmp_path) as it:
+        before = it.member.server.hello.keys
+        it.door.members.keep(UID, [it.member.address], token_name="2")
+        async with asyncio.timeout(DEADLINE_S):
+            while it.member.server.hello.keys == before:  # noqa: ASYNC110 - nobody is told of renewed keys
+                await asyncio.sleep(0.01)
+        held = it.member.server.hello.keys
+        assert held is not None
+        assert it.keyring.is_current(held, replace(GPU_POD, token_name="2"))
+
+
+async def test_damaged_keys_change_nothing_and_end_no_connection(authority: Authority, tmp_path: Path) -> None:
+    async with keyed(authority, tmp_path) as it:
+        good = it.keyring.keys
+        broken = [{"certificate": "none"}, {"key": good(GPU_POD).key}, {"token": "short"}, {"authorities": "none"}]
+        for damage in broken:
+            it.door.members.keep(UID, [it.member.address], token_name=str(damage))
+            it.keyring.keys = lambda who, damage=damage: good(who).model_copy(update=damage)  # type: ignore[method-assign, misc]
+            await it.door.members.renew()
+            it.door.members.send(UID, {POD: make_target(len(it.member.targets) + 1)})
+            await it.door.until(lambda: it.door.answer().highest_epoch == len(it.member.targets))
+            assert 1 == it.door.members.outdated
+        assert await it.admits(it.keyring.operator_context())
+
+
+def test_token_that_was_replaced_is_shown_and_admitted_for_a_while_and_then_refused(
+    authority: Authority, tmp_path: Path
+) -> None:
+    now = [1000.0]
+    keyring = Keyring(authority, TOKEN_KEY)
+    tls = MemberTls(keyring.keys(GPU_POD), clock=lambda: now[0])
+    former = tls.authorization
+    tls.take(keyring.keys(replace(GPU_POD, token_name="2")))
+    following = f"Bearer {keyring.token(replace(GPU_POD, token_name='2'))}"
+
+    def seen(at: float) -> tuple[bool, bool, bool]:
+        now[0] = at
+        return tls.authorization == former, tls.admits(former), tls.admits(following)
+
+    assert [(True, True, True), (False, True, True), (False, False, True)] == [seen(1000), seen(1031), seen(1121)]
+    assert following == tls.authorization
+
+
+def test_process_that_starts_again_uses_what_was_renewed_and_not_its_secret(
+    authority: Authority, tmp_path: Path
+) -> None:
+    keyring, kept = Keyring(authority, TOKEN_KEY), tmp_path / "kept"
+    kept.mkdir()
+    write_files(authority, tmp_path / "tls", UID)
+    renewed = keyring.keys(replace(GPU_POD, token_name="2"))
+    MemberTls.read(tmp_path / "tls", kept=kept).take(renewed)
+    again = MemberTls.read(tmp_path / "tls", kept=kept)
+    assert (renewed.held, f"Bearer {renewed.token}") == (again.held, again.authorization)
+    assert [0o600] == [path.stat().st_mode & 0o777 for path in kept.iterdir()]
 
 
 # -------------------------------------------------------------------------------------------------------------- memory

@@ -79,7 +79,7 @@ async def scene(tmp_path: Path) -> AsyncIterator[EngineClientScene]:
             engine.abort(rid, everything=False)
 
         gate = Gate()
-        data = DataPort(gate.serve, admits=job.tls.admits).listening("127.0.0.1", 0, job.tls.data_context())
+        data = DataPort(gate.serve, admits=job.tls.admits).listening("127.0.0.1", 0, job.tls.data_context)
         endpoint = Endpoint(pod="job-gpu-0-0", address="127.0.0.1", port=await stack.enter_async_context(data))
         client = EngineClient(endpoint, DataClient(session, job.tls, JOB_UID), settle_s=5, changed=lambda: None)
         watching = asyncio.create_task(client.watch())

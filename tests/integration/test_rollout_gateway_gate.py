@@ -114,7 +114,7 @@ async def pod_of(stack: AsyncExitStack, job: JobOnDisk, number: int) -> GatePod:
     engine = HeldEngine(job.directory / "export", "0-1", admin_key="", memory_saver=False, token_s=0.002)
     gate = Gate()
     url = f"http://127.0.0.1:{await listen(stack, engine.app())}"
-    data = DataPort(gate.serve, admits=job.tls.admits).listening("127.0.0.1", 0, job.tls.data_context())
+    data = DataPort(gate.serve, admits=job.tls.admits).listening("127.0.0.1", 0, job.tls.data_context)
     port = await stack.enter_async_context(data)
     return GatePod(engine, gate, url, Endpoint(pod=f"job-gpu-{number}-0", address="127.0.0.1", port=port))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from contextlib import AsyncExitStack
@@ -22,6 +23,8 @@ from fakes.rollout import JobOnDisk, WorkedSums, make_spec, until
 from fakes.tasks import task_server
 from real_operator import JOBS
 
+TESTS = Path(__file__).parents[1]
+JOB_S = 120.0
 PATCH = "application/merge-patch+json"
 
 
@@ -83,6 +86,19 @@ async def test_a_rollout_controller_whose_clock_is_set_seals_on_and_discards_not
         assert [] == lines(controller.log, "gate lost")
         sealed = lines(controller.log, "batch sealed")
         assert ([6, 6], 6) == ([line["samples"] for line in sealed], sealed[0]["resumed_samples"])
+
+
+def test_certificates_of_a_running_job_are_renewed_again_and_again_and_no_connection_ends(
+    tmp_path: Path, clock: WallClock
+) -> None:
+    """A job's certificate lasted five years, nothing renewed it, and nobody was told when it would end."""
+    program = [sys.executable, "-m", "fakes.aging_job", str(tmp_path), "21", "42", "63"]
+    output = subprocess.run(program, capture_output=True, text=True, cwd=TESTS, timeout=JOB_S, check=True).stdout
+    *after, end = json.loads(output.splitlines()[-1])
+    for each in after:
+        assert (True, 0) == (each["same_links"], each["lost"])
+        assert 29.5 < each["days_left"] < 30.5
+    assert {"restarts": 0, "trained": {"1": [1, 2, 3]}} == end
 
 
 @pytest.mark.cluster

@@ -10,7 +10,15 @@ import pytest
 
 from builders import make_job, make_manifest
 from colocated_rl_api.job import ColocatedRLJobSpec, Evaluation
-from colocated_rl_api.member_wire import Endpoint, Goal, JobFile, PodTarget, Rendezvous, RolloutTarget, read_target
+from colocated_rl_api.member_wire import (
+    Endpoint,
+    Goal,
+    JobFile,
+    PodTarget,
+    Rendezvous,
+    RolloutTarget,
+    read_from_operator,
+)
 from colocated_rl_api.rungs import Rung
 from colocated_rl_operator.loop.observe import read_job
 from colocated_rl_operator.manifests.belongings import config
@@ -61,7 +69,7 @@ def test_a_job_file_of_a_newer_operator_is_read_as_far_as_it_is_known() -> None:
 )
 def test_a_target_of_a_newer_operator_is_read_as_far_as_it_is_known(target: PodTarget | RolloutTarget) -> None:
     """`evaluation` is a part of the resource, which is strict elsewhere: the link was closed over it."""
-    assert target == read_target(json.dumps(newer(target.model_dump(mode="json", by_alias=True))))
+    assert target == read_from_operator(json.dumps(newer(target.model_dump(mode="json", by_alias=True))))
 
 
 def test_a_job_of_a_newer_crd_is_read_as_far_as_it_is_known() -> None:

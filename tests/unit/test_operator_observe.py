@@ -16,7 +16,7 @@ from colocated_rl_api.job_status import ColocatedRLJobStatus, Condition, Conditi
 from colocated_rl_api.ladder import TIME_SLICED
 from colocated_rl_api.rungs import Rung, WeightVersion
 from colocated_rl_api.seats import ROLLOUT_SEAT
-from colocated_rl_operator.clients.authority import Authority
+from colocated_rl_operator.clients.authority import Authority, Keyring
 from colocated_rl_operator.clients.events import About, Events
 from colocated_rl_operator.clients.kube import Kube
 from colocated_rl_operator.clients.members import Members
@@ -55,6 +55,9 @@ def make_pod(name: str = "sums-rollout-0", version: int = 1, **parts: Any) -> Bo
     return {"metadata": metadata, "spec": {"nodeName": "node-1"}, "status": status}
 
 
+KEYRING = Keyring(Authority.new(), b"k" * 32)
+
+
 class ObserveScene:
     """One job, as the process holds it between passes."""
 
@@ -80,6 +83,7 @@ class ObserveScene:
             members=self.members,
             queue=self.queue,
             nodes=self.nodes,
+            keyring=KEYRING,
             now=now,
             at=at,
         )
@@ -94,7 +98,7 @@ async def scene() -> AsyncIterator[ObserveScene]:
     async with (
         FakeApiServer() as api,
         Kube(api.access) as kube,
-        Members(Authority.new().operator_context(), lambda job_uid, *, hurry=True: None) as members,
+        Members(KEYRING.operator_context(), lambda job_uid, *, hurry=True: None) as members,
     ):
         yield ObserveScene(api, kube, members)
 

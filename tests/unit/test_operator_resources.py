@@ -248,7 +248,7 @@ def test_a_job_that_trains_a_recording_has_no_reward_code_and_none_of_its_claims
     body = pod(ROLLOUT_SEAT, mode="TrainOnly", recorded={"claimName": "theirs"}, rollout=rollout)
     assert [names.ROLLOUT_CONTAINER] == [each["name"] for each in containers(body)]
     mounted = mounts(body, names.ROLLOUT_CONTAINER)
-    assert {"recorded", "store", "model", "tls", "job", "tmp"} == set(mounted)
+    assert {"recorded", "store", "model", "tls", "keys", "job", "tmp"} == set(mounted)
     assert set(mounted) == {volume["name"] for volume in body["spec"]["volumes"]}
     assert mounted["recorded"], "it is only read"
 
@@ -304,13 +304,42 @@ def test_derived_names_fit() -> None:
     job = make_job("j" * JOB_NAME_MAX, replicas=1024)
     assert len(resources.pod_name(job, gpu_seat(1023), 9999)) <= 63
     assert len(job.claim_name("checkpoints")) <= 63
-    assert len(resources.tls_secret_name(job)) <= 253
+    name = resources.pod_name(job, gpu_seat(1023), 9999)
+    assert len(resources.keys_name(name, "f" * 16)) <= 253
+    assert len(resources.client_keys_name(job, "f" * 32)) <= 253
 
 
-def test_the_secret_is_named_by_the_jobs_uid_and_never_changes() -> None:
-    secret = belongings.tls_secret(make_job(), {"ca.crt": "x"})
-    assert UID in secret["metadata"]["name"]
+def test_each_pod_has_a_secret_of_its_own_that_goes_with_it_and_never_changes() -> None:
+    job = make_job()
+    template = resources.pod_template(job, names.ROLE_GPU, IMAGES)
+    one, other = (resources.seated(template, job, gpu_seat(at), 0, nonce="some") for at in (0, 1))
+    names_of = resources.keys_of(one), resources.keys_of(other)
+    assert ("sums-gpu-0-0-tls-some", "sums-gpu-1-0-tls-some") == names_of
+    pod_uid = names.PodUid("pod")
+    secret = belongings.pod_keys(
+        job, name="some", pod="sums-gpu-0-0", pod_uid=pod_uid, role=names.ROLE_GPU, files={"a": "b"}
+    )
+    assert [("Pod", "sums-gpu-0-0", "pod")] == [
+        (owner["kind"], owner["name"], owner["uid"]) for owner in secret["metadata"]["ownerReferences"]
+    ]
     assert secret["immutable"]
+
+
+def test_pod_of_an_older_operators_template_keeps_the_secret_of_its_job() -> None:
+    template = resources.pod_template(make_job(), names.ROLE_GPU, IMAGES)
+    volume = {"name": "tls", "secret": {"secretName": "sums-tls-uid"}}
+    older = template | {"spec": template["spec"] | {"volumes": [*template["spec"]["volumes"], volume]}}
+    made = resources.seated(older, make_job(), gpu_seat(0), 1, nonce="some")
+    assert [volume] == [each for each in made["spec"]["volumes"] if each["name"] == "tls"]
+    assert resources.keys_of(made) is None
+
+
+def test_clients_get_no_key_and_another_secret_with_another_token() -> None:
+    job, files = make_job(), {"ca.crt": "x", "data-token": "y"}
+    one, other = (belongings.client_keys(job, mark=mark * 32, files=files) for mark in "ab")
+    assert one["metadata"]["name"] != other["metadata"]["name"]
+    assert UID in one["metadata"]["name"]
+    assert files == one["stringData"]
 
 
 def test_retained_volumes_have_no_owner_and_others_do() -> None:

@@ -306,7 +306,7 @@ def test_longest_name_of_its_pods_is_a_name() -> None:
 
 def test_only_the_rollout_controller_reaches_its_data_port() -> None:
     job = make_apart(rollout=OWN_ROLLOUT)
-    _, policy, own, _ = belongings.applied(job, operator_namespace="operators")
+    _, policy, _, own, _ = belongings.applied(job, operator_namespace="operators")
     (left_out,) = policy["spec"]["podSelector"]["matchExpressions"]
     assert (names.ROLE_LABEL, "NotIn", ["reference"]) == (left_out["key"], left_out["operator"], left_out["values"])
     assert {names.JOB_UID_LABEL: UID, names.ROLE_LABEL: "reference"} == own["spec"]["podSelector"]["matchLabels"]
@@ -327,3 +327,18 @@ def test_spec_is_read_as_it_was_written() -> None:
     metadata = {"namespace": "default", "name": "sums", "uid": UID, "generation": 1}
     body = {"metadata": {**metadata, "creationTimestamp": CREATED.isoformat()}, "spec": spec}
     assert job == read_job(body)
+
+
+def test_references_get_new_keys_with_new_pods_one_after_the_other() -> None:
+    """Nobody can send a reference another certificate or token: it listens to no operator."""
+    both = frozenset(each.name for each in READY)
+
+    def replaced(*references: Member, outdated: frozenset[str] = both) -> list[str]:
+        seen = replace(seen_with(*references), outdated=outdated)
+        return [each.name for each in plan(seen).pods if isinstance(each, DeletePod)]
+
+    assert ["sums-reference-0-0"] == replaced(*READY)
+    assert ["sums-reference-1-0"] == replaced(*READY, outdated=both - {"sums-reference-0-0"})
+    assert [] == replaced(*READY, outdated=frozenset())
+    assert [] == replaced(make_reference(0, attempt=1, is_ready=False), READY[1]), "the first is not back yet"
+    assert [] == replaced(READY[1]), "its seat is vacant"

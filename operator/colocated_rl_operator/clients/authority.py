@@ -1,19 +1,27 @@
-"""Issue certificates that prove who may send targets, and who is a member of which job.
+"""Issue certificates that prove who may send targets, and who is which member of which job; and data tokens.
 
 The operator's own authority is made at the first start and kept in a Secret of the operator's namespace, never in a
-chart, which would make another one at each rendering. The operator's client certificate is made anew at each start,
-never leaves the process and lasts as long as the process may run; its common name alone grants the right to send
-targets. A job's certificate is valid only for serving under the job's name.
+chart, which would make another one at each rendering. Further certificates in `ca.crt`, after the one of `ca.key`, are
+authorities that are trusted too: while one replaces another, everybody trusts both. Data tokens follow from a key of
+their own, in another Secret, so that either can be replaced without the other.
+
+The operator's client certificate never leaves the process; its common name alone grants the right to send targets. A
+member's certificate is valid only for serving under the name of its pod, and for LEAF_LIFE: the operator's link to the
+member renews it when a third of that is left.
 """
 
 from __future__ import annotations
 
 import base64
+import hashlib
 import logging
+import secrets
 import ssl
 import tempfile
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
+from functools import cached_property
 from typing import Any, Protocol
 
 from cryptography import x509
@@ -24,15 +32,20 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from colocated_rl_api import names
 from colocated_rl_api.logs import log
+from colocated_rl_api.member_wire import HeldKeys, Keys
 from colocated_rl_api.names import JobUid
 from colocated_rl_operator.clients.errors import ApiUnreachable, Conflict, NotFound
 
 LOG = logging.getLogger(__name__)
 
 SECRET_NAME = "colocated-rl-authority"
+TOKENS_SECRET_NAME = "colocated-rl-tokens"
 CA_KEY_FILE = "ca.key"
+TOKEN_KEY_FILE = "token.key"
+TOKEN_KEY_BYTES = 32
 AUTHORITY_LIFE = timedelta(days=3650)
-JOB_LIFE = timedelta(days=1825)
+LEAF_LIFE = timedelta(days=30)
+RENEWED_BEFORE = timedelta(days=10)  # its end
 CLOCK_TOLERANCE = timedelta(days=1)  # of nodes whose clocks differ, and of one that was ahead when it signed
 
 
@@ -45,16 +58,17 @@ class SecretApi(Protocol):
 
 @dataclass(frozen=True)
 class Authority:
-    """An authority is a key and its certificate, in memory."""
+    """An authority is a key and its certificate, in memory. others: authorities that are trusted beside it."""
 
     key: ec.EllipticCurvePrivateKey
     certificate: x509.Certificate
+    others: tuple[x509.Certificate, ...] = ()
 
     @classmethod
-    def new(cls) -> Authority:
-        key = ec.generate_private_key(ec.SECP256R1())
+    def new(cls, now: datetime | None = None) -> Authority:
+        now, key = now or datetime.now(UTC), ec.generate_private_key(ec.SECP256R1())
         name = _name("colocated-rl authority")
-        builder = _builder(name, name, key, key, AUTHORITY_LIFE).add_extension(
+        builder = _builder(name, name, key, key, AUTHORITY_LIFE, now).add_extension(
             x509.BasicConstraints(ca=True, path_length=0), critical=True
         )
         usage = x509.KeyUsage(False, False, False, False, False, True, True, False, False)
@@ -66,66 +80,183 @@ class Authority:
         key = serialization.load_pem_private_key(files[CA_KEY_FILE], password=None)
         if not isinstance(key, ec.EllipticCurvePrivateKey):
             raise ValueError(f"{CA_KEY_FILE} is not an elliptic curve key")
-        return cls(key, x509.load_pem_x509_certificate(files[names.CA_FILE]))
+        certificate, *others = x509.load_pem_x509_certificates(files[names.CA_FILE])
+        if certificate.public_key() != key.public_key():
+            raise ValueError(f"the first certificate of {names.CA_FILE} is not that of {CA_KEY_FILE}")
+        return cls(key, certificate, tuple(others))
 
     @property
     def expires(self) -> datetime:
         """Return when its certificate ends, and with it the trust in all that it has issued."""
         return self.certificate.not_valid_after_utc
 
+    @cached_property
+    def trusted_pem(self) -> str:
+        """Return the certificates of all authorities that are trusted, its own first."""
+        return b"".join(map(_certificate_pem, (self.certificate, *self.others))).decode("ascii")
+
     def files(self) -> dict[str, bytes]:
-        return {names.CA_FILE: _certificate_pem(self.certificate), CA_KEY_FILE: _key_pem(self.key)}
+        return {names.CA_FILE: self.trusted_pem.encode("ascii"), CA_KEY_FILE: _key_pem(self.key)}
 
-    def job_files(self, job_uid: JobUid) -> dict[str, str]:
-        """Return the files of `names.TLS_DIR`, which all members of the job share: one certificate, one data token."""
+    def issue(
+        self, common_name: str, *, purpose: x509.ObjectIdentifier, server_names: Sequence[str], now: datetime
+    ) -> tuple[ec.EllipticCurvePrivateKey, x509.Certificate]:
+        """Return a new key and its certificate. common_name: 64 characters at most."""
         key = ec.generate_private_key(ec.SECP256R1())
-        certificate = self._issue(
-            job_uid, key, JOB_LIFE, ExtendedKeyUsageOID.SERVER_AUTH, names.member_server_name(job_uid)
+        usage = x509.KeyUsage(True, False, False, False, False, False, False, False, False)
+        certificate = (
+            _builder(self.certificate.subject, _name(common_name), self.key, key, LEAF_LIFE, now)
+            .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+            .add_extension(usage, critical=True)
+            .add_extension(x509.ExtendedKeyUsage([purpose]), critical=False)
+            .add_extension(x509.SubjectAlternativeName(list(map(x509.DNSName, server_names))), critical=False)
+            .sign(self.key, hashes.SHA256())
         )
-        return {
-            names.CA_FILE: _certificate_pem(self.certificate).decode("ascii"),
-            names.CERT_FILE: _certificate_pem(certificate).decode("ascii"),
-            names.KEY_FILE: _key_pem(key).decode("ascii"),
-            names.DATA_TOKEN_FILE: self._data_token(job_uid),
-        }
+        return key, certificate
 
-    def _data_token(self, job_uid: JobUid) -> str:
-        secret = self.key.private_numbers().private_value.to_bytes((self.key.key_size + 7) // 8)
-        return (
-            HKDF(hashes.SHA256(), length=32, salt=None, info=f"data token of {job_uid}".encode()).derive(secret).hex()
+
+class Keyring:
+    """A Keyring issues what the operator and the members of its jobs authenticate with.
+
+    wall: returns the time by which certificates are made and judged.
+    """
+
+    def __init__(
+        self, authority: Authority, token_key: bytes, *, wall: Callable[[], datetime] = lambda: datetime.now(UTC)
+    ) -> None:
+        self._wall = wall
+        self._use(authority, token_key)
+
+    @property
+    def material(self) -> tuple[Authority, bytes]:
+        """Return the authority, and the key of data tokens."""
+        return self.authority, self._token_key
+
+    def now(self) -> datetime:
+        return self._wall()
+
+    def replace(self, authority: Authority, token_key: bytes) -> bool:
+        """Issue by these from now on; return whether they are others than before."""
+        before = (self.authority.files(), self._token_key)
+        self._use(authority, token_key)
+        return before != (authority.files(), token_key)
+
+    def _use(self, authority: Authority, token_key: bytes) -> None:
+        self.authority, self._token_key = authority, token_key
+        self._issuer, self._trusts = _digest(_certificate_pem(authority.certificate)), _digest(authority.trusted_pem)
+
+    def keys(self, member: Keyholder) -> Keys:
+        """Return new keys of a member."""
+        now = self._wall()
+        key, certificate = self.authority.issue(
+            member.job_uid, purpose=ExtendedKeyUsageOID.SERVER_AUTH, server_names=member.server_names, now=now
         )
+        token = self.token(member)
+        return Keys(
+            authorities=self.authority.trusted_pem,
+            certificate=_certificate_pem(certificate).decode("ascii"),
+            key=_key_pem(key).decode("ascii"),
+            token=token,
+            held=HeldKeys(
+                issuer=self._issuer, trusts=self._trusts, token=_digest(token), ends=certificate.not_valid_after_utc
+            ),
+        )
+
+    def is_current(self, held: HeldKeys, member: Keyholder) -> bool:
+        """Return whether the member needs no others yet."""
+        present = (self._issuer, self._trusts, _digest(self.token(member)))
+        return (held.issuer, held.trusts, held.token) == present and self._wall() < held.ends - RENEWED_BEFORE
+
+    def mark(self, member: Keyholder) -> str:
+        """Return what a pod is marked with that is made with present keys: it changes with authority and token."""
+        return _digest(f"{self._issuer} {self._trusts} {self.token(member)}")
+
+    def token(self, member: Keyholder) -> str:
+        """Return the job's data token. Another name of the token is another token."""
+        info = f"data token {member.token_name} of {member.job_uid}".encode()
+        return HKDF(hashes.SHA256(), length=32, salt=None, info=info).derive(self._token_key).hex()
 
     def operator_context(self) -> ssl.SSLContext:
-        """Return the client side of control ports: it trusts this authority alone, shows the operator's certificate."""
-        key = ec.generate_private_key(ec.SECP256R1())
+        """Return the client side of control ports: it trusts the authorities alone, and shows a new certificate."""
         name = names.OPERATOR_CLIENT_NAME
-        certificate = self._issue(name, key, AUTHORITY_LIFE, ExtendedKeyUsageOID.CLIENT_AUTH, name)
+        key, certificate = self.authority.issue(
+            name, purpose=ExtendedKeyUsageOID.CLIENT_AUTH, server_names=[name], now=self._wall()
+        )
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         context.minimum_version = ssl.TLSVersion.TLSv1_3
-        context.load_verify_locations(cadata=_certificate_pem(self.certificate).decode("ascii"))
+        context.load_verify_locations(cadata=self.authority.trusted_pem)
         with tempfile.NamedTemporaryFile(suffix=".pem") as file:  # ssl reads certificates from files alone; 0600
             file.write(_certificate_pem(certificate) + _key_pem(key))
             file.flush()
             context.load_cert_chain(file.name)
         return context
 
-    def _issue(
-        self,
-        common_name: str,
-        key: ec.EllipticCurvePrivateKey,
-        life: timedelta,
-        purpose: x509.ObjectIdentifier,
-        server_name: str,
-    ) -> x509.Certificate:
-        usage = x509.KeyUsage(True, False, False, False, False, False, False, False, False)
-        return (
-            _builder(self.certificate.subject, _name(common_name), self.key, key, life)
-            .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
-            .add_extension(usage, critical=True)
-            .add_extension(x509.ExtendedKeyUsage([purpose]), critical=False)
-            .add_extension(x509.SubjectAlternativeName([x509.DNSName(server_name)]), critical=False)
-            .sign(self.key, hashes.SHA256())
+
+@dataclass(frozen=True)
+class Keyholder:
+    """A Keyholder is a pod that gets keys. token_name: which data token the job has, as its annotation says."""
+
+    job_uid: JobUid
+    pod: str
+    role: str
+    token_name: str = ""
+
+    @property
+    def server_names(self) -> Sequence[str]:
+        """Return its TLS names. The rollout controller has clients that know the job alone."""
+        own = [names.pod_server_name(self.job_uid, self.pod)]
+        return [*own, names.member_server_name(self.job_uid)] if self.role == names.ROLE_ROLLOUT else own
+
+
+def secret_files(keys: Keys) -> dict[str, str]:
+    """Return the files of `names.TLS_DIR`."""
+    assert keys.held is not None
+    return {
+        names.CA_FILE: keys.authorities,
+        names.CERT_FILE: keys.certificate,
+        names.KEY_FILE: keys.key,
+        names.DATA_TOKEN_FILE: keys.token,
+        names.HELD_KEYS_FILE: keys.held.model_dump_json(by_alias=True),
+    }
+
+
+async def find_keyring(api: SecretApi, namespace: str) -> Keyring:
+    """Return the keyring of the operator's namespace; create what it lacks. Raises ApiError."""
+    authority = await find_authority(api, namespace)
+    return Keyring(authority, await _find_token_key(api, namespace))
+
+
+async def read_again(api: SecretApi, namespace: str, keyring: Keyring) -> bool:
+    """Read both Secrets again; return whether they have changed. Raises ApiError, NotFound too: nothing is made."""
+    authority = _from_secret(await api.read_secret(namespace, SECRET_NAME), namespace)
+    token_key = _token_key(await api.read_secret(namespace, TOKENS_SECRET_NAME), namespace)
+    return keyring.replace(authority, token_key)
+
+
+async def _find_token_key(api: SecretApi, namespace: str) -> bytes:
+    try:
+        return _token_key(await api.read_secret(namespace, TOKENS_SECRET_NAME), namespace)
+    except NotFound:
+        made = secrets.token_bytes(TOKEN_KEY_BYTES)
+    try:
+        await api.create_secret(namespace, _secret(TOKENS_SECRET_NAME, {TOKEN_KEY_FILE: made}, namespace))
+    except Conflict:  # another replica was first
+        return _token_key(await api.read_secret(namespace, TOKENS_SECRET_NAME), namespace)
+    return made
+
+
+def _token_key(secret: dict[str, Any], namespace: str) -> bytes:
+    data = (secret.get("data") or {}).get(TOKEN_KEY_FILE, "")
+    try:
+        key = base64.b64decode(data, validate=True)
+    except ValueError:
+        key = b""
+    if len(key) < TOKEN_KEY_BYTES:
+        raise ApiUnreachable(
+            f"Secret {namespace}/{TOKENS_SECRET_NAME} has no {TOKEN_KEY_FILE} of {TOKEN_KEY_BYTES} bytes: delete it, "
+            "and all data tokens are made anew"
         )
+    return key
 
 
 async def find_authority(api: SecretApi, namespace: str) -> Authority:
@@ -135,7 +266,7 @@ async def find_authority(api: SecretApi, namespace: str) -> Authority:
     except NotFound:
         made = Authority.new()
     try:
-        await api.create_secret(namespace, _secret(made, namespace))
+        await api.create_secret(namespace, _secret(SECRET_NAME, made.files(), namespace))
     except Conflict:  # another replica was first
         return _from_secret(await api.read_secret(namespace, SECRET_NAME), namespace)
     log(LOG, "authority made", reason=f"there was no Secret {namespace}/{SECRET_NAME}: older jobs trust another one")
@@ -152,17 +283,17 @@ def _from_secret(secret: dict[str, Any], namespace: str) -> Authority:
         ) from error
 
 
-def _secret(authority: Authority, namespace: str) -> dict[str, Any]:
+def _secret(name: str, files: Mapping[str, bytes], namespace: str) -> dict[str, Any]:
     return {
         "apiVersion": "v1",
         "kind": "Secret",
         "type": "Opaque",
         "metadata": {
-            "name": SECRET_NAME,
+            "name": name,
             "namespace": namespace,
             "labels": {names.MANAGED_BY_LABEL: names.MANAGED_BY},
         },
-        "data": {name: base64.b64encode(data).decode("ascii") for name, data in authority.files().items()},
+        "data": {file: base64.b64encode(data).decode("ascii") for file, data in files.items()},
     }
 
 
@@ -176,8 +307,8 @@ def _builder(
     issuer_key: ec.EllipticCurvePrivateKey,
     key: ec.EllipticCurvePrivateKey,
     life: timedelta,
+    now: datetime,
 ) -> x509.CertificateBuilder:
-    now = datetime.now(UTC)
     issuer_id = x509.AuthorityKeyIdentifier.from_issuer_public_key(issuer_key.public_key())
     return (
         x509.CertificateBuilder()
@@ -190,6 +321,11 @@ def _builder(
         .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
         .add_extension(issuer_id, critical=False)
     )
+
+
+def _digest(content: str | bytes) -> str:
+    data = content.encode("ascii") if isinstance(content, str) else content
+    return hashlib.sha256(data).hexdigest()[:32]
 
 
 def _certificate_pem(certificate: x509.Certificate) -> bytes:

@@ -117,6 +117,11 @@ class Link(asyncio.BufferedProtocol):
         assert self._reason is not None
         raise self._reason
 
+    @property
+    def is_slow(self) -> bool:
+        """Return whether the member has not taken what was sent before."""
+        return self._paused_at is not None
+
     def send(self, frame: bytes) -> None:
         """Send a whole frame; if the member reads slowly, only the newest is kept."""
         if self._reason is not None:

@@ -1,12 +1,15 @@
 """Keep one long-lived connection to each member, which no other module does: targets go down, facts come up.
 
-A connection is opened to the pod's address, checked against the authority and the job's TLS name, and counts only once
+A connection is opened to the pod's address, checked against the authority and the pod's TLS name, and counts only once
 the member has sent the pod UID and job UID that we expect: a reused address belongs to a stranger. While it is up, the
 newest facts stand for the member; once it is lost, nothing does. Targets are a state too: the newest wins, an equal one
 is not sent twice, and a new connection starts with none, so that no target of an older epoch is ever repeated.
 
 Handshakes take turns, because each costs time of the one event loop. A member that sends nothing costs none, and soon
 loses its turn.
+
+Over the same connection a member gets new keys: `Renewals` says which, when it has come and once in a while. Nothing is
+connected anew for that.
 
 Nothing polls: each message calls `changed` with the UID of the job whose loop has something to see.
 """
@@ -22,6 +25,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Mapping
 from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass, field
+from datetime import datetime
 from functools import partial
 from types import TracebackType
 from typing import NoReturn, Protocol, Self
@@ -34,13 +38,18 @@ from colocated_rl_api.logs import bind, in_words, log
 from colocated_rl_api.member_wire import (
     HEARTBEAT_S,
     WIRE_VERSION,
+    FromMember,
+    HeldKeys,
     Hello,
+    Keys,
     PodTarget,
     Refusal,
+    Renewed,
     RolloutTarget,
     from_member,
 )
 from colocated_rl_api.names import JobUid, PodUid
+from colocated_rl_operator.clients.authority import Keyholder
 from colocated_rl_operator.clients.errors import ContractBroken
 from colocated_rl_operator.clients.link import (
     TEXT,
@@ -55,6 +64,7 @@ LOG = logging.getLogger(__name__)
 HANDSHAKE_DEADLINE_S = 10.0  # for TLS, upgrade and hello; the TCP connection has as much before
 RETRY_S, MAX_RETRY_S = 0.1, 2.0
 HANDSHAKES_AT_ONCE = 64
+RENEWED_AT_ONCE = 16  # members, a third of a millisecond each
 TURN_S = 0.5  # many times what a handshake takes; one that takes longer goes on without a turn
 KINDS_OF_TARGETS = 4  # a pass sends fewer: to the rollout controller, to pods new in the epoch, to the rest
 
@@ -68,15 +78,23 @@ class Changed(Protocol):
     def __call__(self, job_uid: JobUid, *, hurry: bool = True) -> None: ...
 
 
+class Renewals(Protocol):
+    """This protocol names the calls of `authority.Keyring` that connections need."""
+
+    def is_current(self, held: HeldKeys, member: Keyholder) -> bool: ...
+    def keys(self, member: Keyholder) -> Keys: ...
+
+
 @dataclass(frozen=True)
 class Address:
-    """An address names one member of a job: its pod and port."""
+    """An address names one member of a job: its pod and port. has_own_keys: its certificate names the pod."""
 
     pod: str
     pod_uid: PodUid
     role: str
     host: str
     port: int = names.CONTROL_PORT
+    has_own_keys: bool = True  # False: an older operator gave all members of the job one certificate
 
 
 @dataclass(frozen=True, eq=False)
@@ -108,6 +126,7 @@ class _Member:
     answer: MemberReport
     link: Link | None = None  # from its hello onwards
     sent: _SentTarget | None = None
+    held: HeldKeys | None = None  # as it said last; None: unknown, or it takes no others
     task: asyncio.Task[None] | None = None
 
 
@@ -116,6 +135,7 @@ class _Job:
     uid: JobUid
     members: dict[str, _Member] = field(default_factory=dict)  # by pod name
     kept: Collection[Address] = ()  # as `keep` was called with
+    token_name: str = ""
     heard_at: float | None = None
     awaited: set[str] = field(default_factory=set)  # pods that have sent nothing since they became awaited
     sent: deque[_SentTarget] = field(default_factory=lambda: deque(maxlen=KINDS_OF_TARGETS))  # newest first
@@ -132,7 +152,8 @@ class _Job:
 class Members:
     """This object keeps the connections to every member of every job, while its context is entered.
 
-    tls: client side, with the operator's certificate. changed: called with a job's UID when one of its members has
+    tls: client side, with the operator's certificate, of the connections from now on. renewals: which keys members get;
+    None: no others than they have. changed: called with a job's UID when one of its members has
     something new. lost: called once for each connection that we did not end (metrics). rest: sleeps for the seconds
     between two attempts at one member.
     """
@@ -143,11 +164,13 @@ class Members:
         changed: Changed,
         *,
         lost: Callable[[], None] = lambda: None,
+        renewals: Renewals | None = None,
         clock: Callable[[], float] = time.monotonic,
         rest: Callable[[float], Awaitable[None]] = asyncio.sleep,
         ping_s: float = HEARTBEAT_S,
     ) -> None:
-        self._tls = tls
+        self.tls = tls
+        self._renewals = renewals
         self._rest = rest
         self._ping_s = ping_s
         self._changed = changed
@@ -169,9 +192,16 @@ class Members:
         await self._tasks.__aexit__(kind, error, trace)
 
     # ------------------------------------------------------------------------------------------- used by the job's loop
-    def keep(self, job_uid: JobUid, addresses: Collection[Address]) -> None:
-        """Keep connections to exactly these members of the job: open those that are missing, close all others."""
+    def keep(self, job_uid: JobUid, addresses: Collection[Address], *, token_name: str = "") -> None:
+        """Keep connections to exactly these members of the job: open those that are missing, close all others.
+
+        token_name: which data token they should have.
+        """
         job = self._jobs.get(job_uid) or _Job(job_uid)
+        if token_name != job.token_name:
+            job.token_name = token_name
+            for member in job.members.values():
+                self._renew(member)
         if addresses == job.kept:
             return
         self._jobs[job_uid] = job
@@ -223,6 +253,30 @@ class Members:
         job = self._jobs.get(job_uid)
         return None if job is None else job.heard_at
 
+    async def renew(self) -> None:
+        """Send new keys to all members that need some; once in a while give others of the process their turn."""
+        members = [member for job in self._jobs.values() for member in job.members.values()]
+        for number, member in enumerate(members):
+            self._renew(member)
+            if number % RENEWED_AT_ONCE == 0:
+                await asyncio.sleep(0)
+
+    def wake_all(self) -> None:
+        """Have the loop of each job look again: some pods get other keys only with another pod."""
+        for job_uid in self._jobs:
+            self._changed(job_uid, hurry=False)
+
+    @property
+    def outdated(self) -> int:
+        """Return the number of connected members that should have other keys than they have."""
+        return sum(self._needs_keys(member) for job in self._jobs.values() for member in job.members.values())
+
+    @property
+    def first_end(self) -> datetime | None:
+        """Return when the first certificate of a connected member ends; None without members."""
+        held = (member.held for job in self._jobs.values() for member in job.members.values())
+        return min((each.ends for each in held if each is not None), default=None)
+
     @property
     def connected(self) -> int:
         return sum(member.answer.facts is not None for job in self._jobs.values() for member in job.members.values())
@@ -247,9 +301,23 @@ class Members:
                 await self._rest(delay_s * random.uniform(0.5, 1.5))
                 delay_s = min(2 * delay_s, MAX_RETRY_S)
 
+    def _renew(self, member: _Member) -> None:
+        """Send the member its newest keys if it needs them. To one that reads slowly they go another time."""
+        if self._renewals is None or member.link is None or member.link.is_slow or not self._needs_keys(member):
+            return
+        keys = self._renewals.keys(_keyholder(member))
+        member.link.send(make_frame(TEXT, keys.model_dump_json(by_alias=True).encode()))
+
+    def _needs_keys(self, member: _Member) -> bool:
+        return (
+            self._renewals is not None
+            and member.held is not None
+            and not self._renewals.is_current(member.held, _keyholder(member))
+        )
+
     def _forget(self, member: _Member, reason: str) -> bool:
         """Drop the member's facts, as its connection ended; return whether it had sent any."""
-        member.link = member.sent = None
+        member.link = member.sent = member.held = None
         member.job.awaited.discard(member.address.pod)
         if member.answer.silent_since is not None:
             log(LOG, "member not reached", logging.DEBUG, reason=reason)
@@ -270,8 +338,8 @@ class Members:
                 until_its_turn.pop_all()
                 link = await connect(
                     reached,
-                    tls=self._tls,
-                    server_name=names.member_server_name(member.job.uid),
+                    tls=self.tls,
+                    server_name=_server_name(member),
                     ping_s=self._ping_s,
                     hear=partial(self._hear, member),
                 )
@@ -296,11 +364,15 @@ class Members:
         if member.link is link:
             self._take(member, message)
         else:
-            highest_epoch = _check_hello(member, message).highest_epoch
-            member.link = link
-            _raise_epoch(member, highest_epoch)
+            hello = _check_hello(member, message)
+            member.link, member.held = link, hello.keys
+            _raise_epoch(member, hello.highest_epoch)
+            self._renew(member)
 
-    def _take(self, member: _Member, message: Hello | PodFacts | RolloutFacts | Refusal) -> None:
+    def _take(self, member: _Member, message: FromMember) -> None:
+        if isinstance(message, Renewed):
+            member.held = message.keys
+            return
         job, pod, before = member.job, member.address.pod, member.answer.facts
         expected = RolloutFacts if member.address.role == names.ROLE_ROLLOUT else PodFacts
         match message:
@@ -321,6 +393,16 @@ class Members:
         self._changed(job.uid, hurry=is_last or _has_news(before, message))
 
 
+def _keyholder(member: _Member) -> Keyholder:
+    return Keyholder(member.job.uid, member.address.pod, member.address.role, member.job.token_name)
+
+
+def _server_name(member: _Member) -> str:
+    if member.address.has_own_keys:
+        return names.pod_server_name(member.job.uid, member.address.pod)
+    return names.member_server_name(member.job.uid)
+
+
 def _has_news(before: Facts | None, message: object) -> bool:
     """Return whether the message reports a new batch or evaluation, for which the whole group may wait."""
     return isinstance(message, RolloutFacts) and (
@@ -333,7 +415,7 @@ def _raise_epoch(member: _Member, epoch: int) -> None:
     member.answer = MemberReport(answer.facts, max(answer.highest_epoch, epoch), answer.silent_since)
 
 
-def _check_hello(member: _Member, message: Hello | PodFacts | RolloutFacts | Refusal) -> Hello:
+def _check_hello(member: _Member, message: FromMember) -> Hello:
     address = member.address
     if not isinstance(message, Hello):
         raise ContractBroken(f"{address.pod} began with {message.type}, not with hello")
@@ -346,7 +428,7 @@ def _check_hello(member: _Member, message: Hello | PodFacts | RolloutFacts | Ref
     return message
 
 
-def _decode(text: bytes) -> Hello | PodFacts | RolloutFacts | Refusal:
+def _decode(text: bytes) -> FromMember:
     try:
         return from_member.validate_json(text)
     except pydantic.ValidationError as error:

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 
-from colocated_rl_operator.clients.authority import Authority
+from colocated_rl_operator.clients.authority import Keyring
 from colocated_rl_operator.clients.events import Events
 from colocated_rl_operator.clients.kube import Kube
 from colocated_rl_operator.clients.members import Members
@@ -15,6 +15,7 @@ from colocated_rl_operator.loop.job_queue import Queue
 from colocated_rl_operator.loop.nodes import Nodes
 from colocated_rl_operator.loop.pods import Pods
 from colocated_rl_operator.manifests import resources
+from colocated_rl_operator.manifests.belongings import Egress
 from colocated_rl_operator.metrics import OperatorMetrics
 from colocated_rl_operator.planner.notices import NodeSigns
 
@@ -31,12 +32,13 @@ class Doors:
     members: Members
     events: Events
     pods: Pods
-    authority: Authority
+    keyring: Keyring
     images: resources.PodImages
     metrics: OperatorMetrics
     namespace: str  # the operator's own
     release: str  # this operator as jobs name it: NAMESPACE/LEASE
     confirm: Callable[[], Awaitable[None]]  # returns only if this process leads
+    egress: Egress = Egress.NO_METADATA  # what pods of jobs may call
     queue: Queue = field(default_factory=Queue)
     nodes: Nodes = field(default_factory=lambda: Nodes(NodeSigns()))
     version: str = ""  # of this operator

@@ -21,6 +21,7 @@ from colocated_rl_operator.clients.kube import Body, version_of
 from colocated_rl_operator.loop.deletion import delete_pods, force_delete_pods
 from colocated_rl_operator.loop.doors import Doors
 from colocated_rl_operator.loop.job_state import JobState
+from colocated_rl_operator.loop.observe import token_name
 from colocated_rl_operator.loop.pods import job_of
 from colocated_rl_operator.loop.reconcile import end, one_pass
 from colocated_rl_operator.loop.record import Record
@@ -92,7 +93,10 @@ def note_job(event: Any, context: OperatorContext) -> None:
 
 def _matter(job: Body | None) -> object:
     """Return the fields of a job whose change wakes its loop."""
-    return job and (job["metadata"]["generation"], job["metadata"].get("deletionTimestamp"))
+    if job is None:
+        return None
+    metadata = job["metadata"]
+    return metadata["generation"], metadata.get("deletionTimestamp"), token_name(metadata)
 
 
 async def release_orphan(event: Any, context: OperatorContext) -> None:

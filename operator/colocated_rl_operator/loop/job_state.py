@@ -55,6 +55,7 @@ class JobState:
     ending_since: dict[PodUid, float] = field(default_factory=dict)
     moments: dict[datetime, float] = field(default_factory=dict)  # by the monotonic clock, of times in its status
     restarts: dict[PodUid, int] = field(default_factory=dict)  # of its containers, when its member answered last
+    keyed: set[PodUid] = field(default_factory=set)  # pods whose Secret with keys was made, or is not ours to make
     tried_of: int | None = None  # generation whose pods passed the server's dry run
     templates: tuple[str, Mapping[str, Body]] = ("", {})  # of its pods, by role, with the name of their record
     objects_of: int | None = None  # generation whose objects were applied

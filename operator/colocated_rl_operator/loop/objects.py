@@ -8,12 +8,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Awaitable, Mapping
+import secrets
+from collections.abc import Mapping
 from enum import Enum, auto
 
+from colocated_rl_api import names
 from colocated_rl_api.logs import log
+from colocated_rl_api.names import PodUid
 from colocated_rl_api.pod_template import PodTemplate
 from colocated_rl_api.seats import ROLLOUT_SEAT, role_of
+from colocated_rl_operator.clients.authority import Keyholder, secret_files
 from colocated_rl_operator.clients.errors import (
     ApiError,
     ApiUnreachable,
@@ -61,6 +65,7 @@ async def apply_plan(state: JobState, seen: Observation, decided: Plan, doors: D
             await _make_objects(seen.job, doors, has_begun=bool(state.status.lineage))
         if is_stale or is_late or makes_pods:
             await _apply_objects(seen.job, doors)
+            await _make_client_keys(seen.job, doors)
             state.objects_of, state.applied_at = seen.job.generation, doors.clock()
         templates = await _templates(state, seen.job, doors) if makes_pods else {}
         limit = asyncio.Semaphore(AT_ONCE)
@@ -68,6 +73,7 @@ async def apply_plan(state: JobState, seen: Observation, decided: Plan, doors: D
             changes = [
                 group.create_task(_change_pod(state, seen.job, each, templates, limit, doors)) for each in decided.pods
             ]
+        await _make_keys(state, seen.job, limit, doors)
         if any(isinstance(action, DeletePod) for action in decided.pods):
             await list_again(state, doors.kube, doors.pods)
     except* VolumeLost as errors:
@@ -168,7 +174,7 @@ async def _try_pods(job: Job, doors: Doors) -> None:
 
 
 async def _make_objects(job: Job, doors: Doors, *, has_begun: bool) -> None:
-    """Make the Secret and the claims that the job does not have yet. Raises VolumeLost.
+    """Make the claims that the job does not have yet. Raises VolumeLost.
 
     has_begun: the job has run before. Then a refusal is no news: where a quota is used up, the server refuses an object
     before it sees that it exists, and pods report what is missing. Then volumes are looked up and never made: on empty
@@ -185,18 +191,53 @@ async def _make_objects(job: Job, doors: Doors, *, has_begun: bool) -> None:
             "which begins with its spec.model"
         )
 
-    async def make(making: Awaitable[object]) -> None:
+    for claim in claims.values():
         try:
-            await making
+            await doors.kube.create_claim(job.namespace, claim)
         except Conflict:
             pass  # its name contains the job's UID
         except NotAdmitted:
             if not has_begun:
                 raise
 
-    await make(doors.kube.create_secret(job.namespace, belongings.tls_secret(job, doors.authority.job_files(job.uid))))
-    for claim in claims.values():
-        await make(doors.kube.create_claim(job.namespace, claim))
+
+async def _make_client_keys(job: Job, doors: Doors) -> None:
+    """Make the Secret for clients in other pods, and another one when authorities or token have changed."""
+    client = Keyholder(job.uid, "", names.ROLE_ROLLOUT, job.token_name)
+    mark = doors.keyring.mark(client)
+    files = {
+        names.CA_FILE: doors.keyring.authority.trusted_pem,
+        names.DATA_TOKEN_FILE: doors.keyring.token(client),
+    }
+    with contextlib.suppress(Conflict):
+        await doors.kube.create_secret(job.namespace, belongings.client_keys(job, mark=mark, files=files))
+
+
+async def _make_keys(state: JobState, job: Job, limit: asyncio.Semaphore, doors: Doors) -> None:
+    """Make the keys of each pod that waits for them. The pod owns them, so it is made first; kubelet waits meanwhile.
+
+    A pod that a queue holds back gets them later: they don't last for ever.
+    """
+    known = {pod["metadata"]["uid"]: pod for pod in doors.pods.of(job.uid)}
+    state.keyed &= known.keys()
+
+    async def make(uid: PodUid, pod: Body, name: str, seat: str) -> None:
+        holder = Keyholder(job.uid, pod["metadata"]["name"], role_of(seat), job.token_name)
+        files = secret_files(doors.keyring.keys(holder))
+        body = belongings.pod_keys(job, name=name, pod=holder.pod, pod_uid=uid, role=holder.role, files=files)
+        async with limit:
+            with contextlib.suppress(Conflict):  # a leader before this one has made them
+                await doors.kube.create_secret(job.namespace, body)
+        state.keyed.add(uid)
+
+    async with asyncio.TaskGroup() as group:
+        for uid in known.keys() - state.keyed:
+            pod = known[uid]
+            name, place = resources.keys_of(pod), resources.seat_and_attempt(job, pod["metadata"]["name"])
+            if name is None or place is None or pod.get("status", {}).get("phase", "Pending") != "Pending":
+                state.keyed.add(uid)
+            elif not (pod["metadata"].get("deletionTimestamp") or pod["spec"].get("schedulingGates")):
+                group.create_task(make(uid, pod, name, place[0]))
 
 
 async def _is_gone(job: Job, claim: Body, doors: Doors) -> bool:
@@ -209,7 +250,7 @@ async def _is_gone(job: Job, claim: Body, doors: Doors) -> bool:
 
 
 async def _apply_objects(job: Job, doors: Doors) -> None:
-    for body in belongings.applied(job, operator_namespace=doors.namespace):
+    for body in belongings.applied(job, operator_namespace=doors.namespace, egress=doors.egress):
         await doors.kube.apply(job.namespace, body)
 
 
@@ -244,7 +285,10 @@ async def _create_pod(
         await doors.kube.delete_pod(job.namespace, stray, uid=uid)
         doors.pods.deleted(job.uid, uid)
     template = templates[role_of(action.seat)]
-    body = resources.seated(template, job, action.seat, action.attempt, avoids=action.avoids)
+    role, pod_name = role_of(action.seat), resources.pod_name(job, action.seat, action.attempt)
+    mark = doors.keyring.mark(Keyholder(job.uid, pod_name, role, job.token_name))
+    nonce, avoids = secrets.token_hex(8), action.avoids
+    body = resources.seated(template, job, action.seat, action.attempt, avoids=avoids, nonce=nonce, keys_mark=mark)
     body = pinned(body, state.status.start)
     name = body["metadata"]["name"]
     try:

@@ -20,6 +20,7 @@ from colocated_rl_api.logs import log
 from colocated_rl_api.pod_template import QUEUE_LABELS
 from colocated_rl_api.rungs import WeightVersion
 from colocated_rl_api.seats import role_of
+from colocated_rl_operator.clients.authority import LEAF_LIFE, RENEWED_BEFORE, Keyholder, Keyring
 from colocated_rl_operator.clients.errors import JobInvalid
 from colocated_rl_operator.clients.kube import Body
 from colocated_rl_operator.clients.members import Address, MemberReport, Members
@@ -53,7 +54,16 @@ _QUIET = ("PodInitializing", "ContainerCreating")  # a container that is merely 
 
 
 def observe(
-    state: JobState, job: Job, *, pods: Pods, members: Members, queue: Queue, nodes: Nodes, now: float, at: datetime
+    state: JobState,
+    job: Job,
+    *,
+    pods: Pods,
+    members: Members,
+    queue: Queue,
+    nodes: Nodes,
+    keyring: Keyring,
+    now: float,
+    at: datetime,
 ) -> Observation:
     """Return what this pass sees. now, at: the same moment, monotonic and by the wall clock.
 
@@ -63,7 +73,8 @@ def observe(
     ended_at = status.ended_at
     is_over = ended_at is not None
     records = _pod_records(state, job, pods)
-    members.keep(job_uid, () if is_over else tuple(each.address for each in records if each.address is not None))
+    addresses = () if is_over else tuple(each.address for each in records if each.address is not None)
+    members.keep(job_uid, addresses, token_name=job.token_name)
     answers, climb = members.answers(job_uid), _climb(status)
     queue.note(job, is_queued=climb is not None and climb.cause is Cause.PODS_NOT_READY)
     seen = remember(
@@ -78,6 +89,7 @@ def observe(
             started_at=None if job.spec.suspend else _moment(state, status.start_time, now, at) or now,
             finished_at=_moment(state, ended_at, now, at),
             has_elder=queue.has_elder(job),
+            outdated=_outdated(job, records, keyring, at),
             hindrance=state.stall.message if state.stall else "",
             memory=state.memory,
         )
@@ -85,6 +97,19 @@ def observe(
     _log_rungs(seen, state.memory)
     state.memory = seen.memory
     return seen
+
+
+def _outdated(job: Job, records: list[PodRecord], keyring: Keyring, at: datetime) -> frozenset[str]:
+    """Return the pods of a reference whose keys are of a former authority or token, or end before long."""
+    found = set()
+    for each in records:
+        role, metadata = role_of(each.seat), each.pod["metadata"]
+        if role == names.ROLE_REFERENCE and resources.keys_of(each.pod) is not None:
+            mark = keyring.mark(Keyholder(job.uid, each.name, role, job.token_name))
+            renewed_at = _time(metadata["creationTimestamp"]) + LEAF_LIFE - RENEWED_BEFORE
+            if at >= renewed_at or metadata.get("annotations", {}).get(names.KEYS_ANNOTATION) != mark:
+                found.add(each.name)
+    return frozenset(found)
 
 
 def _moment(state: JobState, recorded: datetime | None, now: float, at: datetime) -> float | None:
@@ -130,8 +155,13 @@ def read_job(body: Mapping[str, Any]) -> Job:
         generation=metadata["generation"],
         created=_time(metadata["creationTimestamp"]),
         spec=spec,
+        token_name=token_name(metadata),
         queue_labels={label: value for label in QUEUE_LABELS if (value := (metadata.get("labels") or {}).get(label))},
     )
+
+
+def token_name(metadata: Mapping[str, Any]) -> str:
+    return str((metadata.get("annotations") or {}).get(names.DATA_TOKEN_ANNOTATION, ""))
 
 
 def _complaint(error: Any) -> str:
@@ -291,7 +321,8 @@ def _address(pod: Body, seat: str) -> Address | None:
         return None  # no member
     if status.get("phase") != PodPhase.RUNNING or not status.get("podIP") or metadata.get("deletionTimestamp"):
         return None
-    return Address(metadata["name"], metadata["uid"], role_of(seat), status["podIP"])
+    has_own_keys = resources.keys_of(pod) is not None
+    return Address(metadata["name"], metadata["uid"], role_of(seat), status["podIP"], has_own_keys=has_own_keys)
 
 
 def _trouble(status: Body, *, is_restarting: bool) -> str | None:

@@ -22,7 +22,7 @@ from colocated_rl_operator.loop.claim import claim
 from colocated_rl_operator.loop.deletion import delete_pods, shut_down_job
 from colocated_rl_operator.loop.doors import Doors
 from colocated_rl_operator.loop.job_state import RELIST_S, JobState, list_again, refresh_pods
-from colocated_rl_operator.loop.observe import observe, read_job
+from colocated_rl_operator.loop.observe import observe, read_job, token_name
 from colocated_rl_operator.loop.reporting import refuse
 from colocated_rl_operator.planner.observation import Observation
 from colocated_rl_operator.planner.plan import Plan, plan, stop
@@ -99,11 +99,20 @@ def _blames(seen: Observation, decided: Plan) -> bool:
 
 def _observe(state: JobState, body: Mapping[str, Any], doors: Doors) -> Observation:
     now, at = doors.clock(), doors.wall()
-    if state.job is None or state.job.generation != body["metadata"]["generation"]:
-        state.job = read_job(body)
+    job, metadata = state.job, body["metadata"]
+    if job is None or (job.generation, job.token_name) != (metadata["generation"], token_name(metadata)):
+        job = state.job = read_job(body)
     before = state.memory.last_switch_s
     seen = observe(
-        state, state.job, pods=doors.pods, members=doors.members, queue=doors.queue, nodes=doors.nodes, now=now, at=at
+        state,
+        job,
+        pods=doors.pods,
+        members=doors.members,
+        queue=doors.queue,
+        nodes=doors.nodes,
+        keyring=doors.keyring,
+        now=now,
+        at=at,
     )
     if (switch_s := seen.memory.last_switch_s) is not None and switch_s != before:
         doors.metrics.switch_s.observe(switch_s)

@@ -8,23 +8,40 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
+from enum import StrEnum
 
 from colocated_rl_api import names
 from colocated_rl_api.member_wire import JobFile
+from colocated_rl_api.names import PodUid
 from colocated_rl_api.parts import Claimed, Volume
+from colocated_rl_api.prompts import HuggingFace, endpoints_of
 from colocated_rl_api.rungs import Placement
 from colocated_rl_operator.manifests.resources import (
     Object,
+    client_keys_name,
     config_name,
     metadata_of,
-    tls_secret_name,
 )
 from colocated_rl_operator.planner.observation import Job
 
+DNS_PORT = 53
 
-def applied(job: Job, *, operator_namespace: str) -> list[Object]:
-    """Return the objects that are applied again and again; the Secret and the claims are created once."""
-    policies = [network_policy(job, operator_namespace=operator_namespace)]
+
+class Egress(StrEnum):
+    """What pods of jobs may call. Admins of the cluster decide, by the chart."""
+
+    OPEN = "Open"  # anything
+    NO_METADATA = "NoMetadata"  # all but link-local addresses, where clouds have what gives a node's identity away
+    NAMED = "Named"  # pods of the job and DNS, and if the job names an endpoint or hub, all but link-local addresses
+
+
+LINK_LOCAL = {"0.0.0.0/0": ["169.254.0.0/16"], "::/0": ["fe80::/10", "fd00:ec2::/32"]}
+"""Every address, and those of clouds' metadata services: the last is link-local on one cloud alone."""
+
+
+def applied(job: Job, *, operator_namespace: str, egress: Egress = Egress.NO_METADATA) -> list[Object]:
+    """Return the objects that are applied again and again; Secrets and claims are created once."""
+    policies = [network_policy(job, operator_namespace=operator_namespace), egress_policy(job, egress)]
     policies += [reference_policy(job)] if job.reference_seats else []
     return [config(job), *policies, disruption_budget(job)]
 
@@ -164,6 +181,35 @@ def disruption_budget(job: Job) -> Object:
     }
 
 
+def egress_policy(job: Job, egress: Egress) -> Object:
+    """Return the policy for what the job's pods may call; those of a reference too.
+
+    There is one in any case: another setting has to change what was made before. Policies know addresses and no names,
+    so a job that names an endpoint may call any address but link-local ones.
+    """
+    own = {names.JOB_UID_LABEL: job.uid}
+    dns = {"ports": [_tcp(DNS_PORT), _tcp(DNS_PORT) | {"protocol": "UDP"}]}
+    outside = {"to": [{"ipBlock": {"cidr": all_, "except": but}} for all_, but in LINK_LOCAL.items()]}
+    rules: list[Object] = [{}]
+    if egress is not Egress.OPEN:
+        rules = [{"to": [_pods(own)]}, dns]
+        if egress is Egress.NO_METADATA or _calls_outside(job):
+            rules.append(outside)
+    return {
+        "apiVersion": "networking.k8s.io/v1",
+        "kind": "NetworkPolicy",
+        "metadata": metadata_of(job, f"{job.name}-egress-{job.uid}"),
+        "spec": {"podSelector": {"matchLabels": own}, "policyTypes": ["Egress"], "egress": rules},
+    }
+
+
+def _calls_outside(job: Job) -> bool:
+    """Return whether the job names an endpoint of rewards, or a hub of models or prompts."""
+    sources = job.spec.sources
+    from_hub = job.spec.model.hugging_face is not None or any(isinstance(each, HuggingFace) for each in sources)
+    return from_hub or bool(endpoints_of(sources))
+
+
 def _policy(job: Job, name: str, selector: Object, *ingress: Object) -> Object:
     """Return a policy under which nothing but `ingress` reaches the pods that `selector` selects."""
     return {
@@ -183,17 +229,32 @@ def _tcp(first: int, last: int | None = None) -> Object:
     return port if last is None else port | {"endPort": last}
 
 
-def tls_secret(job: Job, files: Mapping[str, str]) -> Object:
-    """Return the TLS Secret, which is created once, never changed, and never read by the operator.
+def pod_keys(job: Job, *, name: str, pod: str, pod_uid: PodUid, role: str, files: Mapping[str, str]) -> Object:
+    """Return the Secret of one pod, which is created once, never changed, and never read by the operator.
 
-    files: by their names in `names.TLS_DIR`.
+    It goes with its pod. name: as the pod's volume has it. files: by their names in `names.TLS_DIR`.
     """
+    owner = {"apiVersion": "v1", "kind": "Pod", "name": pod, "uid": pod_uid}
+    made = _secret(job, name, files)
+    metadata = metadata_of(job, name, {names.ROLE_LABEL: role}) | {"ownerReferences": [owner]}
+    return made | {"metadata": metadata}
+
+
+def client_keys(job: Job, *, mark: str, files: Mapping[str, str]) -> Object:
+    """Return the Secret for clients of the job in other pods: whom to trust, and the data token.
+
+    mark: of authorities and token. When they change, there is another Secret.
+    """
+    return _secret(job, client_keys_name(job, mark), files)
+
+
+def _secret(job: Job, name: str, files: Mapping[str, str]) -> Object:
     return {
         "apiVersion": "v1",
         "kind": "Secret",
         "type": "Opaque",
         "immutable": True,
-        "metadata": metadata_of(job, tls_secret_name(job)),
+        "metadata": metadata_of(job, name),
         "stringData": dict(files),
     }
 

@@ -39,6 +39,7 @@ ROLLOUT_GRACE_S = 30
 REFERENCE_GRACE_S = 5  # it has nothing to clean up
 SHM = "/dev/shm"
 TMP = "/tmp"
+TLS_VOLUME = "tls"
 DEVICES = "gpus"  # the device claim of a GPU pod, where devices are claimed and not counted
 
 # Volumes on a node's disk end where these say, beyond which kubelet evicts the pod: one program that writes without end
@@ -87,8 +88,26 @@ def seat_and_attempt(job: Job, name: str) -> tuple[str, int] | None:
     return (match[1], int(match[3])) if match else None
 
 
-def tls_secret_name(job: Job) -> str:
-    return f"{job.name}-tls-{job.uid}"
+def keys_name(pod_name: str, nonce: str) -> str:
+    """Return the name of the Secret with the keys of one pod. nonce: of this pod alone, for nobody to guess."""
+    return f"{pod_name}-tls-{nonce}"
+
+
+def keys_of(pod: Object) -> str | None:
+    """Return the name of the Secret with the keys of this pod alone.
+
+    None: it has none, or those of the whole job, which an older operator has made.
+    """
+    prefix = keys_name(pod["metadata"]["name"], "")
+    for volume in pod["spec"].get("volumes", ()):
+        name: str = volume.get("secret", {}).get("secretName", "")
+        if volume["name"] == TLS_VOLUME and name.startswith(prefix):
+            return name
+    return None
+
+
+def client_keys_name(job: Job, mark: str) -> str:
+    return f"{job.name}-client-{mark[:8]}-{job.uid}"
 
 
 def config_name(job: Job) -> str:
@@ -142,8 +161,19 @@ def pod_template(job: Job, role: str, images: PodImages) -> Object:
     return overlay.lay(template, over={"metadata": metadata, "spec": spec})
 
 
-def seated(template: Object, job: Job, seat: str, attempt: int, *, avoids: Sequence[str] = ()) -> Object:
+def seated(
+    template: Object,
+    job: Job,
+    seat: str,
+    attempt: int,
+    *,
+    avoids: Sequence[str] = (),
+    nonce: str = "0",
+    keys_mark: str = "",
+) -> Object:
     """Return the pod that fills a seat, made of the template of its role. avoids: nodes on which it may not run.
+
+    nonce: for the name of its Secret. keys_mark: which keys are in that, for who can't take others later.
 
     The template may be of another version of the operator: what is added here is a part of its form. Nodes are avoided
     at any price only where a rule asks for that: a usual answer must not leave a small cluster's job without a place.
@@ -160,7 +190,11 @@ def seated(template: Object, job: Job, seat: str, attempt: int, *, avoids: Seque
             for each in spec["initContainers"]
         ]
     metadata = metadata_of(job, pod_name(job, seat, attempt), labels)
-    metadata |= {"labels": shared["labels"] | metadata["labels"], "annotations": shared["annotations"]}
+    marks = {names.KEYS_ANNOTATION: keys_mark} if role_of(seat) == names.ROLE_REFERENCE else {}
+    metadata |= {"labels": shared["labels"] | metadata["labels"], "annotations": shared["annotations"] | marks}
+    if all(volume["name"] != TLS_VOLUME for volume in spec["volumes"]):  # else of an older operator: of the whole job
+        keys = {"secretName": keys_name(metadata["name"], nonce), "defaultMode": 0o440}
+        spec["volumes"] = [{"name": TLS_VOLUME, "secret": keys}, *spec["volumes"]]
     rules = job.spec.failure_policy.rules
     spec = overlay.away_from(
         avoids, spec, strictly=any(rule.action is FailureAction.REPLACE_POD_ELSEWHERE for rule in rules)
@@ -229,7 +263,8 @@ def _gpu_spec(job: Job, role: str, images: PodImages) -> Object:
                     _mount("sock", names.SOCKET_DIR),
                     _mount("batches", names.BATCH_DIR),
                     _mount("weights", names.WEIGHTS_DIR, read_only=not trains),
-                    _mount("tls", names.TLS_DIR, read_only=True),
+                    _mount(TLS_VOLUME, names.TLS_DIR, read_only=True),
+                    _mount("keys", names.KEYS_DIR),
                     _mount("job", _directory(names.JOB_FILE), read_only=True),
                     _mount("agent-tmp", "/tmp"),
                 ],
@@ -265,6 +300,7 @@ def _gpu_spec(job: Job, role: str, images: PodImages) -> Object:
             *_on_disk("batches", "scratch", "gpu-tmp", limit=_volume_limit(gpus.resources)),
             _weights(job, trains=trains),
             _empty("shm", medium="Memory", sizeLimit=_shm_limit(gpus.resources)),
+            _renewed_keys(),
             _model_volume(job),
             *([_claimed("checkpoints", job.claim_name("checkpoints")), *_former_volumes(job)] if trains else []),
             *_job_volumes(job),
@@ -305,7 +341,7 @@ def _reference_spec(job: Job, images: PodImages) -> Object:
                 "livenessProbe": _probe(period_s=10, failures=6),
                 "volumeMounts": [
                     _mount("model", names.MODEL_DIR, read_only=True),
-                    _mount("tls", names.TLS_DIR, read_only=True),
+                    _mount(TLS_VOLUME, names.TLS_DIR, read_only=True),
                     _mount("job", _directory(names.JOB_FILE), read_only=True),
                     _mount("scratch", names.SCRATCH_DIR),
                     _mount("gpu-tmp", "/tmp"),
@@ -340,7 +376,8 @@ def _rollout_spec(job: Job, images: PodImages) -> Object:
                 "volumeMounts": [
                     _mount("store", names.STATE_DIR),
                     _mount("model", names.MODEL_DIR, read_only=True),
-                    _mount("tls", names.TLS_DIR, read_only=True),
+                    _mount(TLS_VOLUME, names.TLS_DIR, read_only=True),
+                    _mount("keys", names.KEYS_DIR),
                     _mount("job", _directory(names.JOB_FILE), read_only=True),
                     _mount("tmp", "/tmp"),
                     *_former_mounts(job, with_samples=True),
@@ -352,6 +389,7 @@ def _rollout_spec(job: Job, images: PodImages) -> Object:
             _claimed("store", job.claim_name("store")),
             _model_volume(job),
             *_on_disk("tmp", limit=_volume_limit(job.spec.rollout.resources)),
+            _renewed_keys(),
             *_former_volumes(job, with_samples=True),
             *volumes,
             *_job_volumes(job),
@@ -596,10 +634,12 @@ def _reward_token(name: str, secret: str) -> Object:
 
 
 def _job_volumes(job: Job) -> Sequence[Object]:
-    return (
-        {"name": "tls", "secret": {"secretName": tls_secret_name(job), "defaultMode": 0o440}},
-        {"name": "job", "configMap": {"name": config_name(job)}},
-    )
+    """Return the volume of the job's file. That of its keys is a pod's own: `seated` adds it."""
+    return ({"name": "job", "configMap": {"name": config_name(job)}},)
+
+
+def _renewed_keys() -> Object:
+    return _empty("keys", medium="Memory", sizeLimit="1Mi")
 
 
 def _directory(path: str) -> str:

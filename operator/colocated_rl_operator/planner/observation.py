@@ -42,6 +42,7 @@ class Job:
     created: datetime
     spec: ColocatedRLJobSpec
     queue_labels: Mapping[str, str] = field(default_factory=dict)  # of the job itself, for pods that wait in a queue
+    token_name: str = ""  # which data token it has, see `names.DATA_TOKEN_ANNOTATION`
 
     @property
     def queue(self) -> str:
@@ -298,6 +299,7 @@ class Observation:
     started_at: float | None = None  # or resumed; None while the job is suspended
     finished_at: float | None = None  # completed or failed
     has_elder: bool = False  # an older job of this operator is queued
+    outdated: frozenset[str] = frozenset()  # pods of a reference whose keys should be others
     hindrance: str = ""  # what kept the job's objects from being made, the last time
     memory: Memory = Memory()
 

@@ -11,7 +11,8 @@ old pod, and it owns no exclusive volume. In a queue's pod group the old pod cou
 would delete the new one as surplus: there the seat waits for as long as the deletion may take. The store's volume
 admits one pod, so the rollout seat waits until the old pod is gone, and that pod is never force-deleted.
 
-A reference with devices of its own is no member: kubelet restarts it, and the loss of its node removes its pod.
+A reference with devices of its own is no member: kubelet restarts it, and the loss of its node removes its pod. Nobody
+can send it new keys, so its pod is replaced for them, one after the other.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ def muster(seen: Observation) -> tuple[tuple[PodAction, ...], float | None]:
         for pod in seen.current.values()
         if is_silent(seen, pod, wake)
     ]
+    actions += _renewals(seen)
     vacant = [seat for seat in seen.job.seats.all if seat not in seen.current]
     seated: dict[str, list[Member]] = {seat: [] for seat in vacant}
     for pod in seen.members if vacant else ():
@@ -48,6 +50,18 @@ def muster(seen: Observation) -> tuple[tuple[PodAction, ...], float | None]:
         if not _is_held(seat, pods, seen, wake):
             _fill(seat, pods, seen, actions, wake)
     return tuple(actions), min(wake, default=None)
+
+
+def _renewals(seen: Observation) -> list[PodAction]:
+    """Return the deletion of one reference whose keys are outdated, once all references are there and ready."""
+    references = seen.reference_members
+    if len(references) < len(seen.job.reference_seats) or not all(pod.is_ready for pod in references):
+        return []
+    why = "its certificate or data token is to be replaced"
+    late = [pod for pod in references if pod.name in seen.outdated]
+    return [
+        DeletePod(pod.name, pod.uid, None, f"pod {pod.name} is replaced: {why}", is_fault=False) for pod in late[:1]
+    ]
 
 
 def clear(seen: Observation) -> tuple[tuple[PodAction, ...], float | None]:

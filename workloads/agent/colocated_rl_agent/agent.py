@@ -106,7 +106,7 @@ class Agent:
             failed=self._fail,
             made_good=self._problems.made_good,
         )
-        tls = MemberTls.read(settings.directories.tls)
+        tls = MemberTls.read(settings.directories.tls, kept=settings.directories.keys)
         places, progress_s = settings.directories, settings.job.spec.switch.trainer_progress_seconds
         client = DataClient(session, tls, settings.job.uid)
         self._shards = Shards(client, places.batches, settings.ranks, deadline_s=progress_s)

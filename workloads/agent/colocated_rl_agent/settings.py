@@ -38,6 +38,7 @@ class Directories:
     job_file: Path
     trainer_config: Path
     tls: Path
+    keys: Path
     state: Path
     sockets: Path
     batches: Path
@@ -55,6 +56,7 @@ class Directories:
                     names.JOB_FILE,
                     names.TRAINER_CONFIG_FILE,
                     names.TLS_DIR,
+                    names.KEYS_DIR,
                     names.STATE_DIR,
                     names.SOCKET_DIR,
                     names.BATCH_DIR,

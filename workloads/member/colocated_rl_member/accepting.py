@@ -18,7 +18,7 @@ import contextlib
 import logging
 import socket
 import ssl
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from itertools import count
 from typing import Any
@@ -43,13 +43,14 @@ async def accepting(
     room: RoomFor,
     *,
     at_a_time: int,
-    context: ssl.SSLContext | None = None,
+    context: Callable[[], ssl.SSLContext] | None = None,
     handshake_s: float = 0.0,
 ) -> AsyncIterator[int]:
     """Yield the port. Nothing is accepted after the block; connections go on.
 
     at_a_time: connections that are before the end of their handshake, or are turned away, and one more. Several times
     as many as members begin together.
+    context: returns that of the next handshake.
     handshake_s: for a caller's first word, and from there to the end of its handshake.
     """
     acceptor = _Acceptor(listener, room, max(1, at_a_time), context, handshake_s)
@@ -67,13 +68,17 @@ class _Acceptor:
     """A connection is silent, then it waits for its turn, then it begins; then it is the port's own, or turned away."""
 
     def __init__(
-        self, listener: socket.socket, room: RoomFor, at_a_time: int, context: ssl.SSLContext | None, handshake_s: float
+        self,
+        listener: socket.socket,
+        room: RoomFor,
+        at_a_time: int,
+        context: Callable[[], ssl.SSLContext] | None,
+        handshake_s: float,
     ) -> None:
         listener.setblocking(False)
         self._listener, self._room, self._at_a_time = listener, room, at_a_time
         self._handshake_s = handshake_s
-        self._has_handshakes = context is not None
-        self._options: dict[str, Any] = {"ssl": context, "ssl_handshake_timeout": handshake_s} if context else {}
+        self._context = context
         self._loop = asyncio.get_running_loop()
         self._timers: dict[socket.socket, asyncio.TimerHandle] = {}  # each silent one is hung up on by its own
         self._silent, self._waiting, self._beginning = (
@@ -100,7 +105,7 @@ class _Acceptor:
                 continue
             connection.setblocking(False)
             peer = peer_of(address)
-            if self._has_handshakes:
+            if self._context is not None:
                 self._silent.add(connection, peer)
                 self._timers[connection] = self._loop.call_later(self._handshake_s, self._hang_up, connection)
                 self._loop.add_reader(connection, self._take, connection)
@@ -230,7 +235,10 @@ class _Acceptor:
     async def _receive(self, connection: socket.socket) -> None:
         """Handle the TLS handshake until it is done."""
         try:
-            await self._loop.connect_accepted_socket(lambda: _Arrival(self._room), connection, **self._options)
+            tls: dict[str, Any] = {}
+            if self._context is not None:
+                tls = {"ssl": self._context(), "ssl_handshake_timeout": self._handshake_s}
+            await self._loop.connect_accepted_socket(lambda: _Arrival(self._room), connection, **tls)
         except OSError:  # no handshake, or none in time: its transport closes it
             pass
         finally:

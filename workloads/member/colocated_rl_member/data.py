@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import ssl
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractAsyncContextManager
 from typing import Any, Protocol
 
@@ -33,7 +33,9 @@ NO_TOKEN = error_body(401, "the data token of the job is needed: Authorization: 
 class StandaloneDataPort(Protocol):
     """A StandaloneDataPort serves itself, without an application; it requires the token too."""
 
-    def listening(self, host: str, port: int, context: ssl.SSLContext) -> AbstractAsyncContextManager[int]:
+    def listening(
+        self, host: str, port: int, context: Callable[[], ssl.SSLContext]
+    ) -> AbstractAsyncContextManager[int]:
         """Return a context that listens while it is entered, and yields the port; port 0 takes a free one."""
 
 
@@ -90,13 +92,11 @@ def data_application(tls: MemberTls, *, max_request_bytes: int) -> web.Applicati
 
 
 class DataClient:
-    """A DataClient calls data ports of the job's members by address, and checks certificates against the job's name."""
+    """A DataClient calls data ports of the job's members by address, and checks certificates against job and pod."""
 
     def __init__(self, session: aiohttp.ClientSession, tls: MemberTls, job_uid: JobUid) -> None:
         self._session = session
-        self._context = tls.client_context()
-        self._authorization = tls.authorization
-        self._server_name = names.member_server_name(job_uid)
+        self._tls, self._job_uid = tls, job_uid
 
     def request(
         self, method: str, endpoint: Endpoint, path: str, *, headers: Mapping[str, str] | None = None, **options: Any
@@ -106,9 +106,9 @@ class DataClient:
         return self._session.request(
             method,
             f"https://{host}:{endpoint.port}{path}",
-            headers={**(headers or {}), "Authorization": self._authorization},
-            ssl=self._context,
-            server_hostname=self._server_name,
+            headers={**(headers or {}), "Authorization": self._tls.authorization},
+            ssl=self._tls.client_context(),
+            server_hostname=names.pod_server_name(self._job_uid, endpoint.pod),
             allow_redirects=False,
             **options,
         )

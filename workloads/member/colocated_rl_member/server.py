@@ -35,8 +35,10 @@ from colocated_rl_api.member_wire import (
     HEARTBEAT_S,
     MAX_MESSAGE_BYTES,
     Hello,
+    Keys,
     Refusal,
-    read_target,
+    Renewed,
+    read_from_operator,
 )
 from colocated_rl_api.shared import SharedResult
 from colocated_rl_member.accepting import accepting
@@ -144,7 +146,7 @@ class MemberServer(Generic[TargetT]):
 
     @property
     def hello(self) -> Hello:
-        return self._hello.model_copy(update={"highest_epoch": self._fence.highest_epoch})
+        return self._hello.model_copy(update={"highest_epoch": self._fence.highest_epoch, "keys": self._tls.held})
 
     @property
     def target(self) -> TargetT | None:
@@ -164,7 +166,7 @@ class MemberServer(Generic[TargetT]):
         asked = self.ports
         async with AsyncExitStack() as stack:
             self.ports = Ports(
-                control=await self._listen(stack, control, asked.host, asked.control, self._tls.control_context()),
+                control=await self._listen(stack, control, asked.host, asked.control, self._tls.control_context),
                 pages=await self._listen(stack, self._pages, "127.0.0.1", asked.pages),
                 metrics=await self._listen(stack, metrics, asked.host, asked.metrics),
                 data=await self._listen_for_data(stack, asked.host, asked.data),
@@ -187,11 +189,16 @@ class MemberServer(Generic[TargetT]):
         if self._data is None:
             return 0
         if isinstance(self._data, web.Application):
-            return await self._listen(stack, self._data, host, port, self._tls.data_context())
-        return await stack.enter_async_context(self._data.listening(host, port, self._tls.data_context()))
+            return await self._listen(stack, self._data, host, port, self._tls.data_context)
+        return await stack.enter_async_context(self._data.listening(host, port, self._tls.data_context))
 
     async def _listen(
-        self, stack: AsyncExitStack, app: web.Application, host: str, port: int, context: ssl.SSLContext | None = None
+        self,
+        stack: AsyncExitStack,
+        app: web.Application,
+        host: str,
+        port: int,
+        context: Callable[[], ssl.SSLContext] | None = None,
     ) -> int:
         """Listen until the stack ends, and return the port."""
         runner = web.AppRunner(
@@ -279,11 +286,14 @@ class MemberServer(Generic[TargetT]):
                 await link.close(code=WSCloseCode.UNSUPPORTED_DATA, message=b"one JSON text frame per message")
                 return
             try:
-                received = read_target(message.data)
+                received = read_from_operator(message.data)
             except pydantic.ValidationError as error:
                 log(LOG, "target unreadable", logging.ERROR, reason=_first_line(error))
                 await link.close(code=WSCloseCode.INVALID_TEXT, message=b"not a target")
                 return
+            if isinstance(received, Keys):
+                await self._renew(link, received)
+                continue
             admitted = self._fence.admit(received)
             if isinstance(admitted, Refusal):
                 log(LOG, "target refused", logging.WARNING, epoch=admitted.epoch, reason=admitted.message)
@@ -291,6 +301,16 @@ class MemberServer(Generic[TargetT]):
                 continue
             self._accept(admitted)
             self.publish()
+
+    async def _renew(self, link: web.WebSocketResponse, keys: Keys) -> None:
+        try:
+            self._tls.take(keys)
+        except (OSError, ValueError) as error:  # the operator sends them again
+            log(LOG, "keys not taken", logging.ERROR, reason=in_words(error))
+            return
+        if keys.held is not None:
+            log(LOG, "keys renewed", reason=f"the operator sent a certificate until {keys.held.ends.isoformat()}")
+            await _send(link, Renewed(keys=keys.held).model_dump_json(by_alias=True))
 
     # ------------------------------------------------------------------------------------------------- pages
     async def _show_state_to_operator(self, request: web.Request) -> web.Response:

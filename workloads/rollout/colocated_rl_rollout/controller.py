@@ -87,7 +87,7 @@ class Controller:
         self._dirty = asyncio.Event()
         self._rate = TokenRate()
         self._metrics = RolloutMetrics(registry)
-        tls = MemberTls.read(settings.tls)
+        tls = MemberTls.read(settings.tls, kept=settings.keys)
         chat = Chat(settings.model)
         former = None
         if spec.restore_from is not None and settings.former is not None:

@@ -31,6 +31,7 @@ class RolloutSettings:
     job: JobFile
     state: Path
     tls: Path
+    keys: Path
     model: Path
     tasks: Path
     reward_tokens: Path
@@ -55,6 +56,7 @@ def read_settings(arguments: Sequence[str], environment: Mapping[str, str]) -> R
     parser.add_argument(
         "--tls", type=Path, default=Path(names.TLS_DIR), help="directory of certificates and data token"
     )
+    parser.add_argument("--keys", type=Path, default=Path(names.KEYS_DIR), help="for what of these is renewed")
     parser.add_argument("--models", type=Path, default=Path(names.MODEL_DIR), help="what spec.model.path is in")
     parser.add_argument("--tasks", type=Path, default=Path(names.TASKS_SOCKET), help="socket of the task server")
     parser.add_argument(
@@ -92,6 +94,7 @@ def read_settings(arguments: Sequence[str], environment: Mapping[str, str]) -> R
         job=job,
         state=given.state,
         tls=given.tls,
+        keys=given.keys,
         model=given.models / job.spec.model.path,
         tasks=given.tasks,
         reward_tokens=given.reward_tokens,

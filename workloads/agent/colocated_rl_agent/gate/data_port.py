@@ -355,8 +355,13 @@ class DataPort:
             self._all_gone.set()
 
     @asynccontextmanager
-    async def listening(self, host: str, port: int, context: ssl.SSLContext | None = None) -> AsyncIterator[int]:
-        """Listen, and yield the port number. At the end, answers in progress have SHUTDOWN_S."""
+    async def listening(
+        self, host: str, port: int, context: Callable[[], ssl.SSLContext] | None = None
+    ) -> AsyncIterator[int]:
+        """Listen, and yield the port number. At the end, answers in progress have SHUTDOWN_S.
+
+        context: returns that of the next handshake.
+        """
         self._all_gone.set()
         room = RoomFor(
             self.max_connections,

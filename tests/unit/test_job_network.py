@@ -1,0 +1,92 @@
+"""What pods of a job may call and who may call them, by a model of NetworkPolicies. No plugin enforces them here."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from builders import make_job
+from colocated_rl_api import names
+from colocated_rl_api.seats import ROLLOUT_SEAT, gpu_seat
+from colocated_rl_operator.manifests import belongings, resources
+from colocated_rl_operator.manifests.belongings import Egress
+from colocated_rl_operator.manifests.resources import PodImages
+from fakes.network import Place, passes
+
+IMAGES = PodImages(agent="agent:1", rollout="rollout:1", gpu="gpu:1", pull_policy="IfNotPresent")
+HUB = {"huggingFace": {"name": "us/small", "revision": "a" * 40}}
+SIZES = {"batchSize": 4, "groupSize": 2}
+MATH: dict[str, Any] = {"reward": {"math": {}}}
+ROWS = {"huggingFace": {"name": "us/rows", **MATH}}
+JUDGED = {"file": {"claimName": "c", "path": "p.jsonl", "reward": {"http": {"url": "http://judge/"}}}}
+METADATA = [Place("169.254.169.254", port=80), Place("fd00:ec2::254", port=80), Place("fe80::a9fe:a9fe", port=80)]
+OUTSIDE = [Place("93.184.215.14", port=443), Place("2606:2800:21f::1", port=443), Place("10.0.0.7", port=5432)]
+RESOLVER = [Place("10.96.0.10", port=53), Place("169.254.20.10", port=53, protocol="UDP")]
+APART: dict[str, Any] = {"reference": {"placement": "OwnDevices", "replicas": 1}}
+SEATS = (gpu_seat(0), ROLLOUT_SEAT, gpu_seat(0, names.ROLE_REFERENCE))
+
+
+def pod(seat: str, port: int = 0, **spec: Any) -> Place:
+    body = resources.pod(make_job(**APART, **spec), seat, 0, IMAGES)
+    return Place("10.244.0.9", body["metadata"]["labels"], port=port)
+
+
+def may_call(egress: Egress, target: Place, *, seat: str = ROLLOUT_SEAT, **spec: Any) -> bool:
+    applied = belongings.applied(make_job(**APART, **spec), operator_namespace="operators", egress=egress)
+    policies = [each for each in applied if each["kind"] == "NetworkPolicy"]
+    return passes(policies, source=pod(seat, **spec), target=target)
+
+
+@pytest.mark.parametrize("seat", SEATS)
+@pytest.mark.parametrize("egress", [Egress.NO_METADATA, Egress.NAMED])
+@pytest.mark.parametrize("spec", [{}, {"model": HUB}], ids=["claim", "hub"])
+def test_no_pod_of_a_job_reaches_the_metadata_service_of_a_cloud(egress: Egress, seat: str, spec: Any) -> None:
+    """Reward code reached it, and with it what the node may do in the cloud."""
+    assert [] == [each for each in METADATA if may_call(egress, each, seat=seat, **spec)]
+
+
+@pytest.mark.parametrize(
+    ("egress", "spec", "expected"),
+    [
+        (Egress.OPEN, {}, True),
+        (Egress.NO_METADATA, {}, True),
+        (Egress.NAMED, {}, False),
+        (Egress.NAMED, {"model": HUB}, True),
+        (Egress.NAMED, {"rollout": SIZES | {"prompts": ROWS}}, True),
+        (Egress.NAMED, {"rollout": SIZES | {"prompts": JUDGED}}, True),
+    ],
+    ids=["open", "no metadata", "nothing named", "a hub for the model", "a hub for prompts", "an endpoint"],
+)
+@pytest.mark.parametrize("seat", SEATS)
+def test_a_job_that_names_nothing_outside_reaches_nothing_outside(
+    egress: Egress, spec: Any, expected: bool, seat: str
+) -> None:
+    assert {expected} == {may_call(egress, each, seat=seat, **spec) for each in OUTSIDE}
+
+
+@pytest.mark.parametrize("egress", Egress)
+@pytest.mark.parametrize("seat", SEATS)
+def test_every_pod_reaches_dns_and_those_of_its_job_what_they_need(egress: Egress, seat: str) -> None:
+    assert all(may_call(egress, each, seat=seat) for each in RESOLVER)
+    gpu, rollout, reference = SEATS
+    assert may_call(egress, pod(gpu, names.DATA_PORT), seat=rollout)
+    assert may_call(egress, pod(rollout, names.DATA_PORT), seat=gpu)
+    assert may_call(egress, pod(reference, names.DATA_PORT), seat=rollout)
+    assert may_call(egress, pod(gpu, names.RENDEZVOUS_PORT), seat=gpu)
+    assert not may_call(egress, pod(gpu, names.RENDEZVOUS_PORT), seat=rollout)
+
+
+def test_pods_of_others_are_no_pods_of_the_job_though_they_have_its_name() -> None:
+    stranger = Place("10.244.0.7", {"app": "db"}, port=5432)
+    impostor = Place("10.244.0.8", pod(ROLLOUT_SEAT).labels, "another", names.DATA_PORT)
+    assert not may_call(Egress.NAMED, stranger)
+    assert not may_call(Egress.NAMED, impostor)
+    assert may_call(Egress.OPEN, stranger)
+
+
+def test_an_open_setting_leaves_a_policy_that_lets_all_through_in_the_place_of_the_former() -> None:
+    """The operator may not delete policies: one that was made under another setting would stay."""
+    made = {setting: belongings.egress_policy(make_job(), setting) for setting in Egress}
+    assert 1 == len({each["metadata"]["name"] for each in made.values()})
+    assert all(may_call(Egress.OPEN, each) for each in (*METADATA, *OUTSIDE))
