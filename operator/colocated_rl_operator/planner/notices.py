@@ -25,7 +25,7 @@ class Notice:
 
 @dataclass(frozen=True)
 class NodeSigns:
-    """The signs by which a node gives notice.
+    """Holds the signs by which a node gives notice.
 
     bad_conditions: by type, the status with which a node's devices are bad. leaving_taints: keys.
     """
