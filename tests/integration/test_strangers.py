@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
+import tempfile
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -166,7 +167,7 @@ async def test_metrics_that_anybody_may_ask_for_are_made_once_for_all_who_ask(
 @asynccontextmanager
 async def a_gate(tls: MemberTls) -> AsyncIterator[int]:
     port = DataPort(answered, admits=tls.admits, max_strangers=100)
-    async with port.listening("127.0.0.1", 0, tls.data_context()) as number:
+    async with port.listening("127.0.0.1", 0, tls.data_context) as number:
         yield number
 
 
@@ -179,10 +180,12 @@ async def a_rollout_controller(tls: MemberTls) -> AsyncIterator[int]:
 @asynccontextmanager
 async def a_reference_for_scores(tls: MemberTls) -> AsyncIterator[int]:
     counts = ScoreCounts(CollectorRegistry())
-    port = ScorePort(
-        "127.0.0.1", 0, tls=tls.directory, score_queue=ScoreQueue(1), deadline_s=1, figures=counts,
-        unauthenticated_s=NEVER_S,
-    )  # fmt: skip
+    with tempfile.TemporaryDirectory() as directory:
+        keys = FakeAuthority().member_directory(Path(directory) / "tls", job_uid=JOB_UID, token=TOKEN)
+        port = ScorePort(
+            "127.0.0.1", 0, tls=keys, score_queue=ScoreQueue(1), deadline_s=1, figures=counts,
+            unauthenticated_s=NEVER_S,
+        )  # fmt: skip
     port.listen("data")
     try:
         yield port.number
