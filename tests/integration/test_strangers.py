@@ -180,10 +180,14 @@ async def a_rollout_controller(tls: MemberTls) -> AsyncIterator[int]:
 @asynccontextmanager
 async def a_reference_for_scores(tls: MemberTls) -> AsyncIterator[int]:
     counts = ScoreCounts(CollectorRegistry())
+    keys = tls._keys
     with tempfile.TemporaryDirectory() as directory:
-        keys = FakeAuthority().member_directory(Path(directory) / "tls", job_uid=JOB_UID, token=TOKEN)
+        for name, text in (
+            (names.CERT_FILE, keys.certificate), (names.KEY_FILE, keys.key), (names.DATA_TOKEN_FILE, keys.token)
+        ):  # fmt: skip
+            (Path(directory) / name).write_text(text)
         port = ScorePort(
-            "127.0.0.1", 0, tls=keys, score_queue=ScoreQueue(1), deadline_s=1, figures=counts,
+            "127.0.0.1", 0, tls=Path(directory), score_queue=ScoreQueue(1), deadline_s=1, figures=counts,
             unauthenticated_s=NEVER_S,
         )  # fmt: skip
     port.listen("data")
