@@ -1,4 +1,4 @@
-"""What NetworkPolicies let through, by the words of their documentation: a model, where no plugin enforces them.
+"""A model judges what NetworkPolicies let through, by their documentation, where no plugin enforces them.
 
 A pod that no policy of a direction selects is open in that direction; else a connection passes if any rule of any of
 those policies has both its port and its peer. An empty rule, and one without peers or ports, has them all.
@@ -16,8 +16,8 @@ NAMESPACE_LABEL = "kubernetes.io/metadata.name"
 
 
 @dataclass(frozen=True)
-class Place:
-    """One end of a connection: a pod with its labels, or an address outside the cluster."""
+class NetworkEnd:
+    """An end of a connection is a pod with its labels, or an address outside the cluster."""
 
     address: str
     labels: Mapping[str, str] | None = None  # None: no pod
@@ -26,14 +26,14 @@ class Place:
     protocol: str = field(default="TCP", kw_only=True)
 
 
-def passes(policies: Sequence[Policy], *, source: Place, target: Place) -> bool:
+def passes(policies: Sequence[Policy], *, source: NetworkEnd, target: NetworkEnd) -> bool:
     """Return whether the connection passes policies of both ends."""
     leaves = _lets(policies, "Egress", "egress", "to", of=source, peer=target, port=target)
     return leaves and _lets(policies, "Ingress", "ingress", "from", of=target, peer=source, port=target)
 
 
 def _lets(
-    policies: Sequence[Policy], kind: str, rules: str, peers: str, *, of: Place, peer: Place, port: Place
+    policies: Sequence[Policy], kind: str, rules: str, peers: str, *, of: NetworkEnd, peer: NetworkEnd, port: NetworkEnd
 ) -> bool:
     ours = [
         policy
@@ -48,7 +48,7 @@ def _lets(
     )
 
 
-def _has_port(ports: Sequence[Mapping[str, Any]] | None, wanted: Place) -> bool:
+def _has_port(ports: Sequence[Mapping[str, Any]] | None, wanted: NetworkEnd) -> bool:
     return not ports or any(
         each.get("protocol", "TCP") == wanted.protocol
         and ("port" not in each or each["port"] <= wanted.port <= each.get("endPort", each["port"]))
@@ -56,11 +56,11 @@ def _has_port(ports: Sequence[Mapping[str, Any]] | None, wanted: Place) -> bool:
     )
 
 
-def _has_peer(peers: Sequence[Mapping[str, Any]] | None, wanted: Place, home: str) -> bool:
+def _has_peer(peers: Sequence[Mapping[str, Any]] | None, wanted: NetworkEnd, home: str) -> bool:
     return not peers or any(_is_peer(each, wanted, home) for each in peers)
 
 
-def _is_peer(peer: Mapping[str, Any], wanted: Place, home: str) -> bool:
+def _is_peer(peer: Mapping[str, Any], wanted: NetworkEnd, home: str) -> bool:
     if "ipBlock" in peer:
         address, block = ipaddress.ip_address(wanted.address), peer["ipBlock"]
         inside = address in ipaddress.ip_network(block["cidr"])

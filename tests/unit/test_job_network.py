@@ -1,4 +1,4 @@
-"""What pods of a job may call and who may call them, by a model of NetworkPolicies. No plugin enforces them here."""
+"""A model of NetworkPolicies judges what pods of a job may call and who may call them. No plugin enforces them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from colocated_rl_api.seats import ROLLOUT_SEAT, gpu_seat
 from colocated_rl_operator.manifests import belongings, resources
 from colocated_rl_operator.manifests.belongings import Egress
 from colocated_rl_operator.manifests.resources import PodImages
-from fakes.network import Place, passes
+from fakes.network import NetworkEnd, passes
 
 IMAGES = PodImages(agent="agent:1", rollout="rollout:1", gpu="gpu:1", pull_policy="IfNotPresent")
 HUB = {"huggingFace": {"name": "us/small", "revision": "a" * 40}}
@@ -20,19 +20,19 @@ SIZES = {"batchSize": 4, "groupSize": 2}
 MATH: dict[str, Any] = {"reward": {"math": {}}}
 ROWS = {"huggingFace": {"name": "us/rows", **MATH}}
 JUDGED = {"file": {"claimName": "c", "path": "p.jsonl", "reward": {"http": {"url": "http://judge/"}}}}
-METADATA = [Place("169.254.169.254", port=80), Place("fd00:ec2::254", port=80), Place("fe80::a9fe:a9fe", port=80)]
-OUTSIDE = [Place("93.184.215.14", port=443), Place("2606:2800:21f::1", port=443), Place("10.0.0.7", port=5432)]
-RESOLVER = [Place("10.96.0.10", port=53), Place("169.254.20.10", port=53, protocol="UDP")]
+METADATA = [NetworkEnd(address, port=80) for address in ("169.254.169.254", "fd00:ec2::254", "fe80::a9fe:a9fe")]
+OUTSIDE = [NetworkEnd(address, port=443) for address in ("93.184.215.14", "2606:2800:21f::1", "10.0.0.7")]
+RESOLVER = [NetworkEnd("10.96.0.10", port=53), NetworkEnd("169.254.20.10", port=53, protocol="UDP")]
 APART: dict[str, Any] = {"reference": {"placement": "OwnDevices", "replicas": 1}}
 SEATS = (gpu_seat(0), ROLLOUT_SEAT, gpu_seat(0, names.ROLE_REFERENCE))
 
 
-def pod(seat: str, port: int = 0, **spec: Any) -> Place:
+def pod(seat: str, port: int = 0, **spec: Any) -> NetworkEnd:
     body = resources.pod(make_job(**APART, **spec), seat, 0, IMAGES)
-    return Place("10.244.0.9", body["metadata"]["labels"], port=port)
+    return NetworkEnd("10.244.0.9", body["metadata"]["labels"], port=port)
 
 
-def may_call(egress: Egress, target: Place, *, seat: str = ROLLOUT_SEAT, **spec: Any) -> bool:
+def may_call(egress: Egress, target: NetworkEnd, *, seat: str = ROLLOUT_SEAT, **spec: Any) -> bool:
     applied = belongings.applied(make_job(**APART, **spec), operator_namespace="operators", egress=egress)
     policies = [each for each in applied if each["kind"] == "NetworkPolicy"]
     return passes(policies, source=pod(seat, **spec), target=target)
@@ -78,8 +78,8 @@ def test_every_pod_reaches_dns_and_those_of_its_job_what_they_need(egress: Egres
 
 
 def test_pods_of_others_are_no_pods_of_the_job_though_they_have_its_name() -> None:
-    stranger = Place("10.244.0.7", {"app": "db"}, port=5432)
-    impostor = Place("10.244.0.8", pod(ROLLOUT_SEAT).labels, "another", names.DATA_PORT)
+    stranger = NetworkEnd("10.244.0.7", {"app": "db"}, port=5432)
+    impostor = NetworkEnd("10.244.0.8", pod(ROLLOUT_SEAT).labels, "another", names.DATA_PORT)
     assert not may_call(Egress.NAMED, stranger)
     assert not may_call(Egress.NAMED, impostor)
     assert may_call(Egress.OPEN, stranger)

@@ -28,7 +28,7 @@ DNS_PORT = 53
 
 
 class Egress(StrEnum):
-    """What pods of jobs may call. Admins of the cluster decide, by the chart."""
+    """The egress is what pods of jobs may call. Admins of the cluster decide, by the chart."""
 
     OPEN = "Open"  # anything
     NO_METADATA = "NoMetadata"  # all but link-local addresses, where clouds have what gives a node's identity away
