@@ -1,4 +1,4 @@
-"""A job whose members and operator grow old together: months pass by the wall clock, and a step now and then.
+"""Members and operator of a job grow old together: months pass by the wall clock, and then it is trained.
 
     WALL_CLOCK=FILE LD_PRELOAD=... python -m fakes.aging_job DIRECTORY DAYS...
 

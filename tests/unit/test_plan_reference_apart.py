@@ -318,7 +318,7 @@ def test_only_the_rollout_controller_reaches_its_data_port() -> None:
     assert [{"protocol": "TCP", "port": names.METRICS_PORT}] == metrics["ports"]
     assert "from" not in metrics
     assert policy["metadata"]["name"] != own["metadata"]["name"]
-    assert 3 == len(belongings.applied(make_job(reference={}), operator_namespace="operators"))
+    assert 4 == len(belongings.applied(make_job(reference={}), operator_namespace="operators"))
 
 
 def test_spec_is_read_as_it_was_written() -> None:
