@@ -68,6 +68,10 @@ class EngineFacts(Wire):
         return self.state is EngineState.READY
 
     @property
+    def is_starting(self) -> bool:
+        return self.state is EngineState.STARTING
+
+    @property
     def is_paused(self) -> bool:
         return self.is_ready and self.paused
 

@@ -149,7 +149,7 @@ def _stands_resident(pod: PodFacts, at: WeightVersion) -> Rung:
 
 def _stands_aside(pod: PodFacts, at: WeightVersion) -> Rung:
     """Return the rung from Exported to Drained: the new weights exist, and the engine does not hold them yet."""
-    if any(_is_starting(engine) and engine.starts_on != at for engine in pod.engines):
+    if any(engine.is_starting and engine.starts_on != at for engine in pod.engines):
         return Rung.TRAINED  # no other gate closes while an engine starts: all would wait for it
     if pod.gate.open:
         return Rung.EXPORTED
@@ -192,13 +192,9 @@ def _is_updated(engine: EngineFacts, at: WeightVersion) -> bool:
     return engine.is_ready and engine.version == at and engine.weights_mapped
 
 
-def _is_starting(engine: EngineFacts) -> bool:
-    return not (engine.is_absent or engine.is_ready)
-
-
 def _is_out(engine: EngineFacts, at: WeightVersion) -> bool:
     """Return whether an engine has failed and is not back yet. One that starts on other weights maps memory."""
-    return engine.failures > 0 and (engine.is_absent or (_is_starting(engine) and engine.starts_on == at))
+    return engine.failures > 0 and (engine.is_absent or (engine.is_starting and engine.starts_on == at))
 
 
 def _serves(pod: PodFacts) -> bool:

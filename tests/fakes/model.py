@@ -116,6 +116,7 @@ class _Seen(NamedTuple):
     rank: ModelRank
     stopped: bool
     rejected: WeightVersion | None
+    awaited: bool = False  # an engine beside others starts again
 
 
 class Seen(Hashed, _Seen):

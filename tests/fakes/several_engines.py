@@ -16,7 +16,7 @@ from colocated_rl_agent.planner import actions as do
 from colocated_rl_agent.planner.engines import EngineChoice, choices
 from colocated_rl_agent.planner.views import pod_facts
 from colocated_rl_api import names
-from colocated_rl_api.facts import PodFacts
+from colocated_rl_api.facts import EngineState, PodFacts
 from colocated_rl_api.rungs import Rung
 from colocated_rl_operator.planner.observation import Job
 from fakes.model import JobModel, ModelState, Seen, exports_of, put
@@ -123,7 +123,8 @@ class SeveralEngines(JobModel):
         if not isinstance(parts, PodOfEngines):
             return super().report(pod)
         if pod not in self._seen:
-            seen = super().report(parts[0])._replace(rung=standing(parts))
+            awaited = any(part.has_failed and part.belief.state is EngineState.STARTING for part in parts)
+            seen = super().report(parts[0])._replace(rung=standing(parts), awaited=awaited)
             self._reports.setdefault(seen, facts_of(parts))
             self._seen[pod] = self._reported.kept(seen)
         return self._seen[pod]

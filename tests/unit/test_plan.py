@@ -55,7 +55,7 @@ from colocated_rl_operator.planner.plan import (
     patience_s,
     plan,
 )
-from colocated_rl_operator.planner.reasons import Cause
+from colocated_rl_operator.planner.reasons import Cause, Waiting
 from colocated_rl_operator.planner.roster import (
     FORCE_AFTER_S,
     MAX_DELAY_S,
@@ -415,6 +415,37 @@ def test_f52_engines_of_one_pod_are_compared_and_one_without_a_process_has_no_sa
     seen = with_engines(holding("a", "a"), "a", None, "b", "a")
     assert {(Rung.SERVING, "a")} == {(target.rung, target.checksum) for target in pod_targets(plan(seen))}
     assert make_job(replicas=1, rollout=ROLLOUT | {"engine": {"perPod": 2}}).spec.compares_engines
+
+
+@pytest.mark.parametrize(
+    ("state", "failures", "waits"),
+    [
+        (EngineState.STARTING, 1, True),
+        (EngineState.STARTING, 2, True),
+        (EngineState.STARTING, 3, False),
+        (EngineState.ABSENT, 1, False),
+        (EngineState.READY, 1, False),
+    ],
+)
+def test_next_step_waits_for_an_engine_that_starts_again_beside_others(
+    state: EngineState, failures: int, waits: bool
+) -> None:
+    """Each step ended it once more, where steps are shorter than its start. It is waited for twice."""
+    seen = climbing(Rung.SERVING, Rung.SERVING, rollout=rollout_facts(sealed=2, trained=1))
+    facts = seen.members[0].pod_facts
+    assert facts is not None
+    other = facts.engines[0].model_copy(
+        update={"name": "engine-1", "state": state, "failures": failures, "starts_on": V1}
+    )
+    facts = facts.model_copy(update={"engines": (*facts.engines, other)})
+    seen = replace(seen, members=(replace(seen.members[0], facts=facts), *seen.members[1:]))
+    decided = plan(seen)
+    assert waits is not decided.raises
+    if waits:
+        assert decided.wait is not None
+        assert Waiting.ENGINE is decided.wait.reason
+        assert "the next step waits for engine-1 of sums-gpu-0-0" in decided.wait.message
+        assert seen.now + seen.job.spec.switch.engine_start_seconds == decided.wake_at
 
 
 def test_f52_engines_of_one_pod_that_differ_are_named() -> None:

@@ -57,6 +57,7 @@ from colocated_rl_operator.planner.targets import (
 )
 
 MARGIN_S = 30.0  # beyond the members' own deadlines: they act first, and report
+RESTARTS_AWAITED = 2  # of an engine beside others
 STOP_DEADLINE_S = 60.0  # members that have not stopped this long after the target to stop lose their pod
 
 
@@ -212,7 +213,7 @@ def _decide_for_whole_group(seen: Observation, climb: Climb) -> Decision | Hold 
     if seen.is_up and climb.step >= seen.job.spec.steps:
         return _decide_after_last_step(seen, climb)
     if seen.is_up and _may_begin_next_step(seen, climb):
-        return _begin_next_step(seen, replace(climb, step=climb.step + 1))
+        return _wait_for_engines(seen) or _begin_next_step(seen, replace(climb, step=climb.step + 1))
     return after_death(seen, climb) if seen.trainer_died and not _holds_new_weights(seen) else None
 
 
@@ -241,6 +242,27 @@ def _may_begin_next_step(seen: Observation, climb: Climb) -> bool:
     if seen.is_warned:
         return False
     return seen.recorded_step > climb.step and (seen.job.ladder.serves_on or evaluation_due(seen) is None)
+
+
+def _wait_for_engines(seen: Observation) -> Hold | None:
+    """Hold the next step while an engine starts again beside others of its pod: trainers need the memory that it maps.
+
+    Where steps are shorter than its start, it would be ended by each of them, for ever. One that fails to start is
+    waited for RESTARTS_AWAITED times, each until its start has succeeded or its agent gives it up.
+    """
+    if not seen.job.ladder.takes_turns:
+        return None
+    starting = [
+        f"{engine.name} of {member.name}"
+        for member in seen.gpu_members
+        if member.pod_facts
+        for engine in member.pod_facts.engines
+        if engine.is_starting and 0 < engine.failures <= RESTARTS_AWAITED
+    ]
+    if not starting:
+        return None
+    until = seen.now + seen.job.spec.switch.engine_start_seconds
+    return Hold(until, f"the next step waits for {listed(starting)}, which failed and starts again", Waiting.ENGINE)
 
 
 def _begin_next_step(seen: Observation, following: Climb) -> Decision | Hold | None:

@@ -133,6 +133,7 @@ class Waiting(StrEnum):
     BACKOFF = "BackingOff"  # the answer to a failure has its time
     QUEUE = "Queued"  # the job is tried again later
     CHECKPOINT = "CheckpointUnderWay"  # trainers that have grown start again from it
+    ENGINE = "EngineStarting"  # it has failed, and the next step would end it once more
 
 
 class ConditionType(DocumentedReason):
