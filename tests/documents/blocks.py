@@ -10,8 +10,8 @@ from typing import NamedTuple
 from setup.layout import CHECKOUT
 
 PROGRAMS = (
-    "colocated-rl", "curl", "export", "for", "helm", "kind", "kubectl", "ln", "localcluster", "make", "pip", "python",
-    "python3", "sed", "vf-eval",
+    "cat", "colocated-rl", "curl", "export", "for", "helm", "kind", "kubectl", "ln", "localcluster", "make", "pip",
+    "python", "python3", "sed", "vf-eval",
 )  # fmt: skip
 
 
