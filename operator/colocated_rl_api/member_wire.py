@@ -112,8 +112,8 @@ class Keys(Wire):
     type: Literal["keys"] = "keys"
     authorities: str  # PEM, the one that signs first
     certificate: str  # PEM
-    key: str  # PEM
-    token: str
+    key: str = Field(repr=False)  # PEM
+    token: str = Field(repr=False)
     held: HeldKeys | None = None  # None: in files of an older operator, which renews none
 
 
