@@ -553,9 +553,10 @@ async def test_data_port_bounds_a_body(tmp_path: Path) -> None:
 
 
 def test_short_data_token_is_an_error_at_start(tmp_path: Path) -> None:
-    (tmp_path / names.DATA_TOKEN_FILE).write_text("short\n")
+    keys = FakeAuthority().member_directory(tmp_path / "tls", job_uid=JOB_UID, token="t" * 32)
+    (keys / names.DATA_TOKEN_FILE).write_text("short\n")
     with pytest.raises(ValueError, match="at least 16"):
-        MemberTls.read(tmp_path)
+        MemberTls.read(keys)
 
 
 SLOW = [b"", b"GET /healthz HTTP/1.1\r\nHost: m\r\nX-Sl"]

@@ -180,7 +180,8 @@ async def test_replaying_the_engines_choice_of_experts_brings_the_trainer_nearer
     root.mkdir()
     write_model(load_model(origin), model, origin=origin, dtype=torch.bfloat16)
     (root / "sitecustomize.py").write_text(NOTHING_TO_PIN)
-    flags, variables = ("--max-total-tokens", "8192", ROUTED_EXPERTS), {"PYTHONPATH": str(root)}
+    seeded = ("--random-seed", "0")  # so that the samples are the same in each run
+    flags, variables = ("--max-total-tokens", "8192", ROUTED_EXPERTS, *seeded), {"PYTHONPATH": str(root)}
     config: dict[str, object] = {"learningRate": 1e-3, "dtype": "bfloat16"}
     with engine_process(model, version=WeightVersion(0, 1), root=root, flags=flags, variables=variables) as it:
         await asyncio.to_thread(it.wait_until_up)
