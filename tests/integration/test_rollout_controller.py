@@ -916,7 +916,7 @@ async def test_a_job_with_fewer_replicas_has_every_sample_that_it_had(job: JobOn
     async with running(fewer, processes) as scene:
         facts = await scene.operator.until(lambda facts: facts.sealed is not None)
         assert before == facts.samples
-        batch = await scene.batch(1, shards=1)
+        batch = replace(await scene.batch(1, shards=1), is_dealt_anew=True)
         assert 400 == (await fewer.fetch(scene.session, scene.controller.member.ports.data, "/v1/batches/1?shard=1"))[0]
         assert former.groups == batch.groups
         assert sorted(token_rows(former)) == sorted(token_rows(batch))
