@@ -114,7 +114,7 @@ def test_lease_and_authority_are_the_ones_that_the_role_names() -> None:
         for name in rule.get("resourceNames", ())
     ]
     lease = OperatorSettings.read(environment(one(objects, "Deployment"))).lease_name
-    assert [lease, authority.SECRET_NAME] == named
+    assert [lease, authority.SECRET_NAME, authority.TOKENS_SECRET_NAME] == named
 
 
 @pytest.mark.parametrize("file", CI, ids=lambda file: file.stem)

@@ -65,7 +65,7 @@ async def apply_plan(state: JobState, seen: Observation, decided: Plan, doors: D
             await _make_objects(seen.job, doors, has_begun=bool(state.status.lineage))
         if is_stale or is_late or makes_pods:
             await _apply_objects(seen.job, doors)
-            await _make_client_keys(seen.job, doors)
+            await _make_client_keys(seen.job, doors, has_begun=bool(state.status.lineage))
             state.objects_of, state.applied_at = seen.job.generation, doors.clock()
         templates = await _templates(state, seen.job, doors) if makes_pods else {}
         limit = asyncio.Semaphore(AT_ONCE)
@@ -201,16 +201,25 @@ async def _make_objects(job: Job, doors: Doors, *, has_begun: bool) -> None:
                 raise
 
 
-async def _make_client_keys(job: Job, doors: Doors) -> None:
-    """Make the Secret for clients in other pods, and another one when authorities or token have changed."""
+async def _make_client_keys(job: Job, doors: Doors, *, has_begun: bool) -> None:
+    """Make the Secret for clients in other pods, and another one when authorities or token have changed.
+
+    A used-up quota hides that it is there, and a job that has begun does not wait for it.
+    """
     client = Keyholder(job.uid, "", names.ROLE_ROLLOUT, job.token_name)
     mark = doors.keyring.mark(client)
     files = {
         names.CA_FILE: doors.keyring.authority.trusted_pem,
         names.DATA_TOKEN_FILE: doors.keyring.token(client),
     }
-    with contextlib.suppress(Conflict):
+    try:
         await doors.kube.create_secret(job.namespace, belongings.client_keys(job, mark=mark, files=files))
+    except Conflict:
+        pass  # its name has the mark
+    except NotAdmitted as error:
+        if not has_begun:
+            raise
+        log(LOG, "client keys refused", logging.WARNING, reason=str(error))
 
 
 async def _make_keys(state: JobState, job: Job, limit: asyncio.Semaphore, doors: Doors) -> None:
