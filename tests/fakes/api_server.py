@@ -39,6 +39,7 @@ class FakeApiServer:
         self._refusals: list[int] = []
         self.forbidden: Callable[[str, str], bool] = lambda method, path: False  # answered with 403, always
         self.panics: Callable[[str, str], bool] = lambda method, path: False  # answered with 500, and no object
+        self.is_over_quota: Callable[[Body], bool] = lambda body: False  # what is made; the server asks this first
         self.refused_trial: Callable[[Body], str | None] = lambda body: None  # words for who asks with a dry run
         self._held: Callable[[str, Any], bool] = lambda path, body: False
         self._released = asyncio.Event()
@@ -151,6 +152,8 @@ class FakeApiServer:
         full = f"{path}/{body['metadata']['name']}"
         if is_trial and (words := self.refused_trial(body)) is not None:
             return _status(422, words)
+        if self.is_over_quota(body):
+            return _status(403, "exceeded quota")
         if full in self.objects:
             is_ending = "deletionTimestamp" in self.objects[full]["metadata"]
             words = f"{'object is being deleted: ' if is_ending else ''}{full} already exists"

@@ -280,6 +280,17 @@ async def test_where_nobody_can_tell_whether_a_volume_is_there_none_is_made(worl
     assert path not in world.api.objects
 
 
+async def test_a_job_that_has_begun_does_not_wait_for_the_secret_for_clients(world: FakeWorld) -> None:
+    """A quota hides that it is there, and no pod was made again."""
+    stay_in_rollout(world)
+    async with world.operator():
+        await world.until(lambda: world.status.get("phase") == "Rollout")
+        world.api.is_over_quota = lambda body: body["metadata"]["name"].startswith("sums-client")
+        world.api.remove("/api/v1/namespaces/default/pods/sums-gpu-1-0")
+        await world.until(lambda: world.status["cause"] == "PodReplaced" and world.status["readyReplicas"] == 2)
+    assert ("False", "NotStalled") == condition(world, "Stalled")
+
+
 @pytest.mark.parametrize("world", [{"mode": "RolloutOnly"}], indirect=True)
 async def test_a_volume_that_held_nothing_is_made_again(world: FakeWorld) -> None:
     stay_in_rollout(world)
