@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from builders import CREATED, facts_at, make_climb, make_job, make_observation, rollout_facts, trainer
-from colocated_rl_api.facts import BestOf, EvaluationResult, Problem
+from colocated_rl_api.facts import BestOf, EngineState, EvaluationResult, Problem
 from colocated_rl_api.job_status import CheckpointStatus, ColocatedRLJobStatus, ConditionStatus, Holder, Phase
 from colocated_rl_api.rungs import Rung, WeightVersion
 from colocated_rl_operator.planner.observation import (
@@ -361,6 +361,21 @@ def test_a_job_on_its_way_out_is_not_ready() -> None:
 def test_the_step_is_finished_when_every_pod_has_trained_it() -> None:
     assert status_of(seen_at(Rung.RELEASED, Rung.TRAINED)).step is None
     assert 1 == status_of(seen_at(Rung.TRAINED, Rung.SERVING)).step
+
+
+def test_an_engine_for_which_the_next_step_waits_is_named_while_the_job_serves() -> None:
+    seen = seen_at(Rung.SERVING, Rung.SERVING, served=V1)
+    facts = seen.members[0].pod_facts
+    assert facts is not None
+    changes = {"name": "engine-1", "state": EngineState.STARTING, "starts_on": V1, "failures": 1}
+    facts = facts.model_copy(update={"engines": (*facts.engines, facts.engines[0].model_copy(update=changes))})
+    members = (replace(seen.members[0], facts=facts), *seen.members[1:-1])
+    seen = replace(seen, members=(*members, replace(seen.members[-1], facts=rollout_facts(sealed=2, trained=1))))
+    status = status_of(seen)
+    assert Phase.ROLLOUT is status.phase
+    (ready,) = [each for each in status.conditions if each.type == ConditionType.READY]
+    assert (ConditionStatus.TRUE, Reason.SERVING) == (ready.status, ready.reason)
+    assert "the next step waits for engine-1 of sums-gpu-0-0, which failed and starts again" == ready.message
 
 
 def test_counts_and_pods_out_of_line() -> None:

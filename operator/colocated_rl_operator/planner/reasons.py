@@ -136,6 +136,9 @@ class Waiting(StrEnum):
     ENGINE = "EngineStarting"  # it has failed, and the next step would end it once more
 
 
+HOLDS_A_STEP = frozenset({Waiting.CHECKPOINT, Waiting.ENGINE})  # of a job that serves, and goes on by itself
+
+
 class ConditionType(DocumentedReason):
     """Names the conditions of a job, which are always all there."""
 

@@ -46,6 +46,7 @@ from colocated_rl_operator.planner.observation import (
 )
 from colocated_rl_operator.planner.plan import Plan
 from colocated_rl_operator.planner.reasons import (
+    HOLDS_A_STEP,
     Cause,
     ConditionType,
     DocumentedReason,
@@ -199,7 +200,7 @@ class _Pass:
         """Return what the job waits for; "" if nothing."""
         if self.phase is Phase.QUEUED:
             return self.plan.message
-        if self.plan.wait and (self.backs_off or not self.answering):
+        if self.plan.wait and (self.backs_off or not self.answering or self.plan.wait.reason in HOLDS_A_STEP):
             return self.plan.wait.message
         return self.trouble if self.phase in (Phase.STARTING, Phase.RECOVERING) else ""
 
