@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import shutil
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import aiohttp
@@ -175,6 +175,18 @@ async def test_f28_tokens_that_will_not_be_trained_are_counted_once_by_the_reaso
     scene.store.trained_step = 5
     scene.worker.discard_stale()
     assert {"RewardFailed": 3, "GroupGivenUp": 4, "TooStale": 8} == scene.discarded
+
+
+@pytest.mark.parametrize("scene", [{"filters": ["EqualRewards"]}], indirect=True)
+async def test_f28_what_tools_answered_is_not_counted_where_a_filter_drops_a_group(scene: WorkerScene) -> None:
+    samples = scene.admit()
+    with_answer = replace(some_tokens(5), spans=(Span(WeightVersion(0, 1), 0, 3),))
+    for sample in samples:
+        scene.store.start(sample)
+        scene.store.finish(sample, with_answer, Finish.STOP)
+        scene.store.score(sample, 1.0)
+    scene.worker._filters.judge(samples[0].group)
+    assert {"EqualRewards": 6} == scene.discarded
 
 
 @pytest.mark.parametrize("scene", [{"interruption": "Retry"}], indirect=True)

@@ -76,7 +76,7 @@ class GroupFilters:
             if self._drops(group, verdict.whole):
                 return
         elif verdict.samples:
-            self._count(verdict.samples, Filter.TRUNCATED)
+            self._metrics.count_discarded(verdict.samples, Filter.TRUNCATED)
             self._store.leave_out(verdict.samples, Filter.TRUNCATED)
         if self._rollout.filter_functions:
             self.forget(group)
@@ -137,7 +137,7 @@ class GroupFilters:
         """Drop a group for a filter, and return whether that was possible: a batch may cost only so many groups."""
         if self._dropped < self._rollout.filtered_at_most:
             self._dropped += 1
-            self._count(group.kept, name)
+            self._metrics.count_discarded(group.kept, name)
             self._store.give_up(group, name, SampleState.FILTERED)
             return True
         if self._no_signal is None:
@@ -153,9 +153,6 @@ class GroupFilters:
         row = f"prompt {group.prompt.index + 1} of the data: " if group.prompt.index >= 0 else ""
         message = f"group {group.id} given up: {row}{error}"
         log(LOG, "group not judged", logging.WARNING, group=group.id, reason=error.reason, message=message)
-        self._count(group.kept, error.reason)
+        self._metrics.count_discarded(group.kept, error.reason)
         self._store.give_up(group, error.reason, SampleState.FAILED)
         self._fault = Problem(reason=error.reason, message=message[:1024])
-
-    def _count(self, samples: Iterable[Sample], reason: str) -> None:
-        self._metrics.discarded_tokens.labels(reason).inc(sum(len(sample.tokens) for sample in samples))

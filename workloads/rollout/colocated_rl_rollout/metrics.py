@@ -16,7 +16,7 @@ from prometheus_client.core import GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.registry import Collector
 
 from colocated_rl_api.facts import EvaluationResult
-from colocated_rl_rollout.rules.samples import SampleState
+from colocated_rl_rollout.rules.samples import Sample, SampleState
 from colocated_rl_rollout.store.store import Store
 
 RATE_WINDOW_S = 30.0
@@ -108,6 +108,10 @@ class RolloutMetrics:
             ["status"],
             registry=registry,
         )
+
+    def count_discarded(self, samples: Iterable[Sample], reason: str) -> None:
+        """Count what engines generated for samples that will not be trained."""
+        self.discarded_tokens.labels(reason).inc(sum(sample.tokens.generated for sample in samples))
 
 
 class StalenessHistogram(Collector):

@@ -392,14 +392,11 @@ class Worker(Sealer):
         is_scored = self._reference is None or self._reference.has_scored(group)
         return group.is_complete and self._filters.let_pass(group) and is_scored
 
-    def _count_discarded(self, samples: Iterable[Sample], reason: str) -> None:
-        self._metrics.discarded_tokens.labels(reason).inc(sum(sample.tokens.generated for sample in samples))
-
     # ------------------------------------------------------------------------------------------------- giving up
     def _replace(self, sample: Sample, state: SampleState, reason: str, message: str) -> None:
         """End a sample and admit another in its place; give the group up when that happened too often."""
         log(LOG, "sample replaced", sample=sample.id, state=state, reason=reason, message=message)
-        self._count_discarded([sample], reason)
+        self._metrics.count_discarded([sample], reason)
         group = sample.group
         self._filters.forget(group)
         self._store.replace(sample, state, reason)
@@ -411,7 +408,7 @@ class Worker(Sealer):
 
     def _give_up(self, group: Group, reason: str) -> None:
         """Discard a group, whatever of it is under way."""
-        self._count_discarded(group.kept, reason)
+        self._metrics.count_discarded(group.kept, reason)
         for kept in group.kept:
             if task := self._tasks.get(kept.id):
                 task.cancel()
