@@ -234,15 +234,11 @@ async def read_again(api: SecretApi, namespace: str, keyring: Keyring) -> bool:
 
 
 async def _find_token_key(api: SecretApi, namespace: str) -> bytes:
-    try:
-        return _token_key(await api.read_secret(namespace, TOKENS_SECRET_NAME), namespace)
-    except NotFound:
-        made = secrets.token_bytes(TOKEN_KEY_BYTES)
-    try:
-        await api.create_secret(namespace, _secret(TOKENS_SECRET_NAME, {TOKEN_KEY_FILE: made}, namespace))
-    except Conflict:  # another replica was first
-        return _token_key(await api.read_secret(namespace, TOKENS_SECRET_NAME), namespace)
-    return made
+    def new() -> dict[str, bytes]:
+        return {TOKEN_KEY_FILE: secrets.token_bytes(TOKEN_KEY_BYTES)}
+
+    secret, _ = await _read_or_create(api, namespace, TOKENS_SECRET_NAME, new)
+    return _token_key(secret, namespace)
 
 
 def _token_key(secret: dict[str, Any], namespace: str) -> bytes:
@@ -261,16 +257,26 @@ def _token_key(secret: dict[str, Any], namespace: str) -> bytes:
 
 async def find_authority(api: SecretApi, namespace: str) -> Authority:
     """Return the authority in the operator's namespace; create it if there is none. Raises ApiError."""
+    secret, was_made = await _read_or_create(api, namespace, SECRET_NAME, lambda: Authority.new().files())
+    if was_made:
+        reason = f"there was no Secret {namespace}/{SECRET_NAME}: older jobs trust another one"
+        log(LOG, "authority made", reason=reason)
+    return _from_secret(secret, namespace)
+
+
+async def _read_or_create(
+    api: SecretApi, namespace: str, name: str, new: Callable[[], Mapping[str, bytes]]
+) -> tuple[dict[str, Any], bool]:
+    """Return a Secret, and whether it was made of new files because there was none."""
     try:
-        return _from_secret(await api.read_secret(namespace, SECRET_NAME), namespace)
+        return await api.read_secret(namespace, name), False
     except NotFound:
-        made = Authority.new()
+        secret = _secret(name, new(), namespace)
     try:
-        await api.create_secret(namespace, _secret(SECRET_NAME, made.files(), namespace))
+        await api.create_secret(namespace, secret)
     except Conflict:  # another replica was first
-        return _from_secret(await api.read_secret(namespace, SECRET_NAME), namespace)
-    log(LOG, "authority made", reason=f"there was no Secret {namespace}/{SECRET_NAME}: older jobs trust another one")
-    return made
+        return await api.read_secret(namespace, name), False
+    return secret, True
 
 
 def _from_secret(secret: dict[str, Any], namespace: str) -> Authority:
