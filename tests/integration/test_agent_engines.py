@@ -159,6 +159,24 @@ async def test_next_agent_finds_every_engine(placement: Placement, rung: Rung, o
         assert [] == pod.broken
 
 
+async def test_next_agent_looks_at_all_engines_at_once() -> None:
+    """One that answers late keeps no other waiting."""
+    async with several(Placement.TIME_SLICED, gives_up_s=HANGS_S) as pod:
+        await pod.climb(V0)
+        for engine in pod.engines.values():
+            engine.faults["/weights_checker"] = "hang"
+        unknown: list[int] = []  # engines, whenever one is asked
+
+        def count(route: str) -> None:
+            if route == "/weights_checker":
+                unknown.append(sum(engine.view.is_absent for engine in pod.agent._engines))
+
+        pod.on_call = count
+        await pod.restart_agent(orderly=True)
+        await pod.news(lambda: len(unknown) >= ENGINES)
+        assert [ENGINES] * ENGINES == unknown[:ENGINES]
+
+
 async def test_engines_release_and_update_side_by_side() -> None:
     """The slowest engine takes the time of a switch, and not all of them one after another."""
     async with several(Placement.TIME_SLICED) as pod:

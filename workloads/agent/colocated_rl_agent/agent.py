@@ -554,8 +554,7 @@ class Agent:
     async def _attach(self, hello: RunnerHello) -> None:
         children = {child.name: child for child in hello.children}
         log(LOG, "runner attached", runner=hello.runner, children=sorted(children))
-        for engine in self._engines:
-            await engine.attach(children.get(engine.name))
+        await asyncio.gather(*(engine.attach(children.get(engine.name)) for engine in self._engines))
         await self._trainers.attach(children)
         self._terminating = hello.terminating
         self._runner_known = True
