@@ -23,6 +23,7 @@ from colocated_rl_api.facts import (
 )
 from colocated_rl_api.job import ColocatedRLJobSpec
 from colocated_rl_api.ladder import TIME_SLICED, Ladder
+from colocated_rl_api.member_wire import Endpoint, Goal, PodTarget, Rendezvous
 from colocated_rl_api.rungs import Placement, Rung, WeightVersion
 from colocated_rl_api.seats import ROLLOUT_SEAT
 from colocated_rl_operator.planner.observation import (
@@ -195,6 +196,18 @@ def engine_at(rung: Rung, at: WeightVersion, *, epoch: int = 1, export: WeightVe
 def rollout_facts(*, sealed: int = 0, trained: int = 0, epoch: int = 1, **changes: Any) -> RolloutFacts:
     batch = SealedBatch(step=sealed, groups=4, samples=8, loss_tokens=100) if sealed else None
     return RolloutFacts(epoch=epoch, sealed=batch, trained_step=trained).model_copy(update=changes)
+
+
+def make_target(version: WeightVersion, rung: Rung, *, goal: Goal = Goal.CLIMB) -> PodTarget:
+    return PodTarget(
+        epoch=1,
+        goal=goal,
+        step=version.step,
+        lineage=version.lineage,
+        rung=rung,
+        rendezvous=Rendezvous(address="10.0.0.1", port=29500, world_size=1),
+        batches=Endpoint(pod="rollout", address="10.0.0.2", port=8444),
+    )
 
 
 # -------------------------------------------------------------------------------------------------------- observations

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic_core import to_json
 
+from builders import make_target
 from colocated_rl_agent.gate.dialects import BEGINNINGS, DIALECTS, Dialect
 from colocated_rl_agent.gate.entrance import MORE, MOST_KEYS, Backend, Entrance, PromptAffinity
 from colocated_rl_agent.planner import actions as do
@@ -21,7 +22,7 @@ from colocated_rl_api import names
 from colocated_rl_api.facts import EngineState, TrainerState
 from colocated_rl_api.job import Verify
 from colocated_rl_api.ladder import RESIDENT, TIME_SLICED
-from colocated_rl_api.member_wire import Endpoint, Goal, PodTarget, Rendezvous
+from colocated_rl_api.member_wire import Goal
 from colocated_rl_api.rungs import Rung, WeightVersion
 from colocated_rl_member.server import Ports
 from fakes.pod import make_job
@@ -29,18 +30,6 @@ from fakes.pod import make_job
 V0, V1 = (WeightVersion(step, 1) for step in range(2))
 NOW = 100.0
 RULES = Rules(TIME_SLICED, settle_s=30.0, checkpoint_every=2, verify=Verify.VERSION)
-
-
-def make_target(version: WeightVersion, rung: Rung, *, goal: Goal = Goal.CLIMB) -> PodTarget:
-    return PodTarget(
-        epoch=1,
-        goal=goal,
-        step=version.step,
-        lineage=version.lineage,
-        rung=rung,
-        rendezvous=Rendezvous(address="10.0.0.1", port=29500, world_size=1),
-        batches=Endpoint(pod="rollout", address="10.0.0.2", port=8444),
-    )
 
 
 def ready(version: WeightVersion = V0) -> EngineView:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from builders import PLACED, ROLLOUT, make_job
+from builders import PLACED, ROLLOUT, make_job, make_target
 from colocated_rl_agent.planner import actions as do
 from colocated_rl_agent.planner.next_actions import Rules, next_actions
 from colocated_rl_agent.planner.views import (
@@ -28,7 +28,7 @@ from colocated_rl_api.ladder import (
     SCORED_TIME_SLICED,
     TIME_SLICED,
 )
-from colocated_rl_api.member_wire import Endpoint, Goal, PodTarget, Rendezvous
+from colocated_rl_api.member_wire import Goal, PodTarget
 from colocated_rl_api.rungs import Placement, Rung, WeightVersion
 from fakes.explore import all_must_be_well, explore
 from fakes.model import FAILING, JobModel
@@ -46,18 +46,6 @@ NEW_POD = PodView(
     engine=EngineView(),
     ranks=(RankView(0),),
 )
-
-
-def make_target(version: WeightVersion, rung: Rung, *, goal: Goal = Goal.CLIMB) -> PodTarget:
-    return PodTarget(
-        epoch=1,
-        goal=goal,
-        step=version.step,
-        lineage=version.lineage,
-        rung=rung,
-        rendezvous=Rendezvous(address="10.0.0.1", port=29500, world_size=1),
-        batches=Endpoint(pod="rollout", address="10.0.0.2", port=8444),
-    )
 
 
 def next_action(pod: PodView, target: PodTarget | None, rules: Rules) -> do.Action | do.Wait:
