@@ -252,3 +252,21 @@ async def test_a_member_connects_past_those_who_made_a_handshake_and_show_no_tok
             stranger.write(b"GET / HTT" * (number % 2))
         assert (await status(port, tls, "/x", Authorization=tls.authorization))[:1] in b"245"
         assert b"429" != await status(port, tls, "/x", Authorization=tls.authorization)
+
+
+async def test_a_reference_waits_for_the_room_that_a_stranger_makes(
+    tls: MemberTls, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where scoring has the cores, the stranger's thread takes a while to end, and the member was hung up on."""
+    ends = reference_ports.ScorePort.shutdown_request
+
+    def late(port: reference_ports.ScorePort, request: socket.socket) -> None:
+        time.sleep(0.5)
+        ends(port, request)
+
+    monkeypatch.setattr(reference_ports.ScorePort, "shutdown_request", late)
+    monkeypatch.setattr(reference_ports, "MAX_CONNECTIONS", 2)
+    async with asyncio.timeout(DEADLINE_S), a_reference_for_scores(tls) as port, AsyncExitStack() as stack:
+        for _ in range(2):
+            await stack.enter_async_context(connected(port, tls))
+        assert (await status(port, tls, "/x", Authorization=tls.authorization))[:1] in b"245"

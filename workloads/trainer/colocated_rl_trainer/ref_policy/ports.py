@@ -32,7 +32,7 @@ _LOG = logging.getLogger(__name__)
 
 UNAUTHENTICATED_S = 10.0  # for the handshake, and for a caller to show the token
 IDLE_S = 900.0  # of a connection that has shown the token
-GIVES_WAY_S = 0.2  # for the thread of a connection that makes room to end
+GIVES_WAY_S = 5.0  # for the thread of a connection that makes room to end, where scoring has the cores
 AGAIN_S = 0.1  # after an accept for which there was no descriptor
 MAX_CONNECTIONS = 512  # of each port, and a quarter of the descriptors at most
 MIN_TOKEN_CHARS = 16
@@ -77,11 +77,12 @@ class _Port(ConnectionThreads, socketserver.TCPServer):
 
     def process_request(self, request: socket.socket | tuple[bytes, socket.socket], client_address: object) -> None:
         connection = request[1] if isinstance(request, tuple) else request
-        if not self._room.acquire(blocking=False):
-            self._end_oldest_stranger()
-            if not self._room.acquire(timeout=GIVES_WAY_S):
-                self.shutdown_request(request)
-                return
+        has_room = self._room.acquire(blocking=False)
+        if not has_room and self._end_oldest_stranger():
+            has_room = self._room.acquire(timeout=GIVES_WAY_S)
+        if not has_room:
+            self.shutdown_request(request)
+            return
         with self._lock:
             self._strangers[connection] = None
         try:
@@ -91,13 +92,16 @@ class _Port(ConnectionThreads, socketserver.TCPServer):
             self._room.release()
             raise
 
-    def _end_oldest_stranger(self) -> None:
+    def _end_oldest_stranger(self) -> bool:
+        """Return whether there was one."""
         with self._lock:
             oldest = next(iter(self._strangers), None)
-            if oldest is not None:
-                del self._strangers[oldest]
-                with contextlib.suppress(OSError):  # it has gone
-                    socket.socket.shutdown(oldest, socket.SHUT_RDWR)  # under TLS, whose state is its thread's
+            if oldest is None:
+                return False
+            del self._strangers[oldest]
+            with contextlib.suppress(OSError):  # it has gone
+                socket.socket.shutdown(oldest, socket.SHUT_RDWR)  # under TLS, whose state is its thread's
+            return True
 
     def is_no_stranger(self, connection: socket.socket) -> None:
         with self._lock:
