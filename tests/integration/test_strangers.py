@@ -257,7 +257,7 @@ async def test_a_member_connects_past_those_who_made_a_handshake_and_show_no_tok
 async def test_a_reference_waits_for_the_room_that_a_stranger_makes(
     tls: MemberTls, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where scoring has the cores, the stranger's thread takes a while to end, and the member was hung up on."""
+    """The stranger's thread takes a while to end where scoring has the cores, and the member was hung up on."""
     ends = reference_ports.ScorePort.shutdown_request
 
     def late(port: reference_ports.ScorePort, request: socket.socket) -> None:
