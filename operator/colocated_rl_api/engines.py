@@ -7,13 +7,14 @@ InvalidSpec). The agent's driver refuses an engine of another version.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from colocated_rl_api.job import ColocatedRLJobSpec, EngineType, Mode
+from colocated_rl_api.job import ColocatedRLJobSpec, EngineType, Mode, Trainer
 
 ARGS = ("rollout", "engine", "args")
+EXPORTED_DTYPES = ("BF16", "F32")  # one of them is that of the default trainer's exports, as safetensors spells it
 
 
 class RefusedFlag(NamedTuple):
@@ -35,8 +36,8 @@ class Server:
     versions: those that this release drives, the newest last. owned: flags that the agent sets, that no switch
     survives, or whose feature is not supported yet. room: flags of which a job gives one if engine and trainer stay on
     the devices together. speculation: the flag that chooses how tokens are guessed, and guesses: its values without a
-    second model, whose weights neither a release nor an update takes care of. variables: of its environment, with the
-    reason why a job may not set them.
+    second model, whose weights neither a release nor an update takes care of. dtype: the flag that chooses in what it
+    computes. variables: of its environment, with the reason why a job may not set them.
     """
 
     name: str
@@ -45,6 +46,7 @@ class Server:
     room: tuple[str, ...]
     speculation: str
     guesses: tuple[str, ...]
+    dtype: str
     variables: Mapping[str, str]
 
     def owns(self, arg: str) -> bool:
@@ -66,6 +68,7 @@ SGLANG = Server(
     room=("--mem-fraction-static", "--max-total-tokens"),
     speculation="--speculative-algorithm",
     guesses=("NGRAM",),
+    dtype="--dtype",
     variables={"NCCL_GRAPH_REGISTER": "with released memory NCCL waits for ever on what it has registered"},
 )  # fmt: skip
 SERVERS = {EngineType.SGLANG: SGLANG}
@@ -90,6 +93,12 @@ def refusals(spec: ColocatedRLJobSpec) -> Iterator[RefusedFlag]:
                 f"unmapped and whose weights an update takes from the first: use {' or '.join(server.guesses)}, or "
                 "remove it",
             )
+        elif (
+            abbreviates(arg, server.dtype)
+            and _trains_by_default(spec)
+            and (overflow := overflowing(_value(args, place), EXPORTED_DTYPES))
+        ):
+            yield RefusedFlag((*ARGS, place), overflow)
     if _stay_together(spec) and not any(arg.startswith(server.room) for arg in args):
         yield RefusedFlag(
             ARGS,
@@ -97,6 +106,22 @@ def refusals(spec: ColocatedRLJobSpec) -> Iterator[RefusedFlag]:
             "the engine leaves the trainer its memory",
         )
     yield from _refused_variables(spec, server.variables)
+
+
+def dtype_of(args: Sequence[str], server: Server = SGLANG) -> str | None:
+    """Return the dtype that an engine's flags name, as they spell it; None: it takes the one of its weights."""
+    values = [_value(args, place) for place, arg in enumerate(args) if abbreviates(arg, server.dtype)]
+    return values[-1] if values else None
+
+
+def overflowing(engine: str | None, exported: Iterable[str]) -> str | None:
+    """Return why weights of these dtypes, as safetensors spells them, can't be loaded in the engine's, or None."""
+    if engine not in ("float16", "half") or not (wider := sorted({"BF16", "F32"}.intersection(exported))):
+        return None
+    return (
+        f"float16 has not the range of weights exported as {' or '.join(wider)}: small ones become zero, large "
+        "ones infinite. Set --dtype to bfloat16 or float32 in rollout.engine.args"
+    )
 
 
 def _refused_variables(spec: ColocatedRLJobSpec, refused: Mapping[str, str]) -> Iterator[RefusedFlag]:
@@ -111,6 +136,11 @@ def _value(args: Sequence[str], place: int) -> str:
     """Return the value of the flag at a place: behind its equals sign, or the next item."""
     _, sign, value = args[place].partition("=")
     return value if sign else "".join(args[place + 1 : place + 2])
+
+
+def _trains_by_default(spec: ColocatedRLJobSpec) -> bool:
+    """Return whether the default trainer writes the weights; another one may write them in any dtype."""
+    return spec.mode is Mode.FULL and spec.trainer.command == Trainer().command
 
 
 def _stay_together(spec: ColocatedRLJobSpec) -> bool:

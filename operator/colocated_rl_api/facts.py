@@ -56,6 +56,7 @@ class EngineFacts(Wire):
     cuda_graph: TagState = TagState.MAPPED
     version: Version | None = None  # read back; None from the release of the weights until an update is confirmed
     checksum: str | None = Field(default=None, max_length=128)  # of `version`, by the engine; None: not asked for
+    noise_nats: float | None = None  # mean difference from the trainer's log-probabilities, as last accepted
     failures: int = 0  # of its incarnations, since one last served
     rejected: RejectedWeights | None = None  # only while ABSENT: the operator fails the step
 

@@ -111,8 +111,8 @@ class FailureCause(StrEnum):
     )
     WEIGHTS_DIFFER = (
         "WeightsDiffer",
-        "Engines hold different weights of one version (weightSync.verify: Checksum), or two in a row of one pod were "
-        "not shown to hold theirs (Checksum, Probe).",
+        "Engines hold different weights of one version, or two in a row of one pod were not shown to hold theirs "
+        "(weightSync.verify: Weights).",
         (FailureAction.RETRY_STEP, FailureAction.FAIL_JOB),
         True,
     )

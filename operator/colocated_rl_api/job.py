@@ -602,8 +602,7 @@ _EVALUATED = Rule(
 
 class Verify(StrEnum):
     VERSION = "Version"  # the engine names the version it holds
-    CHECKSUM = "Checksum"  # and what it holds changed where the exports differ, and all engines hold the same
-    PROBE = "Probe"  # or its log-probabilities of a fixed sequence agree with the trainer's, in float32
+    WEIGHTS = "Weights"  # and was shown to hold it: by checksums of its memory, and by a probe of its outputs
 
 
 class WeightSync(Part):
@@ -620,11 +619,12 @@ class WeightSync(Part):
         "needs twice their size.",
     )
     verify: Verify = Field(
-        default=Verify.CHECKSUM,
+        default=Verify.WEIGHTS,
         strict=False,
-        description="Proof that an engine holds new weights before its gate opens: their version (Version), also that "
-        "changed parameters and checksums of all engines agree (Checksum), or log-probabilities equal to "
-        "the trainer's (Probe, for float32 only). May change while the job is suspended.",
+        description="Proof that an engine holds new weights before its gate opens: their version (Version), or also "
+        "that parameters changed where the exports differ, that checksums of all engines agree, and that "
+        "log-probabilities are as near the trainer's as when the engine had just started (Weights). May change while "
+        "the job is suspended.",
     )
 
 
@@ -947,10 +947,12 @@ class ColocatedRLJobSpec(Part):
     def compares_engines(self) -> bool:
         """Return whether new weights serve only once the engines' checksums are equal; one engine needs no peer."""
         pods = (self.rollout.replicas or 0) if self.rollout.is_apart else self.replicas
-        trains_and_serves = self.ladder.trains and self.ladder.serves
-        return (
-            self.weight_sync.verify is Verify.CHECKSUM and trains_and_serves and pods * self.rollout.engine.per_pod > 1
-        )
+        return self.judges_weights and pods * self.rollout.engine.per_pod > 1
+
+    @property
+    def judges_weights(self) -> bool:
+        """Return whether an engine has to be shown to hold new weights; where none are trained there are none."""
+        return self.weight_sync.verify is Verify.WEIGHTS and self.ladder.trains and self.ladder.serves
 
     @property
     def reference_gpus(self) -> Gpus:

@@ -81,6 +81,16 @@ class RolloutStatus(StatusPart):
     )
 
 
+class WeightSyncStatus(StatusPart):
+    """Says how near the engines' outputs are to the trainer's, by the probe that comes with each export."""
+
+    difference_nats: float = Field(
+        description="Mean difference between their log-probabilities of the same tokens, of the engine that differs "
+        "most."
+    )
+    limit_nats: float = Field(description="What is accepted of that engine after its next update.")
+
+
 class ReferenceStatus(StatusPart):
     """The frozen policy that KL is measured against."""
 
@@ -239,6 +249,9 @@ class ColocatedRLJobStatus(StatusPart):
     pods_by_rung: dict[str, int] = Field(default_factory=dict, max_length=16, description="Pods by rung.")
     out_of_line: list[PodOutOfLine] = Field(default_factory=list, max_length=10, description="At most ten.")
     rollout: RolloutStatus | None = Field(default=None, description="Progress of rollout.")
+    weight_sync: WeightSyncStatus | None = Field(
+        default=None, description="Absent until an engine was probed, and with weightSync.verify Version."
+    )
     reference: ReferenceStatus | None = Field(default=None, description="Absent without spec.reference.")
     evaluations: list[EvaluationStatus] = Field(
         default_factory=list, max_length=16, description="Newest evaluation of each set."

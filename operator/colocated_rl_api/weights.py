@@ -66,6 +66,18 @@ class Probe(Wire):
     logp: tuple[float, ...]
 
 
+LEAST_LIMIT_NATS = 1e-3  # far above what two implementations in float32 differ by, far below what other weights do
+TIMES_NOISE = 3.0
+
+
+def limit_nats(noise_nats: float) -> float:
+    """Return by how much an engine's log-probabilities of the probe may differ from the trainer's after an update.
+
+    noise_nats: by how much they differed, on average, when they were last accepted.
+    """
+    return max(LEAST_LIMIT_NATS, TIMES_NOISE * noise_nats)
+
+
 class Manifest(Wire):
     version: Version
     tensors: dict[str, TensorEntry]
@@ -76,3 +88,7 @@ class Manifest(Wire):
     def size_bytes(self) -> int:
         """Return the size of all tensors."""
         return sum(tensor.size_bytes for tensor in self.tensors.values())
+
+    @property
+    def is_float32(self) -> bool:
+        return {tensor.dtype for tensor in self.tensors.values()} == {"F32"}

@@ -181,9 +181,9 @@ async def test_h40_started_engine_is_what_a_switch_needs_and_names_its_version(e
 async def test_probe_of_the_trainer_agrees_with_the_engine(engine: ObservedSGLang, server: ServedExports) -> None:
     probe = server.probe(OLD)
     found = await engine.input_logprobs(probe.input_ids)
-    assert require_agreement(probe.logp, found, dtype="float32") < 1e-4
+    assert require_agreement(probe.logp, found, noise_nats=None, is_exact=True) < 1e-4
     with pytest.raises(ProbeDisagrees):
-        require_agreement(server.probe(NEW).logp, found, dtype="float32")
+        require_agreement(server.probe(NEW).logp, found, noise_nats=None, is_exact=True)
 
 
 async def test_h41_control_routes_ask_for_the_admin_key(engine: ObservedSGLang) -> None:
@@ -299,7 +299,7 @@ async def test_whole_switch_changes_the_weights_and_their_name(engine: ObservedS
         await engine.continue_()
         assert await engine.takes_requests()
         probe = server.probe(version)
-        require_agreement(probe.logp, await engine.input_logprobs(probe.input_ids), dtype="float32")
+        require_agreement(probe.logp, await engine.input_logprobs(probe.input_ids), noise_nats=None, is_exact=True)
         answer = await engine.generate(sampling_params={"max_new_tokens": 4, "ignore_eos": True})
         assert str(version) == answer["meta_info"]["weight_version"]
 
@@ -319,7 +319,7 @@ async def test_engine_goes_through_a_switch_in_which_it_keeps_the_rest(
         await engine.flush()
         await engine.continue_()
         probe = server.probe(version)
-        require_agreement(probe.logp, await engine.input_logprobs(probe.input_ids), dtype="float32")
+        require_agreement(probe.logp, await engine.input_logprobs(probe.input_ids), noise_nats=None, is_exact=True)
         answer = await engine.generate(sampling_params={"max_new_tokens": 4, "ignore_eos": True})
         assert str(version) == answer["meta_info"]["weight_version"]
 

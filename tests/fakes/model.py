@@ -240,11 +240,13 @@ class JobModel:
         has_fence: bool = True,
         has_precondition: bool = True,
     ) -> None:
-        by_probe = job.spec.weight_sync.model_copy(update={"verify": Verify.PROBE})  # needs no second engine
-        job = replace(job, spec=job.spec.model_copy(update={"weight_sync": by_probe}))
+        probes = job.spec.judges_weights
+        alone = job.spec.weight_sync.model_copy(
+            update={"verify": Verify.VERSION}
+        )  # engines are not compared, but probed
+        job = replace(job, spec=job.spec.model_copy(update={"weight_sync": alone}))
         self.job = job
-        self._rules, self._keeps = rules_for(job.spec), kept_tags(job.spec.rollout.offload)
-        assert job.ladder.trains is (self._rules.verify is Verify.PROBE), "a gate opens on weights that were probed"
+        self._rules, self._keeps = replace(rules_for(job.spec), probes=probes), kept_tags(job.spec.rollout.offload)
         self.deaths = deaths
         self.mortal = of
         self.suspensions = suspensions

@@ -41,7 +41,6 @@ from colocated_rl_api.facts import (
     TagState,
     TrainerState,
 )
-from colocated_rl_api.job import Verify
 from colocated_rl_api.ladder import TIME_SLICED, Ladder
 from colocated_rl_api.member_wire import (
     Endpoint,
@@ -57,7 +56,7 @@ from fakes.values import Hashed
 KILLED = -9
 NEVER = 1e12
 ENGINE = "engine"  # the incarnation of the only one that there is at a time
-ANY_RULES = Rules(TIME_SLICED, settle_s=30.0, checkpoint_every=1, verify=Verify.PROBE)
+ANY_RULES = Rules(TIME_SLICED, settle_s=30.0, checkpoint_every=1, probes=True)
 RENDEZVOUS = Rendezvous(address="10.0.0.1", port=29500, world_size=2)
 BATCHES = Endpoint(pod="sums-rollout-0", address="10.0.0.9", port=8444)
 ON_DEVICE = (TrainerState.ONLOADED, TrainerState.SCORING, TrainerState.TRAINING)
@@ -326,7 +325,8 @@ JOURNALS = Journals()
 def engine_view(belief: Belief) -> EngineView:
     return EngineView(
         *(belief.state, belief.incarnation, belief.starts_on, NEVER, 0.0, belief.version, belief.paused),
-        *(belief.drained, belief.released, belief.flushed, belief.agrees, belief.checksum),
+        *(belief.drained, belief.released, belief.flushed, belief.agrees),
+        checksum=belief.checksum,
         tags=dict(zip(TAGS, belief.tags, strict=True)),
         broken=belief.broken,
         doubted=belief.doubted,
@@ -479,7 +479,7 @@ def check(pod: ModelPod, action: do.Action, exports: frozenset[WeightVersion] | 
         case do.OpenGate(version=version):
             must(engine is not None and engine.mapped == TAGS and not engine.paused, "a gate opens on half an engine")
             must(engine is not None and engine.holds == version, "a gate opens on other weights")
-            is_shown = pod.belief.agrees or pod.rules.verify is not Verify.PROBE
+            is_shown = pod.belief.agrees or not pod.rules.probes
             must(is_shown, "a gate opens on weights that no probe has shown")
             is_asked = not takes_turns or (pod.target is not None and version == pod.target.version)
             must(is_asked, "a gate opens on other weights than the group's")
@@ -615,7 +615,7 @@ def _loaded(pod: ModelPod, version: WeightVersion) -> tuple[WeightVersion | None
     """Return the weights that are in memory after a load, and their checksum."""
     if pod.spoilt:
         return None, pod.spoilt[0]
-    return version, f"of {version}" if pod.rules.verify is Verify.CHECKSUM else None
+    return version, f"of {version}" if pod.rules.compares else None
 
 
 def _with_engine(pod: ModelPod, version: WeightVersion) -> ModelPod:

@@ -43,6 +43,7 @@ from colocated_rl_api.member_wire import (
     Rendezvous,
 )
 from colocated_rl_api.rungs import Rung, WeightVersion
+from colocated_rl_api.weights import MANIFEST
 from colocated_rl_member.data import DataClient
 from colocated_rl_member.server import Ports
 from colocated_rl_member.tls import MemberTls
@@ -137,9 +138,10 @@ class SmallTrainer(FakeRank):
         check: Callable[[], None],
         dies: Callable[[int], None],
         writes_weights: bool,
+        writes_probe: bool,
     ) -> None:
         super().__init__(environment)
-        self._writes_weights = writes_weights
+        self._writes_weights, self._writes_probe = writes_weights, writes_probe
         self._check, self._dies = check, dies
         self.faults: dict[str, str] = {}
         self.has_left = False  # the device, after it was there
@@ -153,6 +155,9 @@ class SmallTrainer(FakeRank):
     def export(self, body: dict[str, Any], fault: str) -> None:
         if self._writes_weights:
             super().export(body, fault)
+            if not self._writes_probe:
+                manifest = Path(body["directory"]) / MANIFEST
+                manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"probe": None}))
         self.exported = body["version"]
 
     async def serve_state(self, request: web.Request) -> web.Response:
@@ -289,6 +294,8 @@ class SmallPod:
         self.engine_fails_at_start = 0  # so many times
         self.engines_started: list[str] = []  # on which version each
         self.engine_fault: str | None = None  # of every engine, at each call for its checksum
+        self.trainer_writes_probe = True
+        self.engine_info: dict[str, Any] = {}  # that every engine gives of itself
         self.logprob_error: float | None = None  # of every engine, which then computes in bfloat16
         self.others_hold: str | None = None  # checksum of most engines of the group; None: that of this one
         self._silent_s = silent_s
@@ -369,6 +376,7 @@ class SmallPod:
                 check=self.check,
                 dies=lambda code: self._ends(name, code),
                 writes_weights=self._settings.tends_exports,
+                writes_probe=self.trainer_writes_probe,
             )
             child = StartedChild(name, self.trainer.app())
             await child.listen(self.trainer.socket)
@@ -392,6 +400,7 @@ class SmallPod:
             self.engines_started.append(given["--weight-version"])
             if self.engine_fault is not None:
                 engine.faults["/weights_checker"] = self.engine_fault
+            engine.info |= self.engine_info
             if self.logprob_error is not None:
                 engine.logprob_error, engine.info["dtype"] = self.logprob_error, "bfloat16"
             child = StartedChild(name, engine.app())
@@ -492,7 +501,13 @@ class SmallPod:
                     continue
                 self.send(self.target(version, min(self.ladder.next_barrier(low), to, key=self.ladder.place)))
                 await self.news(partial(self._moved, version, low))
+        if to is Rung.SERVING:  # a pod serves as soon as one of its engines does
+            await self.news(self._serves_by_all)
         return version
+
+    def _serves_by_all(self) -> bool:
+        pairs = zip(self.facts.engines, self.agent._gate.entrances, strict=True)
+        return all(entrance.is_open or not engine.is_ready for engine, entrance in pairs)
 
     def _moved(self, at: WeightVersion, before: Rung) -> bool:
         return self.ladder.standing(self.facts, at) != before or self.lost_trainer(at) or self.rejects(at)

@@ -41,7 +41,6 @@ def make_group(
     *,
     reference: bool = False,
     policy: dict[str, Any] | None = None,
-    verify: str = "Probe",
     **more: Any,
 ) -> Simulation:
     often = {"everySteps": 2}
@@ -51,7 +50,6 @@ def make_group(
         "evaluation": None if placement is Placement.TRAIN_ONLY else often,
         "reference": {} if reference else None,
         "failurePolicy": policy or {"backoffSeconds": 0},
-        "weightSync": {"verify": verify},
     }
     return Simulation(make_job(replicas=replicas, **{"steps": 3} | spec | more))
 
@@ -157,10 +155,9 @@ def walk(
     placement: Placement = Placement.TIME_SLICED,
     reference: bool = False,
     policy: dict[str, Any] | None = None,
-    verify: str = "Probe",
 ) -> Simulation:
     rng = random.Random(seed)
-    group = make_group(replicas, placement, reference=reference, policy=policy, verify=verify)
+    group = make_group(replicas, placement, reference=reference, policy=policy)
     at = {rng.randrange(moves) for _ in range(faults)}
     for index in range(moves):
         if index in at:
@@ -214,7 +211,7 @@ def must_end(*, seed: int, faults: int, **more: Any) -> None:
 
 def must_serve_the_same_weights(*, seed: int, faults: int, **more: Any) -> None:
     """Walk a job that compares engines, and check its end."""
-    group = walk(seed, verify="Checksum", faults=faults, **more)
+    group = walk(seed, faults=faults, **more)
     assert group.outcome in ENDS
     if 2 * faults <= group.job.spec.backoff_limit:  # one that spoils two loads may cost two restarts
         assert str(Cause.ALL_STEPS_DONE) == group.outcome

@@ -56,7 +56,7 @@ async def test_new_pod_climbs_to_serving_trains_a_step_and_serves_it(net: Networ
 
 
 async def test_h13_h14_h16_h39_h53_engine_calls_of_a_switch_come_in_their_order_and_are_all(net: Network) -> None:
-    async with pod(net, make_job(weightSync={"verify": "Probe"})) as it:
+    async with pod(net, make_job()) as it:
         group = PodGroup([it])
         await group.climb(V0)
         before = len(await it.engine_calls())
@@ -259,7 +259,7 @@ async def test_h10_release_that_is_never_answered_costs_the_engine_and_is_not_se
 
 
 async def test_h24_h52_engine_that_disagrees_with_the_probe_never_serves(net: Network) -> None:
-    async with pod(net, make_job(weightSync={"verify": "Probe"})) as it:
+    async with pod(net, make_job()) as it:
         group = PodGroup([it])
         await group.climb(V0)
         it.trainer_fault("export", "lies")

@@ -59,7 +59,7 @@ def trainer_routes(it: PodProcesses) -> list[str]:
 
 
 async def test_engine_takes_new_weights_step_after_step_and_nothing_is_ever_released(net: Network) -> None:
-    async with pod(net, resident_job(weightSync={"verify": "Probe"})) as it:
+    async with pod(net, resident_job()) as it:
         group = PodGroup([it])
         await group.climb(V0)
         before, calls = identities(it), len(await it.engine_calls())
@@ -70,7 +70,8 @@ async def test_engine_takes_new_weights_step_after_step_and_nothing_is_ever_rele
             assert rungs == [rung for rung in RESIDENT.rungs if rung in rungs]
         assert before == identities(it), "engine and trainer stay"
         update = ["/pause_generation", "/flush_cache", "/update_weights_from_disk", "/flush_cache"]
-        step = [*update, "/continue_generation", "/generate", "/generate"]  # the probe, and the test's own
+        checksum = ["/weights_checker"]
+        step = [*update[:3], *checksum, update[3], "/continue_generation", "/generate", "/generate"]  # probe, and test
         assert 3 * step == (await it.engine_calls())[calls:]
         assert "offload" not in trainer_routes(it)
         assert 1 == trainer_routes(it).count("onload"), "it is on the device from its first export on"

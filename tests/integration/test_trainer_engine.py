@@ -111,9 +111,9 @@ async def test_trainer_and_engine_agree_at_every_version(engine: SGLang, model: 
         logps = exported(trainer, weights / str(version))
         await engine.update(weights / str(version), version)
         found = await engine.input_logprobs(logps.input_ids)
-        assert require_agreement(logps.logp, found, dtype="float32") < 1e-4
+        assert require_agreement(logps.logp, found, noise_nats=None, is_exact=True) < 1e-4
         with pytest.raises(ProbeDisagrees):
-            require_agreement(stale.logp, found, dtype="float32")
+            require_agreement(stale.logp, found, noise_nats=None, is_exact=True)
         spanning = join(spanning, await attempt(engine, [*prompt, *map(int, spanning.ids)], new_tokens=5))
 
     versions = [WeightVersion(step, 1) for step in range(STEPS + 1)]
@@ -135,7 +135,9 @@ async def test_trainer_and_engine_agree_at_every_version(engine: SGLang, model: 
     save_final_model(weights / str(version), left, progress=lambda: None)
     await engine.update(left, version)
     found = await engine.input_logprobs(logps.input_ids)
-    assert require_agreement(logps.logp, found, dtype="float32") < 1e-4, "what a job leaves is what it served"
+    assert require_agreement(logps.logp, found, noise_nats=None, is_exact=True) < 1e-4, (
+        "what a job leaves is what it served"
+    )
 
     mixed_up = tmp_path / "mixed up" / str(version)
     mix_up(left, mixed_up)
@@ -144,7 +146,7 @@ async def test_trainer_and_engine_agree_at_every_version(engine: SGLang, model: 
     await engine.update(mixed_up, version)
     found = await engine.input_logprobs(logps.input_ids)
     with pytest.raises(ProbeDisagrees):
-        require_agreement(logps.logp, found, dtype="float32")
+        require_agreement(logps.logp, found, noise_nats=None, is_exact=True)
 
 
 async def test_engine_says_with_merged_adapters_what_peft_says_with_adapters(
@@ -159,7 +161,10 @@ async def test_engine_says_with_merged_adapters_what_peft_says_with_adapters(
         version = WeightVersion(step, 1)
         logps = exported(trainer, weights / str(version))
         await engine.update(weights / str(version), version)
-        assert require_agreement(logps.logp, await engine.input_logprobs(logps.input_ids), dtype="float32") < 1e-4
+        assert (
+            require_agreement(logps.logp, await engine.input_logprobs(logps.input_ids), noise_nats=None, is_exact=True)
+            < 1e-4
+        )
 
     batch = await rollout(engine, token_step=STEPS - 1)
     adapters = weights / str(version) / ADAPTERS

@@ -20,7 +20,6 @@ from colocated_rl_agent.planner.views import EngineView, PodView, RankView, pod_
 from colocated_rl_agent.settings import AgentSettings, Directories
 from colocated_rl_api import names
 from colocated_rl_api.facts import EngineState, TrainerState
-from colocated_rl_api.job import Verify
 from colocated_rl_api.ladder import RESIDENT, TIME_SLICED
 from colocated_rl_api.member_wire import Goal
 from colocated_rl_api.rungs import Rung, WeightVersion
@@ -29,7 +28,7 @@ from fakes.pod import make_job
 
 V0, V1 = (WeightVersion(step, 1) for step in range(2))
 NOW = 100.0
-RULES = Rules(TIME_SLICED, settle_s=30.0, checkpoint_every=2, verify=Verify.VERSION)
+RULES = Rules(TIME_SLICED, settle_s=30.0, checkpoint_every=2)
 
 
 def ready(version: WeightVersion = V0) -> EngineView:

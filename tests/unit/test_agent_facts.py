@@ -20,7 +20,6 @@ from colocated_rl_agent.planner.views import (
     RankView,
 )
 from colocated_rl_api.facts import EngineState, TrainerState
-from colocated_rl_api.job import Verify
 from colocated_rl_api.ladder import (
     RESIDENT,
     ROLLOUT_ONLY,
@@ -34,7 +33,7 @@ from fakes.explore import all_must_be_well, explore
 from fakes.model import FAILING, JobModel
 
 V0, V1, V2, V3 = (WeightVersion(step, 1) for step in range(4))
-RULES = Rules(TIME_SLICED, settle_s=30.0, checkpoint_every=2, verify=Verify.PROBE)
+RULES = Rules(TIME_SLICED, settle_s=30.0, checkpoint_every=2, probes=True)
 NOW = 100.0
 NEW_POD = PodView(
     now=NOW,
@@ -206,7 +205,7 @@ def test_only_what_was_given_up_is_taken_back(keeps: tuple[str, ...]) -> None:
     assert do.Resume(rest) == next_action(up(updated), make_target(V1, Rung.SERVING), RULES)
 
 
-BY_CHECKSUM = replace(RULES, verify=Verify.CHECKSUM)
+BY_CHECKSUM = replace(RULES, probes=False, compares=True)
 
 
 def test_f52_gate_opens_only_on_weights_that_the_group_agreed_on() -> None:
@@ -712,7 +711,7 @@ def test_checkpoints_are_due_every_so_many_steps_and_not_before_the_first(step: 
     assert is_due is RULES.checkpoint_is_due(step)
 
 
-ALONE = Rules(ROLLOUT_ONLY, settle_s=30.0, checkpoint_every=2, verify=Verify.PROBE)
+ALONE = Rules(ROLLOUT_ONLY, settle_s=30.0, checkpoint_every=2, probes=True)
 
 
 @pytest.mark.parametrize(

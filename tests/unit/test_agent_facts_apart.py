@@ -10,7 +10,6 @@ from colocated_rl_agent.planner import actions as do
 from colocated_rl_agent.planner.next_actions import Rules, next_actions
 from colocated_rl_agent.planner.views import EngineView, PodView, RankView
 from colocated_rl_api.facts import EngineState, TrainerState
-from colocated_rl_api.job import Verify
 from colocated_rl_api.ladder import DISAGGREGATED
 from colocated_rl_api.member_wire import (
     Endpoint,
@@ -22,7 +21,7 @@ from colocated_rl_api.rungs import Rung, WeightVersion
 
 V0, V1 = WeightVersion(0, 1), WeightVersion(1, 1)
 OLDER, GIVEN_UP, AGAIN = WeightVersion(1, 1), WeightVersion(2, 1), WeightVersion(2, 2)
-RULES = Rules(DISAGGREGATED, settle_s=30.0, checkpoint_every=1, verify=Verify.PROBE)
+RULES = Rules(DISAGGREGATED, settle_s=30.0, checkpoint_every=1, probes=True)
 NOW = 100.0
 READY = replace(EngineView(), state=EngineState.READY, incarnation="e1", version=V0, agrees=True)
 STARTING = EngineView().started("e1", V0, start_by=NOW + 30)

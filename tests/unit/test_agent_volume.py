@@ -134,7 +134,7 @@ class Held(PosixPath):
 
 
 async def test_a_look_that_was_overtaken_by_an_export_says_nothing(tmp_path: Path) -> None:
-    exports = Exports(VolumeDirectory(Held(tmp_path)), probe=False)
+    exports = Exports(VolumeDirectory(Held(tmp_path)))
     looking = asyncio.create_task(exports.look())
     await asyncio.to_thread(Held.begun.wait, LATER_S)
     (tmp_path / "1-1").mkdir()

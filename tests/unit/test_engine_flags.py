@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from builders import ROLLOUT, make_job, make_manifest
-from colocated_rl_api.engines import SERVERS, refusals
+from colocated_rl_api.engines import SERVERS, dtype_of, overflowing, refusals
 from colocated_rl_api.job import EngineType
 from colocated_rl_cli.base.yaml_text import written
 from colocated_rl_cli.manifest.manifest import judge
@@ -104,6 +104,40 @@ def test_h63_collectives_register_no_graphs() -> None:
     [refused] = refusals(make_job(podTemplates=templates).spec)
     assert ("podTemplates", "gpu", "spec", "containers", 0, "env", 1, "name") == refused.field
     assert refused.message.startswith("NCCL_GRAPH_REGISTER is set by the engine, and with released memory NCCL waits")
+
+
+OWN_TRAINER = {"command": ["python3", "train.py"]}
+
+
+@pytest.mark.parametrize("args", [["--dtype=float16"], ["--dtype", "half"], ["--dty=float16"]])
+def test_weights_are_not_made_float16_of_what_the_default_trainer_exports(args: list[str]) -> None:
+    [refused] = refusals(make_job(**spec(*args)).spec)
+    assert ("rollout", "engine", "args", 0) == refused.field
+    assert refused.message.startswith("float16 has not the range of weights exported as BF16 or F32")
+    assert [] == [*refusals(make_job(**spec(*args), trainer=OWN_TRAINER).spec)], "it may export float16"
+    assert [] == [*refusals(make_job(**spec(*args), mode="RolloutOnly").spec)], "nothing is exported"
+
+
+@pytest.mark.parametrize("dtype", ["auto", "bfloat16", "float32", "float"])
+def test_an_engine_may_compute_in_what_has_the_range_of_exports(dtype: str) -> None:
+    assert [] == [*refusals(make_job(**spec("--dtype", dtype)).spec)]
+
+
+@pytest.mark.parametrize(
+    ("args", "exported", "fits"),
+    [
+        (["--dtype=float16"], {"F16"}, True),
+        (["--dtype=float16"], {"F16", "BF16"}, False),
+        (["--dtype=float16"], {"F32"}, False),
+        (["--dtype=float16", "--dtype=bfloat16"], {"BF16"}, True),  # argparse takes the last
+        ([], {"BF16"}, True),
+        (["--dtype=float16"], set(), True),
+    ],
+)
+def test_an_engine_is_judged_by_the_flag_that_counts_and_by_what_was_exported(
+    args: list[str], exported: set[str], fits: bool
+) -> None:
+    assert fits is (overflowing(dtype_of(args), exported) is None)
 
 
 def test_every_flag_at_fault_is_named_with_its_place() -> None:

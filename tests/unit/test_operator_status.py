@@ -8,9 +8,16 @@ from typing import Any
 
 import pytest
 
-from builders import CREATED, facts_at, make_climb, make_job, make_observation, rollout_facts, trainer
-from colocated_rl_api.facts import BestOf, EngineState, EvaluationResult, Problem
-from colocated_rl_api.job_status import CheckpointStatus, ColocatedRLJobStatus, ConditionStatus, Holder, Phase
+from builders import CREATED, engine, facts_at, make_climb, make_job, make_observation, rollout_facts, trainer
+from colocated_rl_api.facts import BestOf, EngineState, EvaluationResult, PodFacts, Problem
+from colocated_rl_api.job_status import (
+    CheckpointStatus,
+    ColocatedRLJobStatus,
+    ConditionStatus,
+    Holder,
+    Phase,
+    WeightSyncStatus,
+)
 from colocated_rl_api.rungs import Rung, WeightVersion
 from colocated_rl_operator.planner.observation import (
     Climb,
@@ -174,6 +181,25 @@ def test_the_newest_durable_checkpoint_is_reported_with_when_it_was_first_seen()
     assert first.checkpoint == saved(10, first, later).checkpoint
     assert first.checkpoint == saved(None, first, later).checkpoint  # trainers that start know of none yet
     assert CheckpointStatus(step=20, time=later) == saved(20, first, later).checkpoint
+
+
+def test_how_far_the_furthest_engine_is_from_the_trainer_is_reported_with_what_is_accepted_next() -> None:
+    def probed(*noise: float | None, before: ColocatedRLJobStatus = BLANK, **spec: Any) -> ColocatedRLJobStatus:
+        seen = seen_at(Rung.SERVING, Rung.SERVING)
+        seen = replace(seen, job=make_job(replicas=2, **spec))
+        members = [
+            replace(member, facts=member.facts.model_copy(update={"engines": (engine(V1, noise_nats=nats),)}))
+            for member, nats in zip(seen.gpu_members, noise, strict=True)
+            if isinstance(member.facts, PodFacts)
+        ]
+        return status_of(replace(seen, members=(*members, *seen.members[2:])), before=before)
+
+    assert None is probed(None, None).weight_sync
+    first = probed(0.08123, 0.0412)
+    assert WeightSyncStatus(difference_nats=0.081, limit_nats=0.24) == first.weight_sync
+    assert first.weight_sync == probed(None, None, before=first).weight_sync, "engines that start know of none yet"
+    assert WeightSyncStatus(difference_nats=2.1e-7, limit_nats=1e-3) == probed(2.123e-7, None).weight_sync
+    assert None is probed(0.08, 0.08, before=first, weightSync={"verify": "Version"}).weight_sync
 
 
 def test_the_checkpoint_that_a_job_began_from_is_named_and_stays_named() -> None:

@@ -526,8 +526,7 @@ def test_a_group_that_stands_still_together_loses_no_pod_but_those_that_report_a
 
 
 def differing(failure_policy: dict[str, Any] | None) -> Observation:
-    verify = {"verify": "Checksum"}
-    seen = climbing(Rung.UPDATED, Rung.UPDATED, failure_policy=failure_policy, weightSync=verify)
+    seen = climbing(Rung.UPDATED, Rung.UPDATED, failure_policy=failure_policy)
     for index in range(2):
         facts = seen.members[index].pod_facts
         assert facts is not None

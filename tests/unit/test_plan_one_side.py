@@ -12,6 +12,7 @@ from builders import (
     CREATED,
     OWN_ROLLOUT,
     PLACED,
+    ROLLOUT,
     absent_engine,
     absent_trainer,
     engine,
@@ -24,14 +25,14 @@ from builders import (
     trainer,
 )
 from colocated_rl_agent.planner.next_actions import Rules
-from colocated_rl_agent.settings import AgentSettings
+from colocated_rl_agent.settings import rules_for
 from colocated_rl_api.facts import (
     EngineState,
     EvaluationResult,
     PodFacts,
     TrainerState,
 )
-from colocated_rl_api.job import ColocatedRLJob, Verify
+from colocated_rl_api.job import ColocatedRLJob
 from colocated_rl_api.job_status import ColocatedRLJobStatus, Holder, Phase
 from colocated_rl_api.ladder import ROLLOUT_ONLY, TRAIN_ONLY
 from colocated_rl_api.member_wire import PodTarget, RolloutTarget
@@ -49,10 +50,9 @@ def job(placement: Placement, **spec: Any) -> Job:
     return make_job(**{"replicas": 1, **PLACED[placement], **spec})
 
 
-def asked_of_an_agent(job: Job) -> Verify:
-    """Return what the job's agent asks of its engine before the gate opens."""
-    rules: Rules = AgentSettings.rules.fget(type("Told", (), {"job": job}))  # type: ignore[attr-defined]
-    return rules.verify
+def rules_of(job: Job) -> Rules:
+    """Return the rules of the job's agents."""
+    return rules_for(job.spec)
 
 
 def serving(at: WeightVersion = V0) -> PodFacts:
@@ -103,28 +103,27 @@ def test_where_nothing_is_trained_nothing_is_ever_too_old_and_nobody_says_what_i
     only = job(Placement.ROLLOUT_ONLY)
     assert only.spec.max_staleness >= only.spec.steps
     assert 1 == job(Placement.TIME_SLICED).spec.max_staleness
-    for placement, verify in ((Placement.ROLLOUT_ONLY, Verify.VERSION), (Placement.TRAIN_ONLY, Verify.PROBE)):
-        asked = job(placement, weightSync={"verify": "Probe"})
-        assert verify is asked_of_an_agent(asked)
+    for placement in (Placement.ROLLOUT_ONLY, Placement.TRAIN_ONLY):
+        rules = rules_of(job(placement, weightSync={"verify": "Weights"}))
+        assert (False, False) == (rules.compares, rules.probes)
 
 
 @pytest.mark.parametrize(
-    ("spec", "verify"),
+    ("spec", "compares", "probes"),
     [
-        ({"replicas": 2}, Verify.CHECKSUM),
-        ({"replicas": 1}, Verify.VERSION),
-        ({"replicas": 1, "rollout": OWN_ROLLOUT | {"replicas": 2}}, Verify.CHECKSUM),
-        ({"replicas": 2, "rollout": OWN_ROLLOUT}, Verify.VERSION),
-        ({"replicas": 1, "weightSync": {"verify": "Probe"}}, Verify.PROBE),
+        ({"replicas": 2}, True, True),
+        ({"replicas": 1}, False, True),
+        ({"replicas": 1, "rollout": ROLLOUT | {"engine": {"perPod": 2}}}, True, True),
+        ({"replicas": 1, "rollout": OWN_ROLLOUT | {"replicas": 2}}, True, True),
+        ({"replicas": 2, "rollout": OWN_ROLLOUT}, False, True),
+        ({"replicas": 2, "weightSync": {"verify": "Version"}}, False, False),
     ],
 )
-def test_engines_are_compared_where_there_are_several(spec: dict[str, Any], verify: Verify) -> None:
-    assert verify is asked_of_an_agent(make_job(**spec))
-
-
-@pytest.mark.parametrize("placement", [Placement.ROLLOUT_ONLY, Placement.TRAIN_ONLY])
-def test_one_side_alone_compares_no_engines(placement: Placement) -> None:
-    assert Verify.VERSION is asked_of_an_agent(job(placement))
+def test_engines_are_compared_where_there_are_several_and_each_is_probed(
+    spec: dict[str, Any], compares: bool, probes: bool
+) -> None:
+    rules = rules_of(make_job(**spec))
+    assert (compares, probes) == (rules.compares, rules.probes)
 
 
 # ---------------------------------------------------------------------------------------------------------- RolloutOnly

@@ -16,7 +16,7 @@ JOB = ColocatedRLJob.read(yaml.safe_load((HERE / "job.yaml").read_text()))
 
 
 def test_job_has_the_usual_check_of_new_weights_and_evaluates_at_its_ends() -> None:
-    assert Verify.CHECKSUM is JOB.spec.weight_sync.verify
+    assert Verify.WEIGHTS is JOB.spec.weight_sync.verify
     assert JOB.spec.evaluation is not None
     assert 0 == JOB.spec.steps % JOB.spec.evaluation.every_steps
     assert LESSON.questions_at_least <= JOB.spec.evaluation.sets[0].samples

@@ -54,12 +54,11 @@ class Cause(DocumentedReason):
     )
     WEIGHTS_DIFFER = (
         "WeightsDiffer",
-        "Engines took the same version and hold different weights, no more than half of them the same (weightSync."
-        "verify: Checksum); or an engine was not shown to hold its weights, nor was the one that was started on them "
-        "after it (Checksum, Probe). What differs does not serve, the trainers start together again.",
+        "Engines took the same version and hold different weights, no more than half of them the same; or an engine "
+        "was not shown to hold its weights, nor was the one that was started on them after it (weightSync.verify: "
+        "Weights). What differs does not serve, the trainers start together again.",
         "the event names each pod with its checksum, or states what was found; look at the memory and the devices of "
-        "their nodes. A probe is for float32: in 16 bits set weightSync.verify to Checksum while the job is suspended; "
-        + _MORE_RESTARTS,
+        "their nodes; " + _MORE_RESTARTS,
     )
     TRAINERS_RECYCLED = (
         "TrainersRecycled",

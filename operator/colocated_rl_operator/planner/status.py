@@ -32,11 +32,12 @@ from colocated_rl_api.job_status import (
     PodOutOfLine,
     ReferenceStatus,
     RolloutStatus,
+    WeightSyncStatus,
 )
 from colocated_rl_api.ladder import Ladder
 from colocated_rl_api.rungs import Placement, RolePlacement, Rung, WeightVersion
 from colocated_rl_api.seats import role_of
-from colocated_rl_api.weights import finished_model
+from colocated_rl_api.weights import finished_model, limit_nats
 from colocated_rl_operator.planner.observation import (
     Climb,
     FailureTally,
@@ -122,6 +123,7 @@ def report(
         pods_by_rung={rung.value: pods for rung, pods in Counter(plan.standings.values()).items()},
         out_of_line=found.out_of_line,
         rollout=_rollout(seen) or before.rollout,
+        weight_sync=_weight_sync(seen, before.weight_sync),
         reference=_reference(seen),
         evaluations=_evaluations(seen) or before.evaluations,
         checkpoint=_checkpoint(seen, before, at),
@@ -519,6 +521,19 @@ def _rollout(seen: Observation) -> RolloutStatus | None:
         tokens_per_second=_rounded(facts.tokens_per_second, digits=1),
         samples=facts.samples,
         filtered=facts.filtered,
+    )
+
+
+def _weight_sync(seen: Observation, before: WeightSyncStatus | None) -> WeightSyncStatus | None:
+    if not seen.job.spec.judges_weights:
+        return None
+    engines = (engine for member in seen.engine_members if member.pod_facts for engine in member.pod_facts.engines)
+    noise = max((engine.noise_nats for engine in engines if engine.noise_nats is not None), default=None)
+    if noise is None:
+        return before
+    return WeightSyncStatus(
+        difference_nats=float(f"{noise:.2g}"),  # more digits would only be noise
+        limit_nats=float(f"{limit_nats(noise):.2g}"),
     )
 
 

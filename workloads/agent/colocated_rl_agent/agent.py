@@ -47,7 +47,6 @@ from colocated_rl_agent.runner.runner_link import (
 from colocated_rl_agent.settings import AgentSettings
 from colocated_rl_api.facts import PodFacts
 from colocated_rl_api.holders import PodHolder, holder_of
-from colocated_rl_api.job import Verify
 from colocated_rl_api.logs import log
 from colocated_rl_api.member_wire import Goal, Hello, PodTarget
 from colocated_rl_api.rungs import Rung, WeightVersion
@@ -111,7 +110,7 @@ class Agent:
         client = DataClient(session, tls, settings.job.uid)
         self._shards = Shards(client, places.batches, settings.ranks, deadline_s=progress_s)
         volume = VolumeDirectory(places.weights, silent_s=volume_silent_s)
-        self._exports = Exports(volume, probe=settings.rules.verify is Verify.PROBE, digests=settings.checksums_weights)
+        self._exports = Exports(volume, digests=settings.checksums_weights)
         self._faults = Faults(self._runner, self._engines, self._trainers, close_gate=self._close_open_gates)
         self._look_again = asyncio.Event()
         self._ladder = settings.rules.ladder
@@ -474,11 +473,11 @@ class Agent:
 
     async def _check_probe(self, engine: Engine, version: WeightVersion) -> None:
         try:
-            probe = await self._exports.probe(version)
+            manifest = await self._exports.manifest(version)
         except ExportTorn as error:
             engine.doubt(version, f"its weights can't be probed: {error}")
         else:
-            await engine.check_probe(probe)
+            await engine.check_probe(manifest)
 
     async def _require_room(self) -> None:
         """Require room for the engines' memory after trainers report an offload. Raises MemoryHeld, RunnerError."""

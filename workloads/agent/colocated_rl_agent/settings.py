@@ -20,7 +20,7 @@ from colocated_rl_agent.planner.views import (
     WEIGHTS,
 )
 from colocated_rl_api import names
-from colocated_rl_api.job import ColocatedRLJobSpec, EngineMemory, Interruption, Verify
+from colocated_rl_api.job import ColocatedRLJobSpec, EngineMemory, Interruption
 from colocated_rl_api.member_wire import JobFile
 from colocated_rl_api.names import PodUid
 from colocated_rl_api.rungs import Placement, WeightVersion
@@ -143,8 +143,7 @@ class AgentSettings:
     @property
     def checksums_weights(self) -> bool:
         """Return whether the pod's engine computes checksums of what it holds: also a single one, to compare itself."""
-        spec = self.job.spec
-        return self.has_engine and spec.weight_sync.verify is Verify.CHECKSUM and spec.ladder.trains
+        return self.has_engine and self.job.spec.judges_weights
 
     @property
     def rules(self) -> Rules:
@@ -153,13 +152,12 @@ class AgentSettings:
 
 def rules_for(spec: ColocatedRLJobSpec) -> Rules:
     """Return the part of a job's settings on which the choice of actions depends."""
-    asked = spec.weight_sync.verify
-    is_compared = spec.compares_engines if asked is Verify.CHECKSUM else spec.ladder.trains
     return Rules(
         ladder=spec.ladder,
         settle_s=spec.switch.settle_seconds,
         checkpoint_every=spec.checkpoint.every_steps,
-        verify=asked if is_compared else Verify.VERSION,  # nothing to compare with
+        compares=spec.compares_engines,
+        probes=spec.judges_weights,
         waits=spec.rollout.interruption is Interruption.WAIT,
     )
 

@@ -108,8 +108,7 @@ REMEDIES: dict[str, Remedy] = {
         "engines took the same version and hold different weights, and no more than half of them the same; or an "
         "engine was not shown to hold its weights, and neither was the next one, on the same export",
         "look at the memory and the devices of the nodes in the message; the trainers start again meanwhile, "
-        "backoffLimit times. A probe is for float32: in 16 bits set weightSync.verify to Checksum while the job is "
-        "suspended",
+        "backoffLimit times",
         heals=True,
     ),
     "OperatorRestarted": Remedy("another operator took over", "nothing", heals=True),

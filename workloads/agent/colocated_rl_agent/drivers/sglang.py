@@ -184,6 +184,7 @@ class ServerInfo(_EngineAnswer):
     weight_cache_mode: str = "off"
     max_queued_requests: int | None = None
     dtype: str = "auto"
+    context_length: int | None = None  # tokens of prompt and response; None: the model's
     quantization: str | None = None
     internal_states: tuple[_InternalState, ...] = ()
 

@@ -33,7 +33,7 @@ from colocated_rl_agent.files.volume import (
     in_threads,
 )
 from colocated_rl_api.rungs import WeightVersion
-from colocated_rl_api.weights import MANIFEST, Algorithm, Digest, Manifest, Probe, TensorEntry, algorithm_of
+from colocated_rl_api.weights import MANIFEST, Algorithm, Digest, Manifest, TensorEntry, algorithm_of
 
 MAX_THREADS = 8  # for hashing
 KNOWN_EXPORTS = 3  # whose tensors are remembered: what the engine holds, what comes next, and one rolled back
@@ -64,16 +64,15 @@ TensorDigests = Mapping[str, TensorDigest]  # by tensor name
 
 
 class Exports:
-    """The Exports are those that a pod sees. probe: each must have a probe. digests: of each tensor, too.
+    """The Exports are those that a pod sees. digests: of each tensor, too.
 
     whole: manifest of the newest verified export. tensors: of the newest few, if their digests are taken. there: all
     versions in the volume; None: unknown since a possible change. verify_after: end of the back-off, on the clock of
     `time.monotonic`.
     """
 
-    def __init__(self, volume: VolumeDirectory, *, probe: bool, digests: bool = False) -> None:
+    def __init__(self, volume: VolumeDirectory, *, digests: bool = False) -> None:
         self._volume = volume
-        self._probe = probe
         self._digests = digests
         self.tensors: dict[WeightVersion, TensorDigests] = {}
         self._failures = 0  # in a row
@@ -93,12 +92,10 @@ class Exports:
         self._failures, self.verify_after = 0, 0.0
         return self.whole
 
-    async def probe(self, version: WeightVersion) -> Probe:
-        """Return the probe of an export, or of an older one still served. Raises ExportTorn, VolumeSilent."""
+    async def manifest(self, version: WeightVersion) -> Manifest:
+        """Return the manifest of an export, or of an older one still served. Raises ExportTorn, VolumeSilent."""
         known = self.whole if self.whole is not None and self.whole.version == version else None
-        manifest = known or await self._compare(version)
-        assert manifest.probe is not None, "asked for where exports must have one"
-        return manifest.probe
+        return known or await self._compare(version)
 
     async def _compare(self, version: WeightVersion) -> Manifest:
         root, digests = self._volume.place, self._digests
@@ -110,8 +107,6 @@ class Exports:
         manifest, tensors = await self._volume.call(f"read export {version}", read)
         if tensors is not None:
             self.tensors = dict([*self.tensors.items(), (version, tensors)][-KNOWN_EXPORTS:])
-        if self._probe and manifest.probe is None:
-            raise ExportTorn(f"export {version} has no probe: write one, or set spec.weightSync.verify to Checksum")
         return manifest
 
     async def look(self) -> None:

@@ -40,11 +40,12 @@ from colocated_rl_agent.runner.runner_link import (
     RunnerRefused,
 )
 from colocated_rl_agent.settings import AgentSettings
+from colocated_rl_api.engines import dtype_of, overflowing
 from colocated_rl_api.facts import TagState
 from colocated_rl_api.job import Switch
 from colocated_rl_api.logs import log
 from colocated_rl_api.rungs import WeightVersion
-from colocated_rl_api.weights import Probe
+from colocated_rl_api.weights import Manifest
 
 LOG = logging.getLogger(__name__)
 
@@ -93,6 +94,7 @@ class Engine:
         self._failed = failed
         self._client: SGLang | None = None
         self._dtype = "unknown"
+        self._context: int | None = None
         self._held: tuple[WeightVersion, Checksums] | None = None  # what this incarnation last held, by parameter
         self._mapped_bytes: int | None = None  # weights and KV pool on each device, as far as they are released
         self._vocabulary: int | None = None
@@ -108,7 +110,8 @@ class Engine:
     async def start(self, version: WeightVersion) -> None:
         settings, admin_key = self._settings, secrets.token_urlsafe(24)
         model, extra = settings.weights_of(version), settings.job.spec.rollout.engine_flags
-        if impossible := await asyncio.to_thread(
+        exported = {tensor.dtype for tensor in self._exported().get(version, {}).values()}
+        if impossible := overflowing(dtype_of(extra), exported) or await asyncio.to_thread(
             undivided_heads, model, gpus=len(self._on), of=settings.gpus, extra=extra
         ):
             self._lost(impossible)
@@ -270,6 +273,7 @@ class Engine:
         saved_tags = self._settings.saved_tags
         info = await client.require_suitable(memory_saver=bool(saved_tags), gpus=len(self._on))
         self._dtype = info.dtype if info.quantization is None else "quantized"
+        self._context = info.context_length
         self._mapped_bytes = info.mapped_bytes(saved_tags)
         return info
 
@@ -392,16 +396,27 @@ class Engine:
 
         await self._change("continue", continue_and_look, EngineView.was_continued)
 
-    async def check_probe(self, probe: Probe) -> None:
+    async def check_probe(self, exported: Manifest) -> None:
+        """Compare the engine's log-probabilities with those of the export, if it has any."""
+        if (probe := exported.probe) is None:  # by a trainer of the job's own
+            log(LOG, "weights not probed", version=str(exported.version), reason="the export has no probe")
+            self._set(self.view.agreed())
+            return
+        is_exact = self._dtype == "float32" and exported.is_float32
+        ids = probe.input_ids[: self._context and self._context - 1]  # a beginning of it has the same log-probabilities
+        apart: float | None = None
+
         async def compare(client: SGLang) -> None:
+            nonlocal apart
             try:
-                found = await client.input_logprobs(probe.input_ids)
+                found = await client.input_logprobs(ids)
             except DriverError as error:
                 raise WeightsDoubted(f"it gives no log-probabilities of the probe: {error}") from error
-            mean = require_agreement(probe.logp, found, dtype=self._dtype)
-            log(LOG, "probe passed", version=str(self.view.version), mean_nats=mean, tokens=len(found))
+            trainer = probe.logp[: len(ids) - 1]
+            apart = require_agreement(trainer, found, noise_nats=self.view.noise_nats, is_exact=is_exact)
+            log(LOG, "probe passed", version=str(exported.version), apart_nats=apart, tokens=len(found))
 
-        await self._change("probe", compare, EngineView.agreed)
+        await self._change("probe", compare, lambda view: view.agreed(apart))
 
     async def _change(
         self,

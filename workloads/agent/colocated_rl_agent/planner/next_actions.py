@@ -71,7 +71,6 @@ from colocated_rl_agent.planner.actions import (
 )
 from colocated_rl_agent.planner.views import WEIGHTS, EngineView, PodView, RankView
 from colocated_rl_api.facts import EngineState, TagState, TrainerState
-from colocated_rl_api.job import Verify
 from colocated_rl_api.ladder import Ladder
 from colocated_rl_api.member_wire import Goal, PodTarget
 from colocated_rl_api.rungs import Placement, Rung, WeightVersion
@@ -87,7 +86,8 @@ class Rules:
     ladder: Ladder
     settle_s: float
     checkpoint_every: int
-    verify: Verify
+    compares: bool = False  # a gate opens only on the checksum that the group has agreed on
+    probes: bool = False  # a gate opens only on an engine that has answered the probe of its weights rightly
     waits: bool = False  # a switch lets responses in flight finish before it interrupts them
 
     def asks_for(self, target: PodTarget, rung: Rung) -> bool:
@@ -406,13 +406,13 @@ def _open(pod: PodView, rules: Rules) -> Action | Wait:
     assert engine.version is not None, "a gate opens on a version"
     if pod.gate_open:
         return Wait()
-    if rules.verify is Verify.CHECKSUM and pod.agreed != (engine.version, engine.checksum):
+    if rules.compares and pod.agreed != (engine.version, engine.checksum):
         return _differ(pod, engine.version)
     if not engine.flushed:
         return Flush()
     if engine.paused:
         return Continue()
-    if rules.verify is Verify.PROBE and not engine.agrees:
+    if rules.probes and not engine.agrees:
         return CheckProbe(engine.version)
     return OpenGate(engine.version)
 

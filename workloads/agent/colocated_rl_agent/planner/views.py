@@ -56,6 +56,7 @@ class EngineView:
     released: bool = False  # some tag was released since the gate last closed: never a second time (H10)
     flushed: bool = True  # the cache holds nothing from other weights or from released memory
     agrees: bool = False  # its answer to the probe of `version` was right
+    noise_nats: float | None = None  # how far its last right answer was from the trainer's
     checksum: str | None = None  # of `version`, where the job asks for it
     tags: Mapping[str, TagState] = field(default_factory=lambda: dict.fromkeys(TAGS, TagState.MAPPED))
     broken: str | None = None  # a call failed or its outcome is unknown: the engine is to be replaced
@@ -121,8 +122,9 @@ class EngineView:
     def was_continued(self) -> EngineView:
         return replace(self, paused=False, drained=False)
 
-    def agreed(self) -> EngineView:
-        return replace(self, agrees=True)
+    def agreed(self, apart_nats: float | None = None) -> EngineView:
+        """Return the view after a right answer to the probe. apart_nats: None: the export has no probe."""
+        return replace(self, agrees=True, noise_nats=self.noise_nats if apart_nats is None else apart_nats)
 
     def broke(self, reason: str, unknown_tags: tuple[str, ...] = ()) -> EngineView:
         """Return the view after a call with an unknown outcome: it may or may not have had its effect (I6)."""
@@ -155,6 +157,7 @@ class EngineView:
             cuda_graph=self.tags[CUDA_GRAPH],
             version=self.version,
             checksum=self.checksum,
+            noise_nats=self.noise_nats,
             failures=failures,
             rejected=self.rejected if self.is_absent else None,
         )

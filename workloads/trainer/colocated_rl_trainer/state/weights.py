@@ -50,7 +50,7 @@ from colocated_rl_trainer.state.sharding import computing_in, device_of, leaves_
 
 ADAPTERS = "adapter"  # directory in an export
 FILE_BYTES = 128 * 1024**2  # most of one safetensors file, unless one tensor is larger: whole in memory at a time
-PROBE_TOKENS = 32
+PROBE_TOKENS = 64  # the more, the steadier is the mean of differences
 _WEIGHT_FILES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".npz", ".index.json")
 _OURS = (MANIFEST, CONTENTS, OPTIMIZER)
 _PROBE_STRIDE = 7919  # prime: ids all over the vocabulary

@@ -1,0 +1,74 @@
+"""The trainer's probe beside another implementation in bfloat16: transformers' eager attention on the weights exported.
+
+What an engine would be in its place, for models whose logits are small and large, with tied and with untied embeddings.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from colocated_rl_agent.lanes.probe import ProbeDisagrees, require_agreement
+from colocated_rl_api.weights import Probe
+from colocated_rl_trainer.state.weights import load_model, probe
+from fakes.tiny_model import write_tiny_model
+
+SEEDS = 100
+HIDDEN = 64
+
+
+def make(directory: Path, *, seed: int, tied: bool, spread: float) -> Path:
+    """Make a model whose logits have about this standard deviation."""
+    write_tiny_model(directory, seed=seed, tied=tied, hidden=HIDDEN, layers=4, vocabulary=512)
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    head = model.get_output_embeddings().weight
+    with torch.no_grad():
+        head.mul_(spread / HIDDEN**0.5 / head.std())
+    model.save_pretrained(directory)
+    return directory
+
+
+def take_a_step(directory: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(1e-3 * parameter.std() * torch.randn_like(parameter))
+    model.save_pretrained(directory)
+
+
+def judged(directory: Path, noise_nats: float | None, *, exchanged: bool = False) -> float:
+    """Return how far the other implementation is from the trainer, if it agrees. Raises ProbeDisagrees."""
+    right = probe(load_model(directory), torch.bfloat16)
+    other = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.bfloat16, attn_implementation="eager").eval()
+    if exchanged:
+        layers = other.model.layers
+        layers[1], layers[2] = layers[2], layers[1]
+    return require_agreement(right.logp, answered(other, right), noise_nats=noise_nats, is_exact=False)
+
+
+def answered(model: torch.nn.Module, asked: Probe) -> list[float]:
+    ids = torch.tensor([asked.input_ids])
+    with torch.no_grad():
+        logits = model(ids).logits[0, :-1].float()
+    found: list[float] = torch.log_softmax(logits, dim=-1).gather(1, ids[0, 1:, None])[:, 0].tolist()
+    return found
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("spread", [0.5, 3.0, 10.0])
+def test_in_bfloat16_what_is_right_is_accepted_for_every_seed_and_two_layers_exchanged_for_none(
+    tmp_path: Path, tied: bool, spread: float
+) -> None:
+    """But where the layers of a random model hardly matter: its embeddings are its head, and large."""
+    layers_matter = not (tied and spread == 10.0)
+    for seed in range(SEEDS):
+        directory = make(tmp_path / str(seed), seed=seed, tied=tied, spread=spread)
+        noise = judged(directory, None)
+        take_a_step(directory)
+        noise = judged(directory, noise)
+        if layers_matter:
+            with pytest.raises(ProbeDisagrees):
+                judged(directory, noise, exchanged=True)
