@@ -175,6 +175,7 @@ async def test_an_engine_with_two_layers_exchanged_is_found_by_what_it_computes(
         exchanged = {name.replace(first, second): new[name] for name in new if name.startswith(first)}
         exchanged |= {name.replace(second, first): new[name] for name in new if name.startswith(second)}
         loads = versions.make_wrong(**exchanged)
+        await engine.update(versions.old, OLD)
         await judge(engine, versions, loads=loads)
         with pytest.raises(ProbeDisagrees):
             await apart(engine, loads, versions.new, right)

@@ -62,7 +62,7 @@ def answered(model: torch.nn.Module, asked: Probe) -> list[float]:
 def test_in_bfloat16_what_is_right_is_accepted_for_every_seed_and_two_layers_exchanged_for_none(
     tmp_path: Path, tied: bool, spread: float
 ) -> None:
-    """But where the layers of a random model hardly matter: its embeddings are its head, and large."""
+    """The test leaves out where layers of a random model hardly matter: its head is its embeddings, and large."""
     layers_matter = not (tied and spread == 10.0)
     for seed in range(SEEDS):
         directory = make(tmp_path / str(seed), seed=seed, tied=tied, spread=spread)
