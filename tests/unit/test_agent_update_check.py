@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
+import hashlib
+import io
+import json
+import math
+import random
+import struct
+import tempfile
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from colocated_rl_agent.files.exports import TensorDigest
+from colocated_rl_agent.files.exports import TensorDigest, tensor_digests
+from colocated_rl_agent.files.tensor_parts import sample_parts
 from colocated_rl_agent.lanes.update_check import Checksums, UpdateDoubted, require_changes
 
 Values = dict[str, int]  # of each exported tensor
@@ -107,3 +119,124 @@ def test_a_change_may_vanish_where_the_engine_has_fewer_bits(export: str, engine
     else:
         assert 1 == require_changes(old, old, held, held, before=None, dtype=engine)
         require_changes(old, new, held, held, before=None, dtype=engine)
+
+
+# ----------------------------------------------------------------------------------- an engine of ranks with real bytes
+RANKS, ROWS, COLUMNS = 4, 64, 16  # bytes, one an element
+MATRICES = {
+    "a.q_proj.weight": "rows", "a.k_proj.weight": "rows", "a.v_proj.weight": "rows", "a.o_proj.weight": "columns",
+    "a.norm.weight": "whole",
+}  # fmt: skip
+HELD = {
+    "a.qkv_proj.weight": ("a.q_proj.weight", "a.k_proj.weight", "a.v_proj.weight"),
+    "a.o_proj.weight": ("a.o_proj.weight",),
+    "a.norm.weight": ("a.norm.weight",),
+}
+Weights = dict[str, bytearray]
+
+
+def write(directory: Path, weights: Weights) -> Mapping[str, TensorDigest]:
+    """Export them, and return what an agent reads."""
+    entries, data = {}, b""
+    for name, content in weights.items():
+        offsets = [len(data), len(data) + len(content)]
+        shape = [ROWS, COLUMNS] if len(content) == ROWS * COLUMNS else [len(content)]
+        entries[name] = {"dtype": "F8_E4M3", "shape": shape, "data_offsets": offsets}
+        data += content
+    header = json.dumps(entries).encode()
+    directory.mkdir(exist_ok=True)
+    (directory / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + data)
+    found = tensor_digests(directory, ranks=RANKS)
+    return {name: replace(tensor, dtype="BF16") for name, tensor in found.items()}
+
+
+def part(name: str, content: bytes, rank: int) -> bytes:
+    """Return what a rank holds of a tensor. Those of keys and values have two heads, which two ranks each share."""
+    if MATRICES[name] == "whole":
+        return content
+    if MATRICES[name] == "columns":
+        width = COLUMNS // RANKS
+        rows = (content[start : start + COLUMNS] for start in range(0, len(content), COLUMNS))
+        return b"".join(row[rank * width : (rank + 1) * width] for row in rows)
+    shares = RANKS if "q_proj" in name else 2
+    size, share = len(content) // shares, rank * shares // RANKS
+    return content[share * size : (share + 1) * size]
+
+
+def held_by_ranks(weights: Weights) -> dict[str, tuple[str, ...]]:
+    return {
+        parameter: tuple(
+            hashlib.sha256(b"".join(part(name, bytes(weights[name]), rank) for name in sources)).hexdigest()
+            for rank in range(RANKS)
+        )
+        for parameter, sources in HELD.items()
+    }
+
+
+def drawn(data: st.DataObject, of: random.Random) -> tuple[Weights, Weights]:
+    """Draw weights, and those of a step that changed from none to all of the elements of each tensor."""
+    old = {
+        name: bytearray(of.randbytes(ROWS * COLUMNS if kind != "whole" else COLUMNS)) for name, kind in MATRICES.items()
+    }
+    new = {name: bytearray(content) for name, content in old.items()}
+    for content in new.values():
+        share = data.draw(st.sampled_from([0.0, 0.002, 0.05, 0.5, 1.0]))
+        for place in range(len(content)):
+            if of.random() < share:
+                content[place] ^= 1
+    return old, new
+
+
+@settings(max_examples=60)
+@given(data=st.data(), seed=st.integers(0, 2**32))
+def test_a_right_engine_of_ranks_is_accepted_however_little_a_step_changed(data: st.DataObject, seed: int) -> None:
+    old, new = drawn(data, random.Random(seed))
+    with tempfile.TemporaryDirectory() as folder:
+        exports = write(Path(folder) / "old", old), write(Path(folder) / "new", new)
+    held, found = held_by_ranks(old), held_by_ranks(new)
+    assert 3 == require_changes(*exports, held, found, before=None, dtype="bfloat16")
+
+
+@pytest.mark.parametrize("parameter", HELD)
+@pytest.mark.parametrize("stale", range(RANKS))
+@pytest.mark.parametrize("share", [0.05, 1.0])
+def test_one_rank_that_keeps_its_part_of_the_version_before_is_found(
+    tmp_path: Path, parameter: str, stale: int, share: float
+) -> None:
+    """The other ranks' parts changed, and so did the parameter as a whole."""
+    of = random.Random(1)
+    old = {
+        name: bytearray(of.randbytes(ROWS * COLUMNS if kind != "whole" else COLUMNS)) for name, kind in MATRICES.items()
+    }
+    new = {name: bytearray(each ^ (of.random() < share) for each in content) for name, content in old.items()}
+    new["a.norm.weight"][:] = bytes(each ^ 1 for each in old["a.norm.weight"])
+    exports = write(tmp_path / "old", old), write(tmp_path / "new", new)
+    held, found = held_by_ranks(old), held_by_ranks(new)
+    found[parameter] = tuple(
+        held[parameter][rank] if rank == stale else found[parameter][rank] for rank in range(RANKS)
+    )
+    with pytest.raises(UpdateDoubted, match=f"1 of 3 .* first {parameter}:"):
+        require_changes(*exports, held, found, before=None, dtype="bfloat16")
+
+
+def test_a_rank_may_hold_some_of_the_experts_alone(tmp_path: Path) -> None:
+    """Only one expert changed: nobody knows which rank has it."""
+    names = [f"m.experts.{number}.down_proj.weight" for number in range(2)]
+    old = {name: bytearray(ROWS * COLUMNS) for name in names}
+    new = {**old, names[0]: bytearray(b"\x01" * ROWS * COLUMNS)}
+    exports = write(tmp_path / "old", old), write(tmp_path / "new", new)
+    held, found = ({"m.experts.w2_weight": parts} for parts in (("a", "b", "c", "d"), ("e", "f", "c", "d")))
+    assert 1 == require_changes(*exports, held, found, before=None, dtype="bfloat16")
+    both = write(tmp_path / "new", dict.fromkeys(names, bytearray(b"\x01" * ROWS * COLUMNS)))
+    with pytest.raises(UpdateDoubted, match=r"first m\.experts\.w2_weight:"):
+        require_changes(exports[0], both, held, found, before=None, dtype="bfloat16")
+
+
+@pytest.mark.parametrize("shape", [[], [6], [6, 8], [8, 6], [2, 4, 4], [0, 4]])
+def test_a_tensor_that_can_not_be_divided_evenly_has_no_parts(shape: list[int]) -> None:
+    size = math.prod(shape)
+    assert () == sample_parts(io.BytesIO(bytes(size)), 0, shape=shape, size_bytes=size, ranks=4)
+
+
+def test_one_rank_needs_no_parts() -> None:
+    assert () == sample_parts(io.BytesIO(bytes(16)), 0, shape=[4, 4], size_bytes=16, ranks=1)

@@ -93,8 +93,12 @@ class AgentSettings:
 
     def devices_of(self, engine: int) -> range:
         """Return the indices of an engine's devices among the pod's, which its engines divide evenly."""
-        each = self.gpus // self.job.spec.rollout.engine.per_pod
+        each = self.gpus_per_engine
         return range(engine * each, (engine + 1) * each)
+
+    @property
+    def gpus_per_engine(self) -> int:
+        return self.gpus // self.job.spec.rollout.engine.per_pod
 
     @property
     def has_engine(self) -> bool:

@@ -26,6 +26,7 @@ from typing import Any, BinaryIO
 import xxhash
 from pydantic import ValidationError
 
+from colocated_rl_agent.files.tensor_parts import PartSample, sample_parts
 from colocated_rl_agent.files.volume import (
     Beat,
     VolumeDirectory,
@@ -54,26 +55,30 @@ class ExportTorn(Exception):
 
 @dataclass(frozen=True)
 class TensorDigest:
-    """Holds the digest of one exported tensor. dtype: as safetensors spells it."""
+    """Holds the digest of one exported tensor. dtype: as safetensors spells it.
+
+    parts: samples of what each rank of an engine holds, if it has several and the tensor can be divided among them.
+    """
 
     dtype: str
     digest: str
+    parts: tuple[PartSample, ...] = ()
 
 
 TensorDigests = Mapping[str, TensorDigest]  # by tensor name
 
 
 class Exports:
-    """The Exports are those that a pod sees. digests: of each tensor, too.
+    """The Exports are those that a pod sees. digests: of each tensor, too. ranks: of an engine, which divide tensors.
 
     whole: manifest of the newest verified export. tensors: of the newest few, if their digests are taken. there: all
     versions in the volume; None: unknown since a possible change. verify_after: end of the back-off, on the clock of
     `time.monotonic`.
     """
 
-    def __init__(self, volume: VolumeDirectory, *, digests: bool = False) -> None:
+    def __init__(self, volume: VolumeDirectory, *, digests: bool = False, ranks: int = 1) -> None:
         self._volume = volume
-        self._digests = digests
+        self._digests, self._ranks = digests, ranks
         self.tensors: dict[WeightVersion, TensorDigests] = {}
         self._failures = 0  # in a row
         self.verify_after = 0.0
@@ -98,11 +103,11 @@ class Exports:
         return known or await self._compare(version)
 
     async def _compare(self, version: WeightVersion) -> Manifest:
-        root, digests = self._volume.place, self._digests
+        root, digests, ranks = self._volume.place, self._digests, self._ranks
 
         def read(beat: Beat) -> tuple[Manifest, TensorDigests | None]:
             manifest = verify_export(root, version, beat)
-            return manifest, tensor_digests(export_directory(root, version), beat) if digests else None
+            return manifest, tensor_digests(export_directory(root, version), beat, ranks=ranks) if digests else None
 
         manifest, tensors = await self._volume.call(f"read export {version}", read)
         if tensors is not None:
@@ -152,19 +157,21 @@ def verify_export(root: Path, version: WeightVersion, beat: Beat = lambda: None)
     return manifest
 
 
-def tensor_digests(directory: Path, beat: Beat = lambda: None) -> dict[str, TensorDigest]:
+def tensor_digests(directory: Path, beat: Beat = lambda: None, *, ranks: int = 1) -> dict[str, TensorDigest]:
     """Return the digest of each tensor of a whole export. It reads all files. Raises ExportTorn."""
     files = sorted(directory.glob("*.safetensors"))
     found: dict[str, TensorDigest] = {}
     try:
-        for each in in_threads("digest tensors", partial(_tensor_digests, beat=beat), files, at_once=_threads()):
+        for each in in_threads(
+            "digest tensors", partial(_tensor_digests, beat=beat, ranks=ranks), files, at_once=_threads()
+        ):
             found |= each
     except OSError as error:  # removed meanwhile, or a disk that fails
         raise ExportTorn(f"{directory} can't be read: {error}") from error
     return found
 
 
-def _tensor_digests(path: Path, *, beat: Beat) -> dict[str, TensorDigest]:
+def _tensor_digests(path: Path, *, beat: Beat, ranks: int) -> dict[str, TensorDigest]:
     """Return the digest of each tensor of one file. Raises ExportTorn, OSError."""
     found: dict[str, TensorDigest] = {}
     with path.open("rb") as stream:
@@ -173,7 +180,7 @@ def _tensor_digests(path: Path, *, beat: Beat) -> dict[str, TensorDigest]:
         for name, entry in header.items():
             try:
                 begin, end = map(int, entry["data_offsets"])
-                dtype = str(entry["dtype"])
+                dtype, shape = str(entry["dtype"]), [int(length) for length in entry["shape"]]
             except (ValueError, KeyError, TypeError, OverflowError) as error:
                 raise ExportTorn(f"{path} is not a safetensors file: {error!r} of tensor {name}") from error
             if not 0 <= begin <= end <= size - start:
@@ -181,7 +188,8 @@ def _tensor_digests(path: Path, *, beat: Beat) -> dict[str, TensorDigest]:
             stream.seek(start + begin)
             digest = xxhash.xxh3_128()
             _feed(digest, stream, end - begin, beat)
-            found[name] = TensorDigest(dtype, digest.hexdigest())
+            parts = sample_parts(stream, start + begin, shape=shape, size_bytes=end - begin, ranks=ranks)
+            found[name] = TensorDigest(dtype, digest.hexdigest(), parts)
     return found
 
 

@@ -8,21 +8,22 @@ checksums that SGLang computes of each parameter in memory:
   switch and than just before the update, when released memory held anything.
 * A parameter whose tensors are equal in both exports has the checksum that it had.
 
-Engines fuse and split tensors. The parts of a fused parameter are found by name; a parameter split over ranks has
-changed if any rank's part has. A parameter of another name (scales, buffers) is not judged. Where the engine computes
-in a narrower type than the export has, or quantizes, a small change may vanish, so only the second half is judged.
+Engines fuse and split tensors. The parts of a fused parameter are found by name. Of a parameter that is split over
+ranks, each rank's part has to change where it has changed for certain (`files/tensor_parts.py`), and some rank's where
+the tensor did. A parameter of another name (scales, buffers) is not judged. Where the engine computes in a narrower
+type than the export has, or quantizes, a small change may vanish, so only the second half is judged.
 
 Two faults it can't detect. Tensors that another change put in the place of the right ones, for instance two layers
-exchanged: a checksum depends on the engine's layout, so it compares with those of other engines alone. And one part of
-a fused parameter that was left as it was while another part changed.
+exchanged: a checksum depends on the engine's layout, so it compares with those of other engines alone, and the probe
+has to find it. And one part of a fused parameter that was left as it was while another part changed.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 
-from colocated_rl_agent.files.exports import TensorDigests
+from colocated_rl_agent.files.exports import TensorDigest, TensorDigests
 from colocated_rl_agent.lanes.probe import WeightsDoubted
 
 Checksums = Mapping[str, tuple[str, ...]]  # of each rank that holds a part of it, by the engine's parameter name
@@ -67,7 +68,12 @@ def require_changes(
         if all(old.get(each) == new.get(each) for each in sources):
             is_right = checksums == held[name]
         elif all(each in new and (new[each].dtype, dtype) in _KEEPS_ALL for each in sources):
-            is_right = checksums not in (held[name], (before or held).get(name))
+            formers = [former for former in (held[name], (before or held).get(name)) if former is not None]
+            is_right = checksums not in formers and not any(
+                checksums[rank] == former[rank]
+                for rank in _ranks_that_changed(name, [(old.get(each), new[each]) for each in sources], len(checksums))
+                for former in formers
+            )
         else:
             continue
         if not is_right:
@@ -78,6 +84,23 @@ def require_changes(
             f"{min(wrong)}: the engine does not hold the weights that were exported"
         )
     return judged
+
+
+def _ranks_that_changed(
+    parameter: str, tensors: Sequence[tuple[TensorDigest | None, TensorDigest]], ranks: int
+) -> Sequence[int]:
+    """Return the ranks whose part of a parameter has changed for certain. tensors: it is made of, before and after.
+
+    A rank may hold some experts alone, so its part has changed for certain only if all of them have.
+    """
+    if ranks < 2 or any(old is None or not len(old.parts) == len(new.parts) == ranks for old, new in tensors):
+        return ()
+    of_all = all if _EXPERT.fullmatch(parameter) else any
+    return [
+        rank
+        for rank in range(ranks)
+        if of_all(old is not None and old.parts[rank].changed_to(new.parts[rank]) for old, new in tensors)
+    ]
 
 
 def _sources(parameter: str, tensors: Set[str]) -> tuple[str, ...]:
