@@ -175,6 +175,7 @@ class PodFacts(Wire):
     trainers: tuple[TrainerFacts, ...]
     export: Version | None = None  # newest weights that this agent has compared with their manifest
     devices: tuple[DeviceFacts, ...] = ()
+    bad_device: str | None = Field(default=None, max_length=256)  # what is wrong with one of them; None: nothing known
     problem: Problem | None = None
     took_s: dict[Rung, float] = Field(default_factory=dict)  # seconds from the previous rung, in this epoch
     waited_s: float = 0.0  # seconds that it stood where its target sent it, below the top; a wait counts when it ends

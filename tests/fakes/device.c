@@ -1,6 +1,7 @@
 /* libnvidia-ml of FAKE_DEVICES devices. Their memory is that of the processes which say so in a file of FAKE_DEVICE, in
    bytes, for as long as they live: as with a real one, what a killed process held comes free by itself. A file is named
-   by the pid, of what it has on every device, or PID.DEVICE. */
+   by the pid, of what it has on every device, or PID.DEVICE. Files `ecc.DEVICE`, `remap.DEVICE` and `lost.DEVICE` hold
+   how many errors could not be corrected, whether a row could not be remapped, and whether the device is lost. */
 #include <dirent.h>
 #include <signal.h>
 #include <stdio.h>
@@ -9,10 +10,38 @@
 
 typedef struct { unsigned long long total, free, used; } memory;
 
+static unsigned long long said(const char *what, void *handle) {
+    char path[4096];
+    unsigned long long found = 0;
+    snprintf(path, sizeof path, "%s/%s.%zu", getenv("FAKE_DEVICE"), what, (size_t)handle - 1);
+    FILE *file = fopen(path, "r");
+    if (!file) return 0;
+    if (fscanf(file, "%llu", &found) != 1) found = 0;
+    fclose(file);
+    return found;
+}
+
 int nvmlInit_v2(void) { return 0; }
 int nvmlShutdown(void) { return 0; }
 int nvmlDeviceGetCount_v2(unsigned *count) { *count = atoi(getenv("FAKE_DEVICES")); return 0; }
-int nvmlDeviceGetHandleByIndex_v2(unsigned index, void **handle) { *handle = (void *)(size_t)(index + 1); return 0; }
+int nvmlDeviceGetHandleByIndex_v2(unsigned index, void **handle) {
+    *handle = (void *)(size_t)(index + 1);
+    return said("lost", *handle) ? 15 : 0;
+}
+
+#ifndef OLD
+int nvmlDeviceGetTotalEccErrors(void *handle, int type, int counter, unsigned long long *count) {
+    if (type != 1 || counter != 0) return 2;
+    *count = said("ecc", handle);
+    return 0;
+}
+
+int nvmlDeviceGetRemappedRows(void *handle, unsigned *corrected, unsigned *uncorrected, unsigned *pending, unsigned *failed) {
+    *corrected = *uncorrected = *pending = 0;
+    *failed = said("remap", handle) != 0;
+    return 0;
+}
+#endif
 
 int nvmlDeviceGetMemoryInfo(void *handle, memory *found) {
     const char *root = getenv("FAKE_DEVICE");

@@ -15,7 +15,7 @@ import torch
 
 from bench.gpu.hand_over import beside_a_copy_on_the_device
 from bench.gpu.moves import free_bytes, make_state
-from colocated_rl_agent.runner.runner import device_memory
+from colocated_rl_agent.runner.runner import read_devices
 from colocated_rl_trainer.conformance.checks import CHECKS, Check
 from colocated_rl_trainer.conformance.ranks import TrainerGroup, TrainerKind
 from colocated_rl_trainer.state.residency import MOMENTS, PARAMETERS
@@ -58,9 +58,9 @@ def test_the_runner_sees_what_comes_and_goes(device: torch.device) -> None:
     """It reads the driver's library, without torch: an engine's release and a trainer's offload are judged by it."""
 
     def used() -> int:
-        measured = device_memory()
+        measured = read_devices()
         assert measured is not None
-        return measured[0]["used_bytes"]
+        return int(measured[0]["used_bytes"])
 
     before = used()
     taken = torch.empty(FAR, dtype=torch.uint8, device=device)

@@ -550,7 +550,8 @@ async def test_host_memory_is_that_of_a_child_and_all_that_it_started(tmp_path: 
 async def test_device_memory_is_unmeasured_without_a_driver(tmp_path: Path) -> None:
     async with container(tmp_path, env={"LD_LIBRARY_PATH": "", "FAKE_DEVICE": ""}) as it:
         found = await it.link.devices()
-        assert () == found or all(0 < device.used_bytes <= device.total_bytes for device in found), "a real one"
+        sizes = [(device.used_bytes or 0, device.total_bytes or 0) for device in found]
+        assert all(0 < used <= total for used, total in sizes), "a real one"
 
 
 async def test_device_memory_is_what_the_driver_says_of_those_who_live(tmp_path: Path) -> None:
@@ -568,6 +569,42 @@ async def test_device_memory_is_what_the_driver_says_of_those_who_live(tmp_path:
         await it.link.kill("engine-0")
         await it.exited(incarnation)
         assert 3 * GIB == (await it.link.devices())[0].used_bytes
+
+
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [
+        ("ecc", "its memory had 2 errors that can't be corrected"),
+        ("remap", "a row of its memory could not be remapped"),
+        ("lost", "it has fallen off the bus"),
+    ],
+)
+async def test_device_that_breaks_while_its_container_runs_has_a_fault(tmp_path: Path, fault: str, words: str) -> None:
+    device = FakeDevice(tmp_path, count=2)
+    device.breaks("ecc", device=1, count=3)
+    async with container(tmp_path, env=device.environment) as it:
+        assert [None, None] == [each.fault for each in await it.link.devices()], "it was so before"
+        device.breaks(fault, device=1, count=5)
+        found = await it.link.devices()
+        assert [None, words] == [each.fault for each in found]
+        assert (fault == "lost") is (found[1].used_bytes is None)
+        assert TOTAL_BYTES == found[0].total_bytes
+
+
+@pytest.mark.parametrize("fault", ["ecc", "remap", "lost"])
+async def test_fault_that_a_device_had_before_its_container_began_is_none_of_it(tmp_path: Path, fault: str) -> None:
+    """Its pod would be made again for ever, each time on the same device."""
+    device = FakeDevice(tmp_path)
+    device.breaks(fault)
+    async with container(tmp_path, env=device.environment) as it:
+        assert [None] == [each.fault for each in await it.link.devices()]
+
+
+async def test_driver_that_counts_no_errors_tells_of_the_memory(tmp_path: Path) -> None:
+    """An older one has no such functions."""
+    device = FakeDevice(tmp_path, functions="OLD")
+    async with container(tmp_path, env=device.environment) as it:
+        assert (Memory(index=0, total_bytes=TOTAL_BYTES, used_bytes=0),) == await it.link.devices()
 
 
 @pytest.mark.parametrize(

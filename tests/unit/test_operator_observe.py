@@ -295,7 +295,7 @@ def test_a_device_is_bad_that_its_node_reports_as_unhealthy(
     scene: ObserveScene, container: dict[str, Any], expected: str | None
 ) -> None:
     alive = make_pod(containerStatuses=[container])
-    assert expected == scene.only(alive).bad_device
+    assert expected == scene.only(alive).ill_device
     ended = scene.only(make_pod(version=2, phase="Failed", containerStatuses=[container]))
     assert (FailureCause.BAD_DEVICE if expected else FailureCause.POD_FAILED) is ended.fate
 

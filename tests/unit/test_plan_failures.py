@@ -627,7 +627,7 @@ LOST: list[tuple[FailureCause, dict[str, Any]]] = [
 
 
 def test_a_pod_with_a_bad_device_is_made_again_elsewhere_at_once_and_costs_nothing() -> None:
-    seen = changed(climbing(Rung.SERVING, Rung.SERVING), 1, bad_device="nvidia.com/gpu GPU-1 is Unhealthy: XID 79")
+    seen = changed(climbing(Rung.SERVING, Rung.SERVING), 1, ill_device="nvidia.com/gpu GPU-1 is Unhealthy: XID 79")
     decided = plan(seen)
     climb = climb_of(decided)
     assert (["sums-gpu-1-0"], ("node-1",), 0) == (gone(decided), climb.tally.avoids, climb.restarts)
@@ -638,8 +638,19 @@ def test_a_pod_with_a_bad_device_is_made_again_elsewhere_at_once_and_costs_nothi
     assert not plan(following(seen, decided)).raises, "it is answered once"
 
 
+def test_a_pod_whose_agent_reads_a_bad_device_is_made_again_elsewhere_at_once() -> None:
+    seen = climbing(Rung.TRAINED, Rung.TRAINED)
+    pod = seen.members[1]
+    assert pod.pod_facts is not None
+    facts = pod.pod_facts.model_copy(update={"bad_device": "device 3: it has fallen off the bus"})
+    decided = plan(changed(seen, 1, facts=facts))
+    assert (["sums-gpu-1-0"], ("node-1",)) == (gone(decided), climb_of(decided).tally.avoids)
+    assert "sums-gpu-1-0 is bad (device 3: it has fallen off the bus)" in decided.message
+    assert 0 == climb_of(decided).restarts
+
+
 def test_a_pod_that_its_node_ended_for_a_bad_device_is_made_again_elsewhere() -> None:
-    ended = {"fate": FailureCause.BAD_DEVICE, "phase": PodPhase.FAILED, "facts": None, "bad_device": "GPU-1"}
+    ended = {"fate": FailureCause.BAD_DEVICE, "phase": PodPhase.FAILED, "facts": None, "ill_device": "GPU-1"}
     decided = plan(changed(climbing(Rung.SERVING, Rung.SERVING), 1, **ended))
     assert [("node-1",)] == [each.avoids for each in decided.pods if isinstance(each, CreatePod)]
     assert 0 == climb_of(decided).restarts
@@ -648,7 +659,7 @@ def test_a_pod_that_its_node_ended_for_a_bad_device_is_made_again_elsewhere() ->
 def test_a_rule_may_answer_a_bad_device() -> None:
     rules = policy(rule("BadDevice", action="FailJob"))
     seen = climbing(Rung.SERVING, Rung.SERVING, failure_policy=rules)
-    assert Cause.FAILURE_POLICY is climb_of(plan(changed(seen, 1, bad_device="GPU-1"))).cause
+    assert Cause.FAILURE_POLICY is climb_of(plan(changed(seen, 1, ill_device="GPU-1"))).cause
 
 
 @pytest.mark.parametrize(("cause", "signs"), LOST, ids=lambda value: str(value) if isinstance(value, str) else None)
@@ -845,7 +856,7 @@ def fail(cause: FailureCause, **fields: Any) -> Climb:
         case FailureCause.PODS_NOT_READY:
             seen = absent(failure_policy=rules)
         case FailureCause.BAD_DEVICE:
-            seen = changed(climbing(Rung.SERVING, Rung.SERVING, failure_policy=rules), 1, bad_device="GPU-1")
+            seen = changed(climbing(Rung.SERVING, Rung.SERVING, failure_policy=rules), 1, ill_device="GPU-1")
         case FailureCause.ENGINE_LOST:
             seen = engine_lost(climbing(Rung.OFFLOADED, Rung.SERVING, failure_policy=rules), 0, 1)
         case FailureCause.POD_EVICTED | FailureCause.POD_FAILED | FailureCause.MEMBER_SILENT:

@@ -258,7 +258,7 @@ def _read_pod(state: JobState, record: PodRecord, now: float, *, is_heard: bool)
         is_gated=bool(record.pod["spec"].get("schedulingGates")),
         node=record.pod["spec"].get("nodeName"),
         fate=_fate(status, is_deleted=ends_at is not None),
-        bad_device=_bad_device(status),
+        ill_device=_bad_device(status),
         memory_kills=_memory_kills(status),
         trouble=_trouble(status, is_restarting=restarts > state.restarts.get(uid, 0)),
         is_starting=_is_starting(status),

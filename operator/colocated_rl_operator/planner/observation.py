@@ -179,7 +179,7 @@ class Member:
     is_gated: bool = False  # a queue holds it back from the scheduler
     node: str | None = None  # where it runs, or ran
     fate: FailureCause | None = None  # why it is lost, as the cluster reports; None: not lost, or unknown
-    bad_device: str | None = None  # which device its node reports as unhealthy; None: none, or nobody reports
+    ill_device: str | None = None  # which device its node reports as unhealthy; None: none, or nobody reports
     notice: Notice | None = None  # of its node
     memory_kills: int = 0  # ends of its GPU container, if the last one was for its memory
     trouble: str | None = None  # why its containers don't run: kubelet's message and their last one
@@ -229,6 +229,11 @@ class Member:
     @property
     def pod_facts(self) -> PodFacts | None:
         return self.facts if isinstance(self.facts, PodFacts) else None
+
+    @property
+    def bad_device(self) -> str | None:
+        """Return which of the pod's devices is bad, as its node or its agent reports."""
+        return self.ill_device or (self.facts.bad_device if isinstance(self.facts, PodFacts) else None)
 
     @cached_property
     def data_port(self) -> Endpoint | None:

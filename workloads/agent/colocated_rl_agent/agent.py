@@ -240,6 +240,7 @@ class Agent:
             self._views(),
             epoch=target.epoch if target else 0,
             devices=self._devices.facts,
+            bad_device=self._devices.fault,
             problem=self._problems.newest,
             took_s=self._climb.took_s,
             waited_s=self._climb.waited_s,
@@ -528,6 +529,8 @@ class Agent:
                     self._trainers.exited(event)
                 else:
                     self._engine_exited(index, event)
+                if event.code != 0:
+                    self._tasks.create_task(self._look_at_devices(), name="look at devices")
             case RunnerTerminating(children_end_in_s=wait_s):
                 log(LOG, "container terminating", children_end_in_s=wait_s)
                 self._terminating = True
@@ -535,6 +538,12 @@ class Agent:
                 level = logging.INFO if self._stopped or self._terminating else logging.WARNING
                 log(LOG, "runner lost", level, reason=reason)
                 self._detach()
+        self._wake_up()
+
+    async def _look_at_devices(self) -> None:
+        """Look whether a device is why a process ended."""
+        with contextlib.suppress(RunnerError):
+            await self._devices.read()
         self._wake_up()
 
     def _engine_exited(self, index: int, event: ChildExited) -> None:

@@ -1,4 +1,4 @@
-"""This module checks the memory of the pod's devices, as the runner reads it, after a release and after an offload.
+"""This module checks the pod's devices, as the runner reads them: their faults, and memory after a release or offload.
 
 An engine answers a release with 200 whether or not it freed anything (H43), and an offload may leave more behind than
 the trainer reports. So a release counts only if most bytes mapped by weights and KV pool came free, and an offload only
@@ -29,12 +29,15 @@ class MemoryHeld(Exception):
 
 
 class Devices:
-    """The Devices are the pod's GPUs. facts: as they were read last. gpus: their number; with 0, nothing is read."""
+    """The Devices are the pod's GPUs. facts: as they were read last. fault: of the first that has one, in words. gpus:
+    their number; with 0, nothing is read.
+    """
 
     def __init__(self, runner: RunnerLink, *, gpus: int) -> None:
         self._runner = runner
         self._gpus = gpus
         self.facts: tuple[DeviceFacts, ...] = ()
+        self.fault: str | None = None
 
     async def read(self, *, nobody: bool = False) -> tuple[DeviceFacts, ...]:
         """Read and return the facts. nobody: no engine and no trainer is on a device, so bytes in use are the residue.
@@ -43,6 +46,9 @@ class Devices:
         if self._gpus == 0:
             return ()
         residues = {device.index: device.residue_bytes for device in self.facts}
+        found = await self._runner.devices()
+        faults = [f"device {device.index}: {device.fault}" for device in found if device.fault]
+        self.fault = faults[0] if faults else None
         self.facts = tuple(
             DeviceFacts(
                 index=device.index,
@@ -50,7 +56,7 @@ class Devices:
                 used_bytes=device.used_bytes,
                 residue_bytes=device.used_bytes if nobody else residues.get(device.index),
             )
-            for device in await self._runner.devices()
+            for device in found
         )
         return self.facts
 

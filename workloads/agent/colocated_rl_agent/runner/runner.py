@@ -27,7 +27,8 @@ code once the child is gone (negative: signal), `tail` its last lines. Requests 
                                                         devices: those the child sees, all if there are none
     {"id": 2, "op": "stop", "name": "engine-0", "grace_s": 5}    SIGTERM, after grace_s SIGKILL; answered at once
     {"id": 3, "op": "kill", "name": "engine-0"}                  SIGKILL
-    {"id": 4, "op": "devices"} -> {"id": 4, "ok": true, "devices": [{"index", "total_bytes", "used_bytes"}]}  or null
+    {"id": 4, "op": "devices"} -> {"id": 4, "ok": true, "devices": [{"index", "total_bytes", "used_bytes", "fault"}]}
+                                                        or null; sizes are null of a device that is lost
     {"id": 6, "op": "memory"} -> {"id": 6, "ok": true, "memory": {"engine-0": BYTES}}  of the host, each child
     {"id": 5, "op": "exit", "code": 0}   ends all children, then itself with that code
 
@@ -71,6 +72,7 @@ GRACE = "COLOCATE_GRACE_S"
 DEFAULT_GRACE_S = 60.0
 WIPED = "COLOCATE_WIPED"
 MARK = "COLOCATE_INCARNATION"
+UNCORRECTED, SINCE_LOADED, GPU_IS_LOST = 1, 0, 15  # nvml.h: type of error, of counter, and a return code
 DEVICES, DEVICE_ORDER = "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER"
 RESERVE_S = 20.0  # last part of the grace period, for children to end
 MAX_GRACE_S = 24 * 3600.0
@@ -253,6 +255,7 @@ class Runner:
         self.terminate_at: float | None = None  # when children are ended without a request of the agent
         self.exit_code: int | None = None
         self.exit_by: float | None = None
+        self.devices_before = {device["index"]: device for device in read_devices() or ()}
         self.selector = selectors.DefaultSelector()
         self.listener = listen(socket_path)
         self.selector.register(self.listener, selectors.EVENT_READ, self._accept)
@@ -345,7 +348,7 @@ class Runner:
             child.kill_at = time.monotonic() + KILL_AGAIN_S
             return {}
         if op == "devices":
-            return {"devices": device_memory()}
+            return {"devices": read_devices(self.devices_before)}
         if op == "memory":
             return {"memory": host_memory({child.name: child.incarnation for child in self.children.values()})}
         if op == "exit":
@@ -615,12 +618,16 @@ def die_with_runner() -> None:
     prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def device_memory() -> list[dict[str, int]] | None:
-    """Return the memory of each GPU of this container, in bytes, for all users; None if no NVIDIA driver answers."""
+class NvmlMemory(ctypes.Structure):
+    _fields_ = [("total", ctypes.c_ulonglong), ("free", ctypes.c_ulonglong), ("used", ctypes.c_ulonglong)]
 
-    class NvmlMemory(ctypes.Structure):
-        _fields_ = [("total", ctypes.c_ulonglong), ("free", ctypes.c_ulonglong), ("used", ctypes.c_ulonglong)]
 
+def read_devices(before: dict[int, dict[str, Any]] | None = None) -> list[dict[str, Any]] | None:
+    """Return the memory of each GPU of this container, in bytes, for all users, and what has become of it.
+
+    before: what was read when the container began, by index: only what has gone wrong since then is a fault, because
+    nobody else would give the container another device. None if no NVIDIA driver answers.
+    """
     try:
         nvml = ctypes.CDLL("libnvidia-ml.so.1")
     except OSError:
@@ -631,17 +638,47 @@ def device_memory() -> list[dict[str, int]] | None:
         count = ctypes.c_uint()
         if nvml.nvmlDeviceGetCount_v2(ctypes.byref(count)) != 0:
             return None
-        devices = []
-        for index in range(count.value):
-            handle, memory = ctypes.c_void_p(), NvmlMemory()
-            if nvml.nvmlDeviceGetHandleByIndex_v2(ctypes.c_uint(index), ctypes.byref(handle)) != 0:
-                return None
-            if nvml.nvmlDeviceGetMemoryInfo(handle, ctypes.byref(memory)) != 0:
-                return None
-            devices.append({"index": index, "total_bytes": memory.total, "used_bytes": memory.used})
-        return devices
+        devices = [read_device(nvml, index) for index in range(count.value)]
     finally:
         nvml.nvmlShutdown()
+    if before is not None:
+        for device in devices:
+            device["fault"] = new_fault(device, before.get(device["index"], device))
+    return devices
+
+
+def read_device(nvml: Any, index: int) -> dict[str, Any]:
+    """Return what the driver says of one device. What it doesn't say, or does not know how to count, is None."""
+    handle, memory, errors = ctypes.c_void_p(), NvmlMemory(), ctypes.c_ulonglong()
+    rows = [ctypes.c_uint() for _ in range(4)]  # corrected, uncorrected, pending, and whether one could not be remapped
+    code = nvml.nvmlDeviceGetHandleByIndex_v2(ctypes.c_uint(index), ctypes.byref(handle))
+    code = code or nvml.nvmlDeviceGetMemoryInfo(handle, ctypes.byref(memory))
+
+    def answers(function: str, *arguments: Any) -> bool:
+        return code == 0 and hasattr(nvml, function) and getattr(nvml, function)(handle, *arguments) == 0
+
+    counts = answers("nvmlDeviceGetTotalEccErrors", UNCORRECTED, SINCE_LOADED, ctypes.byref(errors))
+    remaps = answers("nvmlDeviceGetRemappedRows", *map(ctypes.byref, rows))
+    return {
+        "index": index,
+        "total_bytes": memory.total if code == 0 else None,
+        "used_bytes": memory.used if code == 0 else None,
+        "uncorrected": errors.value if counts else None,
+        "is_unmappable": bool(rows[3].value) if remaps else None,
+        "is_lost": code == GPU_IS_LOST,
+    }
+
+
+def new_fault(now: dict[str, Any], before: dict[str, Any]) -> str | None:
+    """Return what is wrong with a device that was not before, in words."""
+    if now["is_lost"] and not before["is_lost"]:
+        return "it has fallen off the bus"
+    if now["is_unmappable"] and before["is_unmappable"] is False:
+        return "a row of its memory could not be remapped"
+    if now["uncorrected"] is not None and before["uncorrected"] is not None:
+        errors = now["uncorrected"] - before["uncorrected"]
+        return f"its memory had {errors} errors that can't be corrected" if errors > 0 else None
+    return None
 
 
 def log(event: str, **fields: Any) -> None:

@@ -89,8 +89,9 @@ class RunnerLost(_Message):
 
 class Device(_Message):
     index: int
-    total_bytes: int
-    used_bytes: int
+    total_bytes: int | None  # None: it is lost
+    used_bytes: int | None
+    fault: str | None = None  # that was not there when its container began
 
 
 RunnerEvent = RunnerHello | ChildExited | RunnerTerminating | RunnerLost
@@ -175,7 +176,7 @@ class RunnerLink:
         await self._call("kill", name=name)
 
     async def devices(self) -> tuple[Device, ...]:
-        """Return the memory of each GPU; empty if it can't be measured."""
+        """Return memory and faults of each GPU; empty if no driver tells."""
         answer = await self._call("devices")
         return tuple(Device.model_validate(device) for device in answer["devices"] or ())
 
