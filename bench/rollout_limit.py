@@ -4,33 +4,36 @@
 have one core for themselves: each tells that it is open and answers every request after a while with as many tokens as
 it is asked, as engines do. Prompts and rewards cost nothing here, and a batch is trained the moment it is sealed.
 CPU time is that of the controller's process alone; the rate is what its core does when there is always more to do.
+
+Then a switch: all gates close at once, and each hands back the tokens of every request that is under way. How long
+until the controller has all of them, in columns and in JSON.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import resource
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import aiohttp
 import uvloop
 from prometheus_client import CollectorRegistry
+from pydantic_core import to_json
 
 from bench.gate import content_length
 from bench.simulated_job import NoText, PromptsInOrder, Rewards
 from colocated_rl_api import names
-from colocated_rl_api.gate_wire import GATE_LINE_S, GateState
+from colocated_rl_api.columns import CONTENT_TYPE, pack
+from colocated_rl_api.gate_wire import GATE_LINE_S, Closed, GateState
 from colocated_rl_api.job import ColocatedRLJobSpec
 from colocated_rl_api.member_wire import Endpoint
 from colocated_rl_api.rungs import WeightVersion
@@ -50,9 +53,11 @@ from fakes.authority import FakeAuthority
 
 ENGINES = (10, 100, 1000)
 TOKENS, ANSWER_S = 256, 0.5
+SWITCH_ENGINES, SWITCH_REQUESTS, SWITCH_TOKENS = 64, 100, 2500  # requests of each engine, tokens of each request
 GROUPS, GROUP_SIZE = 64, 8  # of a batch
 IN_FLIGHT = 1024  # samples at least, and two for each engine
 WARM_AT_MOST_S, MEASURED_S = 300.0, 15.0
+POLL_S, QUIET_S = 0.02, 2.0  # QUIET_S: after the last request, before the switch
 JOB_UID, VERSION = names.JobUid("6f0d1c52-8a35-4a7c-9d55-0c8a3f1b2e4d"), WeightVersion(0, 1)
 
 
@@ -66,23 +71,43 @@ def chunk(data: bytes) -> bytes:
     return b"%x\r\n%s\r\n" % (len(data), data)
 
 
-HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n"
-STATE = GateState(open=True, epoch=1, version=VERSION).model_dump_json(by_alias=True).encode() + b"\n"
-ANSWER = json.dumps(
-    {
-        "output_ids": [*range(10, 10 + TOKENS)],
+HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: %b\r\n"
+JSON = "application/json"
+_CLOSED = Closed(epoch=1).model_dump_json(by_alias=True).encode()
+CLOSED = b"HTTP/1.1 503 \r\nContent-Length: %d\r\n\r\n" % len(_CLOSED) + _CLOSED
+
+
+def state(*, is_open: bool) -> bytes:
+    return GateState(open=is_open, epoch=1, version=VERSION).model_dump_json(by_alias=True).encode() + b"\n"
+
+
+def response(tokens: int, *, ended: str, form: str) -> bytes:
+    """Return an answer of so many tokens that ended so, in columns or in JSON."""
+    ids = [*range(10, 10 + tokens)]
+    answer = {
+        "output_ids": ids,
         "meta_info": {
-            "finish_reason": {"type": "stop"},
+            "finish_reason": {"type": ended},
             "weight_version": str(VERSION),
-            "output_token_logprobs": [[-1.25, token, None] for token in range(10, 10 + TOKENS)],
+            "output_token_logprobs": [[-1.2345678806304932, token, None] for token in ids],
         },
-    },
-    separators=(",", ":"),
-).encode()
-WHOLE = HEAD + b"Content-Length: %d\r\n\r\n" % len(ANSWER) + ANSWER
+    }
+    body = to_json(answer) if form == JSON else pack(answer)
+    assert body is not None
+    return HEAD % form.encode() + b"Content-Length: %d\r\n\r\n" % len(body) + body
 
 
 class CannedGate(asyncio.Protocol):
+    """A CannedGate answers each request after a while; or, as at a switch, all of them once there are so many.
+
+    holds: how many; 0: it waits for none.
+    """
+
+    waits: ClassVar[list[CannedGate]] = []  # a gate for each request that is to be answered at once with all others
+    told: ClassVar[set[CannedGate]] = set()  # those with a caller that follows the state
+    is_open, holds = True, 0
+    whole = b""
+
     def connection_made(self, transport: Any) -> None:
         self._transport = transport
         self._received = b""
@@ -96,23 +121,42 @@ class CannedGate(asyncio.Protocol):
                 return
             self._received = self._received[end + 4 + length :]
             if head.startswith(b"GET"):
-                self._write(HEAD + b"Transfer-Encoding: chunked\r\n\r\n")
+                self.send(HEAD % b"application/x-ndjson" + b"Transfer-Encoding: chunked\r\n\r\n")
+                self.told.add(self)
                 self._tell()
+            elif not self.is_open:
+                self.send(CLOSED)
+            elif self.holds:
+                self.waits.append(self)
+                if len(self.waits) == self.holds:
+                    asyncio.get_running_loop().call_later(QUIET_S, CannedGate.switch)
             else:
-                asyncio.get_running_loop().call_later(ANSWER_S, self._write, WHOLE)
+                asyncio.get_running_loop().call_later(ANSWER_S, self.send, self.whole)
 
     def _tell(self) -> None:
         if not self._transport.is_closing():
-            self._write(chunk(STATE))
+            self.send(chunk(state(is_open=CannedGate.is_open)))
             asyncio.get_running_loop().call_later(GATE_LINE_S, self._tell)
 
-    def _write(self, data: bytes) -> None:
+    def send(self, data: bytes) -> None:
         if not self._transport.is_closing():
             self._transport.write(data)
 
+    @classmethod
+    def switch(cls) -> None:
+        """Close all gates and hand back what was generated."""
+        cls.is_open = False
+        for gate in cls.told:
+            gate.send(chunk(state(is_open=False)))
+        for gate in cls.waits:
+            gate.send(cls.whole)
+        cls.waits.clear()
 
-async def serve(port: int, engines: int, tls: Path) -> None:
+
+async def serve(port: int, engines: int, tls: Path, *, form: str, tokens: int, holds: int) -> None:
     loop, context = asyncio.get_running_loop(), MemberTls.read(tls).data_context()
+    CannedGate.holds = holds
+    CannedGate.whole = response(tokens, ended="abort" if holds else "stop", form=form)
     for engine in range(engines):
         await loop.create_server(CannedGate, address_of(engine), port, ssl=context, backlog=1024)
     print("listening", flush=True)
@@ -131,17 +175,26 @@ class LimitFigures:
         return f"{self.engines:7}  {self.rate:9.0f}  {self.cpu_s:18.2f}  {self.memory_mib:10.0f}"
 
 
-async def measure(engines: int, port: int, directory: Path) -> LimitFigures:
-    in_flight = max(IN_FLIGHT, 2 * engines)
-    concurrency = -(-in_flight // GROUP_SIZE)
+@dataclass(frozen=True)
+class MeasuredController:
+    """A MeasuredController has the parts of a rollout controller that answers go through."""
+
+    store: Store
+    gates: Engines
+
+
+@asynccontextmanager
+async def controller(engines: int, port: int, directory: Path, *, in_flight: int) -> AsyncIterator[MeasuredController]:
+    """Run a controller with so many samples under way."""
     rollout = {
         "prompts": {"reasoningGym": {"name": "chain_sum", "size": 1}},
         "maxPromptTokens": 1,
+        "maxResponseTokens": 4096,
         "batchSize": GROUPS,
         "groupSize": GROUP_SIZE,
         "maxStaleness": 64,
-        "maxConcurrency": concurrency,
-        "offload": [],  # so that nothing is held back for a switch, which does not come here
+        "maxConcurrency": -(-in_flight // GROUP_SIZE),
+        "offload": [],  # so that nothing is held back for a switch
     }
     fields = {"steps": 1_000_000, "model": {"claim": {"name": "model"}}, "gpus": {"count": 0}, "rollout": rollout}
     spec = ColocatedRLJobSpec.model_validate(fields)
@@ -180,18 +233,43 @@ async def measure(engines: int, port: int, directory: Path) -> LimitFigures:
         )
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(it) for it in (gates.run(), worker.run(), train(store, worker, changed))]
-            async with asyncio.timeout(WARM_AT_MOST_S):
-                while done(store) < 2 * in_flight:  # noqa: ASYNC110 - handshakes are no part of what is measured
-                    await asyncio.sleep(0.1)
-            began, cpu_s, before = time.monotonic(), time.process_time(), done(store)
-            await asyncio.sleep(MEASURED_S)
-            samples, took_s = done(store) - before, time.monotonic() - began
-            spent_s = time.process_time() - cpu_s
+            yield MeasuredController(store, gates)
             for task in tasks:
                 task.cancel()
         store.close()
+
+
+async def until(is_so: Callable[[], bool]) -> None:
+    """Wait by looking again and again: the parts have no event for it, and a look costs nothing."""
+    async with asyncio.timeout(WARM_AT_MOST_S):
+        while not is_so():  # noqa: ASYNC110
+            await asyncio.sleep(POLL_S)
+
+
+async def measure(engines: int, port: int, directory: Path) -> LimitFigures:
+    in_flight = max(IN_FLIGHT, 2 * engines)
+    async with controller(engines, port, directory, in_flight=in_flight) as it:
+        await until(lambda: done(it.store) >= 2 * in_flight)  # handshakes are no part of what is measured
+        began, cpu_s, before = time.monotonic(), time.process_time(), done(it.store)
+        await asyncio.sleep(MEASURED_S)
+        samples, took_s = done(it.store) - before, time.monotonic() - began
+        spent_s = time.process_time() - cpu_s
     memory_mib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     return LimitFigures(engines, samples / took_s, 1000 * spent_s / samples, memory_mib)
+
+
+async def measure_switch(port: int, directory: Path, form: str) -> str:
+    """Return the line of a form. A gate that is closed has begun the switch; it is over when nothing is in flight."""
+    requests = SWITCH_ENGINES * SWITCH_REQUESTS
+    async with controller(SWITCH_ENGINES, port, directory, in_flight=requests) as it:
+        await until(lambda: it.gates.in_flight == requests and len(it.gates.open) == SWITCH_ENGINES)
+        await until(lambda: len(it.gates.open) < SWITCH_ENGINES)
+        began, cpu_s = time.monotonic(), time.process_time()
+        await until(lambda: it.gates.in_flight == 0)
+        took_s, spent_s = time.monotonic() - began, time.process_time() - cpu_s
+    memory_mib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    per_token = 1e6 * spent_s / (requests * SWITCH_TOKENS)
+    return f"{form:32}  {took_s:9.1f}  {spent_s:5.1f}  {per_token:16.2f}  {memory_mib:10.0f}"
 
 
 def done(store: Store) -> int:
@@ -213,43 +291,65 @@ async def train(store: Store, worker: Worker, changed: asyncio.Event) -> None:
 def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.rollout_limit", description=__doc__)
     parser.add_argument("--engines", type=int, nargs="*", default=ENGINES)
-    parser.add_argument("--serve", type=int, nargs=2, help=argparse.SUPPRESS)
+    parser.add_argument("--serve", type=int, nargs=4, help=argparse.SUPPRESS)
     parser.add_argument("--measure", type=int, nargs=2, help=argparse.SUPPRESS)
+    parser.add_argument("--switch", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--form", default=CONTENT_TYPE, help=argparse.SUPPRESS)
     parser.add_argument("--directory", type=Path, help=argparse.SUPPRESS)
     given = parser.parse_args(arguments)
     if given.serve:
-        port, engines = given.serve
-        uvloop.run(serve(port, engines, given.directory / "tls"))
+        port, engines, tokens, holds = given.serve
+        uvloop.run(serve(port, engines, given.directory / "tls", form=given.form, tokens=tokens, holds=holds))
     elif given.measure:
         engines, port = given.measure
         print(asyncio.run(measure(engines, port, given.directory)).line(), flush=True)
+    elif given.switch:
+        print(asyncio.run(measure_switch(given.switch, given.directory, given.form)), flush=True)
     else:
-        compare(given.engines)
+        with tempfile.TemporaryDirectory() as place:
+            FakeAuthority().member_directory(Path(place) / "tls", job_uid=JOB_UID, token="d" * 32)
+            compare(given.engines, place)
+            compare_forms(place)
     return 0
 
 
-def compare(sizes: Sequence[int]) -> None:
+def compare(sizes: Sequence[int], place: str) -> None:
     """Gates and controller in a process each, on a core each; anew for each size."""
     print(
         f"answers of {TOKENS} tokens after {ANSWER_S} s, groups of {GROUP_SIZE}, {IN_FLIGHT} samples in flight or more"
     )
     print("engines  samples/s  CPU s for a thousand  memory MiB", flush=True)
-    with tempfile.TemporaryDirectory() as place:
-        directory = Path(place)
-        FakeAuthority().member_directory(directory / "tls", job_uid=JOB_UID, token="d" * 32)
-        us = partial("taskset -c {0} {1} -m bench.rollout_limit --directory {2} {3} {4} {5}".format)
-        for engines in sizes:
-            port = free_port()
-            with ExitStack() as stack:
-                gates = stack.enter_context(
-                    subprocess.Popen(
-                        us(0, sys.executable, place, "--serve", port, engines).split(), stdout=subprocess.PIPE
-                    )
-                )
-                stack.callback(gates.kill)
-                assert gates.stdout is not None
-                gates.stdout.readline()
-                subprocess.run(us(1, sys.executable, place, "--measure", engines, port).split(), check=True)
+    for engines in sizes:
+        with serving(place, engines, TOKENS, CONTENT_TYPE) as port:
+            subprocess.run(command(1, place, "--measure", engines, port), check=True)
+
+
+def compare_forms(place: str) -> None:
+    requests = SWITCH_ENGINES * SWITCH_REQUESTS
+    print(f"a switch: {SWITCH_ENGINES} engines hand back {requests} times {SWITCH_TOKENS} tokens at once")
+    print(f"{'form':32}  settled s  CPU s  us of CPU a token  memory MiB", flush=True)
+    for form in (CONTENT_TYPE, JSON):
+        with serving(place, SWITCH_ENGINES, SWITCH_TOKENS, form, holds=requests) as port:
+            subprocess.run(command(1, place, "--switch", port, "--form", form), check=True)
+
+
+@contextmanager
+def serving(place: str, engines: int, tokens: int, form: str, *, holds: int = 0) -> Iterator[int]:
+    """Run gates on a core of their own. Yields their port."""
+    port = free_port()
+    serve = command(0, place, "--serve", port, engines, tokens, holds, "--form", form)
+    with subprocess.Popen(serve, stdout=subprocess.PIPE) as gates:
+        assert gates.stdout is not None
+        gates.stdout.readline()
+        try:
+            yield port
+        finally:
+            gates.kill()
+
+
+def command(core: int, place: str, *arguments: object) -> list[str]:
+    ours = (sys.executable, "-m", "bench.rollout_limit", "--directory", place)
+    return ["taskset", "-c", str(core), *ours, *map(str, arguments)]
 
 
 if __name__ == "__main__":

@@ -271,7 +271,7 @@ class SimulatedEngines(Engines):
         self._open = []
         self._named_so = {}
         self._ranked = []
-        self._full, self._in_flight = Bound(sys.maxsize, "never"), 0  # whatever this machine allows
+        self._full, self.in_flight = Bound(sys.maxsize, "never"), 0  # whatever this machine allows
         self._job = job
         self._numbers = Numbers(job.group_size)
 

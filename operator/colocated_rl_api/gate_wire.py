@@ -6,6 +6,7 @@ TLS with the job's certificate, `Authorization: Bearer DATA_TOKEN`.
   streamed or not, one sample a request: any client of that engine can use a gate. The gate gives the engine a request
   id of its own, always streams from it, and answers with the last state it saw: what was generated survives an abort
   and a crash of the engine. No other route of the engine can be reached.
+* `/generate` answers in columns, not in JSON, to a caller that asks for that and for no stream (`columns.py`).
 * closed gate: 503 with `Closed`, at once. Nothing waits in a gate.
 * `GET /v1/gate` streams one JSON line of `GateState` now, on each change, and every GATE_LINE_S as a heartbeat, so
   that dispatch needs no poll.

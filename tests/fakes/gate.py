@@ -21,6 +21,7 @@ from typing import Any
 
 from aiohttp import web
 
+from colocated_rl_api.columns import COLUMNS, CONTENT_TYPE, HEADER, pack
 from colocated_rl_api.gate_wire import GATE_LINE_S, MAX_REQUEST_BYTES, Closed, GateState
 from colocated_rl_api.member_wire import Endpoint
 from colocated_rl_api.rungs import WeightVersion
@@ -39,6 +40,7 @@ class GateFault(Enum):
     BUSY = "busy"
     REJECTED = "rejected"
     GARBLED = "garbled"  # one log-probability is missing
+    CUT_OFF = "cut off"  # the last byte of the last column is missing
     DROPPED = "dropped"  # the connection breaks
     EMPTY = "empty"  # aborted in the waiting queue
 
@@ -86,6 +88,7 @@ class FakeGate:
         self.pace: int | None = None
         self.preemptions = 0  # of each attempt
         self.names_versions = True  # False: somebody else has updated the engine
+        self.packs_columns = True  # False: of an older agent
         self.faults: deque[GateFault] = deque()
         self.requests: list[dict[str, Any]] = []
         self.refused = 0
@@ -222,7 +225,13 @@ class FakeGate:
         answer = self._answer(attempt, version)
         if fault is GateFault.GARBLED:
             answer["meta_info"]["output_token_logprobs"].pop()
-        return web.json_response(answer)
+        wants_columns = self.packs_columns and request.headers.get(HEADER) == COLUMNS
+        packed = pack(answer) if wants_columns else None
+        if packed is None:
+            return web.json_response(answer)
+        if fault is GateFault.CUT_OFF:
+            packed = packed[:-1]
+        return web.Response(body=packed, content_type=CONTENT_TYPE)
 
     async def _tell_all(self, request: web.Request, attempt: _Attempt, version: WeightVersion) -> web.StreamResponse:
         """Events, each with all tokens so far."""

@@ -15,6 +15,7 @@ import pyarrow
 import pyarrow.parquet
 from pydantic import ValidationError
 
+from colocated_rl_api.columns import CONTENT_TYPE
 from colocated_rl_api.prompts import FILE_ENDINGS
 from colocated_rl_rollout.engines.engine_client import (
     GateRefused,
@@ -52,7 +53,7 @@ CONVERSATION = [{"role": "system", "content": "a"}, {"role": "user", "content": 
 def generated(data: bytes) -> None:
     """An answer of a gate has tokens that describe each other, or one of the errors that are stated.
 
-    The first byte chooses a whole answer, a stream, or an error of some status.
+    The first byte chooses a whole answer, in JSON or in columns, a stream, or an error of some status.
     """
     choice, body = (data[0] if data else 0), data[1:]
     grown: list[Tokens] = []
@@ -66,7 +67,7 @@ def generated(data: bytes) -> None:
         )
         for at in range(0, len(body), 512):
             read.feed(body[at : at + 512])
-        _is_sound(read.end())
+        _is_sound(read.end(CONTENT_TYPE if choice >= 128 else "application/json"))
     except (GateRefused, RequestRejected) as refusal:
         str(refusal).encode()
     lengths = [len(tokens) for tokens in grown]

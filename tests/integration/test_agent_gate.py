@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import aiohttp
+import numpy as np
 import pytest
 from aiohttp import web
 from aiohttp.test_utils import BaseTestServer, TestServer
@@ -52,6 +53,7 @@ from colocated_rl_agent.gate.upstream import (
     UpstreamConnection,
     UpstreamLost,
 )
+from colocated_rl_api.columns import COLUMNS, CONTENT_TYPE, HEADER, unpack
 from colocated_rl_api.gate_wire import MAX_REQUEST_BYTES, GateState
 from colocated_rl_api.rungs import WeightVersion
 from fakes import serving
@@ -247,6 +249,51 @@ async def test_request_for_which_the_gate_has_no_descriptor_is_told_to_come_late
     assert 0 == scene.gate.in_flight
     assert 1 == [record.message for record in caplog.records].count("descriptors exhausted")
     assert 200 == (await scene.post())[0]
+
+
+# ------------------------------------------------------------------------------------------------- answers in columns
+async def in_columns(scene: GateScene, **request: Any) -> tuple[str, bytes]:
+    """Return the content type and the body of an answer for a caller that reads columns."""
+    headers = {HEADER: COLUMNS}
+    body = PROMPTS["/generate"] | request
+    async with scene.session.post(scene.url + "/generate", json=body, headers=headers) as answer:
+        assert 200 == answer.status
+        return answer.content_type, await answer.read()
+
+
+@pytest.mark.parametrize("ending", ["length", "switch", "cut"])
+async def test_an_answer_in_columns_has_what_it_has_in_json_however_it_ended(scene: GateScene, ending: str) -> None:
+    if ending == "cut":
+        scene.engine.faults["/generate"] = "cut"
+    sampling = SHORT if ending == "length" else ENDLESS
+    asking = asyncio.create_task(in_columns(scene, sampling_params=sampling, return_logprob=True))
+    if ending == "switch":
+        await scene.until(lambda: any(len(sample.output) > 3 for sample in scene.engine.samples.values()))
+        scene.engine.abort("", everything=True)
+    content_type, body = await asking
+    assert CONTENT_TYPE == content_type
+    read = unpack(body)
+    ids, logp = np.frombuffer(read.ids, "<i4"), np.frombuffer(read.logp, "<f4")
+    meta = read.head["meta_info"]
+    assert ("length" if ending == "length" else "abort") == meta["finish_reason"]["type"]
+    assert 1 <= len(ids) == len(logp) == meta["completion_tokens"]
+    assert "2-1" == meta["weight_version"]
+    if ending == "length":
+        status, as_json = await scene.post(sampling_params=sampling, return_logprob=True)
+        scored = as_json["meta_info"]["output_token_logprobs"]
+        assert (200, as_json["output_ids"]) == (status, ids.tolist())
+        assert np.array([entry[0] for entry in scored], np.float32).tolist() == logp.tolist()
+
+
+async def test_an_answer_without_a_log_probability_for_each_token_is_json_for_whoever_asks(scene: GateScene) -> None:
+    content_type, body = await in_columns(scene, sampling_params=SHORT)
+    assert "application/json" == content_type
+    assert json.loads(body)["output_ids"]
+
+
+async def test_a_stream_is_no_columns(scene: GateScene) -> None:
+    content_type, _ = await in_columns(scene, sampling_params=SHORT, return_logprob=True, stream=True)
+    assert "text/event-stream" == content_type
 
 
 @pytest.mark.parametrize("path", PROMPTS)

@@ -442,7 +442,7 @@ async def test_samples_move_to_another_engine_when_an_agent_is_lost(job: JobOnDi
 
 async def test_what_one_engine_spoils_another_mends(job: JobOnDisk, processes: TaskProcesses) -> None:
     async with running(job, processes) as scene:
-        scene.gates[0].faults.extend([GateFault.ERROR_500, GateFault.GARBLED])
+        scene.gates[0].faults.extend([GateFault.ERROR_500, GateFault.GARBLED, GateFault.CUT_OFF])
         scene.gates[1].faults.extend([GateFault.DROPPED, GateFault.EMPTY])
         await scene.target()
         await scene.open(V0)
@@ -455,9 +455,22 @@ async def test_what_one_engine_spoils_another_mends(job: JobOnDisk, processes: T
             f'\ncolocate_rollout_attempts_total{{ending="{ending}"}} ' in figures for ending in ("lost", "garbled")
         ]
         assert [True, True] == counted
-        assert '\ncolocate_rollout_attempts_total{ending="garbled"} 1.0\n' in figures
+        assert '\ncolocate_rollout_attempts_total{ending="garbled"} 2.0\n' in figures
         for token, logp, step in token_rows(await scene.batch(1)):
             assert logp == pytest.approx(logp_of(WeightVersion(step, 1), token), abs=1e-6), "nothing garbled is in it"
+
+
+async def test_gates_of_an_older_release_which_know_no_columns_are_read_beside_others(
+    job: JobOnDisk, processes: TaskProcesses
+) -> None:
+    async with running(job, processes) as scene:
+        scene.gates[0].packs_columns = False
+        await scene.target()
+        await scene.open(V0)
+        await scene.sealed(1)
+        assert all(gate.requests for gate in scene.gates)
+        for token, logp, step in token_rows(await scene.batch(1)):
+            assert logp == pytest.approx(logp_of(WeightVersion(step, 1), token), abs=1e-6)
 
 
 async def test_what_a_busy_gate_refuses_was_no_attempt(job: JobOnDisk, processes: TaskProcesses) -> None:

@@ -25,6 +25,7 @@ from typing import Any, Protocol
 
 from pydantic_core import from_json, to_json
 
+from colocated_rl_api.columns import CONTENT_TYPE, pack
 from colocated_rl_api.rungs import WeightVersion
 
 MIN_INTERVAL = 16  # tokens between chunks
@@ -33,6 +34,7 @@ DEFAULT_LIMIT = 128  # tokens, the engine's own default
 ABORTED_WHILE_COMPILING = "Aborted by AbortReq."  # the only abort by the agent that carries an error status
 ENGINE_LOST = {"type": "abort", "message": "the engine was lost"}
 DONE = b"[DONE]"
+JSON = "application/json"
 BEGINNINGS = (4096, 1024, 256, 64)  # items of a prompt whose engine is remembered
 MOST_TURNS = 32  # of a chat, likewise
 MOST_TOP_K = 1 << 30  # the engine's value for all tokens; a value over 32 bits kills it
@@ -72,6 +74,10 @@ class EngineReply(Protocol):
         """Return the bytes held for this reply."""
 
     @property
+    def content_type(self) -> str:
+        """Return the media type of `answer`, once that was called."""
+
+    @property
     def tokens(self) -> int:
         """Return the number of tokens generated so far, as far as the engine has reported."""
 
@@ -100,6 +106,7 @@ class Request:
     streams: bool  # the caller wants chunks
     wants_usage: bool = True  # the caller wants the last chunk of the OpenAI routes, which counts tokens
     wants_counts: bool = False  # the caller wants token counts in each chunk
+    wants_columns: bool = False  # the caller reads an answer to /generate in columns
     beginnings: tuple[int, ...] = ()  # hashes of the prompt's beginnings, the longest first
 
 
@@ -153,7 +160,7 @@ class Native:
         return Request(rid, body, streams, beginnings=beginnings)
 
     def reply(self, request: Request, version: WeightVersion) -> EngineReply:
-        return NativeReply(request.rid, version)
+        return NativeReply(request.rid, version, in_columns=request.wants_columns)
 
 
 def _beginnings(prompt: object) -> tuple[int, ...]:
@@ -175,11 +182,15 @@ def _interval(limit: object) -> int:
 
 
 class NativeReply:
-    __slots__ = ("_ended", "_last", "_refusal", "_rid", "_tokens", "_version", "ending", "size")
+    __slots__ = (
+        "_ended", "_in_columns", "_last", "_refusal", "_rid", "_tokens", "_version", "content_type", "ending", "size",
+    )  # fmt: skip
 
-    def __init__(self, rid: str, version: WeightVersion) -> None:
+    def __init__(self, rid: str, version: WeightVersion, *, in_columns: bool = False) -> None:
         self._rid = rid
         self._version = version
+        self._in_columns = in_columns
+        self.content_type = JSON
         self._last = b""
         self._refusal: GateRefusal | None = None
         self._ended = False
@@ -207,7 +218,7 @@ class NativeReply:
         except GateRefusal as refusal:
             self._refusal, self.ending = refusal, "error"
             return event
-        self._last = event if state == sent else to_json(state)
+        self._last = self._written(state, event if state == sent else None)
         self.size = len(self._last)
         self._tokens = len(state["output_ids"])
         self.ending = "aborted" if state["meta_info"]["finish_reason"]["type"] == "abort" else "finished"
@@ -223,7 +234,14 @@ class NativeReply:
     def answer(self) -> bytes:
         if self._refusal is not None:
             raise self._refusal
-        return self._last if self._ended else to_json(self._state())
+        return self._last if self._ended else self._written(self._state())
+
+    def _written(self, state: dict[str, Any], as_sent: bytes | None = None) -> bytes:
+        """Return the finished answer in the caller's form. as_sent: its JSON, if the engine sent just that."""
+        if self._in_columns and (packed := pack(state)) is not None:
+            self.content_type = CONTENT_TYPE
+            return packed
+        return to_json(state) if as_sent is None else as_sent
 
     def _state(self) -> dict[str, Any]:
         sent = _event(self._last) if self._last else {"text": "", "output_ids": []}
@@ -284,6 +302,8 @@ class OpenAI:
 
 
 class OpenAIReply:
+    content_type = JSON
+
     def __init__(self, request: Request, version: WeightVersion, *, whole: str) -> None:
         self._request = request
         self._head: dict[str, Any] = {"id": request.rid}

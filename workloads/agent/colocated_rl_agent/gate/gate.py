@@ -26,6 +26,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
@@ -44,6 +45,7 @@ from colocated_rl_agent.gate.limiter import Limiter
 from colocated_rl_agent.gate.running import Running
 from colocated_rl_agent.gate.upstream import Upstream
 from colocated_rl_api import descriptors
+from colocated_rl_api.columns import COLUMNS, HEADER
 from colocated_rl_api.descriptors import Seldom
 from colocated_rl_api.gate_wire import GATE_LINE_S, Closed, GateState
 from colocated_rl_api.logs import failure_of, log
@@ -201,7 +203,9 @@ class Gate:
         """
         body = await self._body(call)
         backend = next((entrance.backend for entrance in self.entrances if entrance.backend), None)
-        return dialect.request(body, backend.vocabulary if backend else None, keyed=self._affinity is not None)
+        asked = dialect.request(body, backend.vocabulary if backend else None, keyed=self._affinity is not None)
+        wants_columns = not asked.streams and call.headers.get(HEADER.lower().encode()) == COLUMNS
+        return replace(asked, wants_columns=True) if wants_columns else asked
 
     async def _body(self, call: Call) -> bytes:
         if call.is_whole:

@@ -109,7 +109,7 @@ class Running:
         """Send the rest of the answer, which no longer holds up a switch. Raises GateRefusal."""
         self.call.wait_for_caller(CALLER_S)
         if not self.asked.streams:
-            self.call.answer(200, self.reply.answer())
+            self.call.answer(200, self.reply.answer(), content_type=self.reply.content_type)
             return
         rest = self.reply.rest()
         if rest is not None:

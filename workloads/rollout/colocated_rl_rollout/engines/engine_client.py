@@ -24,7 +24,9 @@ from aiohttp.client_proto import ResponseHandler
 from aiohttp.client_reqrep import ConnectionKey
 from aiohttp.tracing import Trace
 from numpy.typing import NDArray
+from pydantic_core import from_json, to_json
 
+from colocated_rl_api.columns import COLUMNS, CONTENT_TYPE, HEADER, unpack
 from colocated_rl_api.descriptors import Seldom, is_exhausted
 from colocated_rl_api.gate_wire import GATE_LINE_S, GateState
 from colocated_rl_api.logs import failure_of, log
@@ -144,7 +146,7 @@ class GenerateRequest:
         own: dict[str, Any] = {"stop": list(self.stops)} if self.stops else {}
         own |= {} if self.seed is None else {"sampling_seed": self.seed}
         experts = {"return_routed_experts": True, "routed_experts_start_len": self.experts_from}
-        return json.dumps(
+        return to_json(
             {
                 "input_ids": self.input_ids,
                 "sampling_params": {
@@ -163,9 +165,8 @@ class GenerateRequest:
                 "return_logprob": True,
                 "stream": stream,
                 **({} if self.experts_from is None else experts),
-            },
-            separators=(",", ":"),
-        ).encode()
+            }
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -361,7 +362,7 @@ class EngineClient:
             loop.call_later(pause_s, self._changed)
 
     async def _post(self, body: bytes, read: _GateAnswer) -> Generated:
-        headers = {"Content-Type": "application/json"}
+        headers = {"Content-Type": "application/json", HEADER: COLUMNS}
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S)
         async with self._client.request(
             "POST", self.endpoint, "/generate", data=body, headers=headers, timeout=timeout
@@ -372,7 +373,7 @@ class EngineClient:
                 )
             async for piece in response.content.iter_any():
                 read.feed(piece)
-        return read.end()
+        return read.end(response.content_type)
 
 
 class _GateAnswer:
@@ -392,19 +393,26 @@ class _GateAnswer:
         if len(self._bytes) > self._max_bytes:
             raise AnswerGarbled(f"{self._name} answered with more than {self._max_bytes} bytes")
 
-    def end(self) -> Generated:
+    def end(self, content_type: str) -> Generated:
         """Return the result after the last piece. Raises GateRefused."""
-        return self._read(self._parse(self._bytes))
+        if content_type != CONTENT_TYPE:
+            return self._read(self._parse(self._bytes))
+        try:
+            packed = unpack(self._bytes)
+        except ValueError as error:
+            raise AnswerGarbled(f"answer of {self._name} is not in columns: {failure_of(error)}") from error
+        columns = np.frombuffer(packed.ids, "<i4").copy(), np.frombuffer(packed.logp, "<f4").copy()
+        return self._read(packed.head, columns)
 
     def _parse(self, text: bytes | bytearray) -> Any:
         try:
-            return json.loads(text)
-        except (ValueError, RecursionError) as error:
+            return from_json(text)
+        except ValueError as error:
             raise AnswerGarbled(f"answer of {self._name} is not JSON: {failure_of(error)}") from error
 
-    def _read(self, answer: Any) -> Generated:
+    def _read(self, answer: Any, columns: tuple[NDArray[np.int32], NDArray[np.float32]] | None = None) -> Generated:
         try:
-            tokens, finish = read_answer(answer, accepts_unversioned=self._accepts_unversioned)
+            tokens, finish = read_answer(answer, columns=columns, accepts_unversioned=self._accepts_unversioned)
             first = self._request.experts_from
             if first is None or not len(tokens):
                 return Generated(tokens, finish, preemptions=read_preemptions(answer))
@@ -438,7 +446,7 @@ class _Stream(_GateAnswer):
         if data:
             self._take(bytes(data[-1].removeprefix(b"data: ")))  # the last event includes those before it
 
-    def end(self) -> Generated:
+    def end(self, content_type: str) -> Generated:
         return self.so_far
 
     def _take(self, event: bytes) -> None:

@@ -49,7 +49,7 @@ class Engines:
         part, whole = OWN_REQUESTS
         most = descriptors.for_sockets(descriptors.limit()) * part // whole
         self._full = Bound(requests_at_most or max(1, most), "no descriptors for more requests to engines")
-        self._in_flight = 0
+        self.in_flight = 0
         self._client = client
         self._settle_s = settle_s
         self._changed = changed
@@ -87,7 +87,7 @@ class Engines:
 
         preferred: used if it can take the request. step: only weights of this step. at_most: requests per engine.
         """
-        if self._full.is_reached(self._in_flight):  # what is not sent waits, as it does while gates are closed
+        if self._full.is_reached(self.in_flight):  # what is not sent waits, as it does while gates are closed
             return None
         if step is not None:  # few ask, and not for each sample
             candidates = [client for client in self._open if self._takes(client, at_most, step)]
@@ -122,7 +122,7 @@ class Engines:
     ) -> asyncio.Task[None]:
         """Run an attempt, which counts from now on: a burst must not see an engine as idle until its first one runs."""
         engine.in_flight += 1
-        self._in_flight += 1
+        self.in_flight += 1
         if not self._sent[engine]:
             asyncio.get_running_loop().call_later(PACE_S, self._refill, engine)
         self._sent[engine] += 1
@@ -175,6 +175,6 @@ class Engines:
 
     def _ended(self, engine: EngineClient) -> None:
         engine.in_flight -= 1
-        self._in_flight -= 1
+        self.in_flight -= 1
         self._rank(engine)
         self._changed()

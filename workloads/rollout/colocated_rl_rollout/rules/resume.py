@@ -37,20 +37,22 @@ class UnversionedAnswer(GarbledAnswer):
     """The engine names no weight version of ours for some tokens, and the job does not accept such tokens."""
 
 
-def read_answer(answer: Mapping[str, Any], *, accepts_unversioned: bool = False) -> tuple[Tokens, Finish | None]:
+def read_answer(
+    answer: Mapping[str, Any],
+    *,
+    columns: tuple[NDArray[np.int32], NDArray[np.float32]] | None = None,
+    accepts_unversioned: bool = False,
+) -> tuple[Tokens, Finish | None]:
     """Read the tokens of one engine attempt, and how it finished, from the body of an answer with status 200.
 
-    None: it was interrupted, by a switch or with its engine. accepts_unversioned: also read tokens for which the engine
-    names no weight version of ours; their spans have None. Raises UnversionedAnswer, GarbledAnswer.
+    None: it was interrupted, by a switch or with its engine. columns: ids and log-probabilities, where the answer came
+    in columns. accepts_unversioned: also read tokens for which the engine names no weight version of ours; their spans
+    have None. Raises UnversionedAnswer, GarbledAnswer.
     """
     try:
         meta = answer["meta_info"]
-        ids: Sequence[int] = answer.get("output_ids") or ()
-        logprobs: Sequence[Sequence[Any]] = meta.get("output_token_logprobs") or ()
-        if [int(entry[1]) for entry in logprobs] != list(ids):
-            raise GarbledAnswer(f"{len(ids)} ids, {len(logprobs)} log-probabilities, or not of the same tokens")
-        logp = np.fromiter((entry[0] for entry in logprobs), np.float32, len(logprobs))
-        tokens = Tokens(np.asarray(ids, np.int32), logp, _read_spans(meta, len(ids))) if ids else NO_TOKENS
+        ids, logp = columns or _read_listed(answer.get("output_ids") or (), meta.get("output_token_logprobs") or ())
+        tokens = Tokens(ids, logp, _read_spans(meta, len(ids))) if len(ids) else NO_TOKENS
         if tokens.unversioned and not accepts_unversioned:
             raise UnversionedAnswer(
                 f"{tokens.unversioned} of {len(ids)} tokens have no weight version of the job, as after an update by "
@@ -69,6 +71,14 @@ def read_answer(answer: Mapping[str, Any], *, accepts_unversioned: bool = False)
     if not np.isfinite(tokens.logp).all() or (tokens.logp > 1e-4).any():
         raise GarbledAnswer("a log-probability is not a finite number of at most 0")
     return tokens, finish
+
+
+def _read_listed(
+    ids: Sequence[int], logprobs: Sequence[Sequence[Any]]
+) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
+    if [int(entry[1]) for entry in logprobs] != list(ids):
+        raise GarbledAnswer(f"{len(ids)} ids, {len(logprobs)} log-probabilities, or not of the same tokens")
+    return np.asarray(ids, np.int32), np.fromiter((entry[0] for entry in logprobs), np.float32, len(logprobs))
 
 
 def read_preemptions(answer: Mapping[str, Any]) -> int:
