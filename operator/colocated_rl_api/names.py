@@ -40,11 +40,17 @@ ROLE_ROLLOUT = "rollout"
 # --- containers of a GPU pod
 AGENT_CONTAINER = "agent"
 GPU_CONTAINER = "gpu"
+RUNNER_CONTAINER = "runner"  # copies the runner to where the GPU container finds it
 
 # --- containers of the rollout pod
 ROLLOUT_CONTAINER = "rollout"
-MODEL_CONTAINER = "model"  # fetches a model of the hub before the others start
+MODEL_CONTAINER = "model"  # fetches a model of the hub before the others start; of GPU pods too
 REWARDS_CONTAINER = "rewards"  # other people's code: makes prompts and computes rewards
+
+CONTAINERS = (
+    *(AGENT_CONTAINER, GPU_CONTAINER, RUNNER_CONTAINER),
+    *(ROLLOUT_CONTAINER, MODEL_CONTAINER, REWARDS_CONTAINER),
+)  # all of the operator's; others are the job's own, or a webhook's
 
 # --- ports of a member. Written by the operator into pods, read by operator, members and people
 CONTROL_PORT = 8443  # mutual TLS: the operator's connection (targets down, facts up)

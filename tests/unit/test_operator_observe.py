@@ -133,8 +133,44 @@ ENDED = {"exitCode": 1, "reason": "Error", "message": "log line\nno task is call
 def test_a_pod_starts_until_each_container_that_runs_has_passed_its_startup_probe(
     scene: ObserveScene, kind: str, reported: Body, is_starting: bool
 ) -> None:
-    statuses: Body = {kind: [container("other", running={}) | {"started": True}, container("rollout") | reported]}
+    statuses: Body = {kind: [container("rewards", running={}) | {"started": True}, container("rollout") | reported]}
     assert is_starting == scene.only(make_pod(**statuses)).is_starting
+
+
+CRASHING = {"reason": "CrashLoopBackOff", "message": "back-off"}
+
+
+def test_a_sidecar_of_the_job_is_the_pods_trouble_until_the_pod_runs_and_its_own_from_then_on(
+    scene: ObserveScene,
+) -> None:
+    """It decides neither whether a silent member is waited for, nor whether a reference answers."""
+    logs = container("logs", restarts=3, last=ENDED, waiting=CRASHING) | {"ready": False, "started": False}
+    own = [container(name, running={}) | {"ready": True, "started": True} for name in ("agent", "gpu")]
+    waiting = scene.only(make_pod(phase="Pending", initContainerStatuses=[logs]))
+    assert (waiting.trouble or "").startswith("logs: CrashLoopBackOff, 3 restarts")
+    not_ready = {"type": "Ready", "status": "False", "reason": "ContainersNotReady"}
+    running: Body = {"initContainerStatuses": [logs, own[0]], "containerStatuses": own[1:], "conditions": [not_ready]}
+    member = scene.only(make_pod(version=2, **running))
+    assert (None, False, True) == (member.trouble, member.is_starting, member.is_ready)
+    again = [container("logs", restarts=4, last=ENDED, running={}) | {"started": False}, own[0]]
+    member = scene.only(make_pod(version=3, **running | {"initContainerStatuses": again}))
+    assert (None, False) == (member.trouble, member.is_starting)
+
+
+@pytest.mark.parametrize(
+    ("own", "condition"),
+    [
+        ({"ready": False}, {"status": "False", "reason": "ContainersNotReady"}),
+        ({"ready": True}, {"status": "False"}),
+        ({"ready": True}, {"status": "Unknown", "reason": "NodeStatusUnknown"}),
+    ],
+    ids=["a container of the operator's is not", "its node is lost", "its node is not heard"],
+)
+def test_a_pod_is_not_ready_for_any_other_reason(scene: ObserveScene, own: Body, condition: Body) -> None:
+    """The control plane leaves what a lost node last reported of its containers."""
+    conditions = [{"type": "Ready"} | condition]
+    statuses = [container("gpu", running={}) | own]
+    assert not scene.only(make_pod(containerStatuses=statuses, conditions=conditions)).is_ready
 
 
 def test_a_crash_loop_is_reported_with_the_containers_last_words(scene: ObserveScene) -> None:

@@ -239,7 +239,7 @@ def _read_pod(state: JobState, record: PodRecord, now: float, *, is_heard: bool)
     """
     metadata, status = record.pod["metadata"], record.pod.get("status", {})
     uid = metadata["uid"]
-    restarts = sum(container.get("restartCount", 0) for container in _containers(status))
+    restarts = sum(container.get("restartCount", 0) for container in _operators_containers(status))
     if is_heard or (role_of(record.seat) == names.ROLE_REFERENCE and _is_ready(status)):
         state.restarts[uid] = restarts
     ends_at = None
@@ -306,12 +306,19 @@ def _memory_kills(status: Body) -> int:
 
 
 def _is_ready(status: Body) -> bool:
-    return any(item["type"] == "Ready" and item["status"] == "True" for item in status.get("conditions", ()))
+    """Return whether the node reports the pod ready, or no more than that containers of others in it are not."""
+    ready: Body = next((item for item in status.get("conditions", ()) if item["type"] == "Ready"), {})
+    if ready.get("status") == "True":
+        return True
+    own = _operators_containers(status)
+    return ready.get("reason") == "ContainersNotReady" and bool(own) and all(each.get("ready") for each in own)
 
 
 def _is_starting(status: Body) -> bool:
     """Return whether a container runs and has not passed its startup probe."""
-    return any("running" in each.get("state", {}) and each.get("started") is False for each in _containers(status))
+    return any(
+        "running" in each.get("state", {}) and each.get("started") is False for each in _operators_containers(status)
+    )
 
 
 def _address(pod: Body, seat: str) -> Address | None:
@@ -326,8 +333,13 @@ def _address(pod: Body, seat: str) -> Address | None:
 
 
 def _trouble(status: Body, *, is_restarting: bool) -> str | None:
-    """Return why a container does not run, or keeps failing: kubelet's message and the container's last one."""
-    for container in _containers(status):
+    """Return why a container does not run, or keeps failing: kubelet's message and the container's last one.
+
+    One of others than the operator, such as a sidecar of the job's, is the pod's trouble as long as the pod waits for
+    it to start. Later the member answers for the pod.
+    """
+    is_waiting = status.get("phase") == PodPhase.PENDING
+    for container in _containers(status) if is_waiting else _operators_containers(status):
         if trouble := _container_trouble(container, is_restarting=is_restarting):
             return trouble
     for condition in status.get("conditions", ()):
@@ -340,6 +352,11 @@ def _trouble(status: Body, *, is_restarting: bool) -> str | None:
 
 def _containers(status: Body) -> tuple[Body, ...]:
     return (*status.get("initContainerStatuses", ()), *status.get("containerStatuses", ()))
+
+
+def _operators_containers(status: Body) -> tuple[Body, ...]:
+    """Return those of the operator: others are the job's own or a webhook's, and say nothing of the member."""
+    return tuple(each for each in _containers(status) if each["name"] in names.CONTAINERS)
 
 
 def _container_trouble(container: Body, *, is_restarting: bool) -> str | None:
