@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from colocated_rl_api import names
 from colocated_rl_api.job import ColocatedRLJobSpec, EngineType, Mode, Trainer
 
 ARGS = ("rollout", "engine", "args")
@@ -125,10 +126,11 @@ def overflowing(engine: str | None, exported: Iterable[str]) -> str | None:
 
 
 def _refused_variables(spec: ColocatedRLJobSpec, refused: Mapping[str, str]) -> Iterator[RefusedFlag]:
-    for i, container in enumerate(spec.pod_templates.gpu.spec.containers):
+    role = names.ROLE_ENGINE if spec.pod_templates.engine else names.ROLE_GPU
+    for i, container in enumerate(spec.pod_templates.of(role).spec.containers):
         for j, variable in enumerate(container.env):
             if (why := refused.get(variable.name)) is not None:
-                field = ("podTemplates", "gpu", "spec", "containers", i, "env", j, "name")
+                field = ("podTemplates", role, "spec", "containers", i, "env", j, "name")
                 yield RefusedFlag(field, f"{variable.name} is set by the engine, and {why}: remove it")
 
 

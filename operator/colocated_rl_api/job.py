@@ -36,7 +36,7 @@ from colocated_rl_api.parts import (
     is_inside,
     should_match,
 )
-from colocated_rl_api.pod_template import PodTemplates
+from colocated_rl_api.pod_template import APART, PodTemplates
 from colocated_rl_api.prompts import SOURCES, OneSource, Prompts, Source, function_rule, is_function, sources_of
 from colocated_rl_api.rungs import Placement, RolePlacement
 
@@ -787,6 +787,7 @@ class ColocatedRLJobSpec(Part):
         _ADDED_SETS,
         _RESTORED,
         *_DIVIDED,
+        *APART,
         *fixed(
             *("mode", "recorded", "model", "restoreFrom", "reference", "trainer", "storage", "managedBy"),
             *(f"{gpus}.{field}" for gpus in ("gpus", "rollout.gpus?") for field in DEVICES),

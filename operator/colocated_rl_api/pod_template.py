@@ -1,8 +1,8 @@
 """A job may add to its pods what the operator does not set: places to run, labels, volumes and containers.
 
 The words are core/v1's, and so is the verdict on what stands here as free-form maps: the API server is asked with the
-whole pod before the first one is made. Containers, users, volumes and the node's own namespaces are the operator's:
-what would touch those has no field, or is refused with words.
+whole pod before the first one is made. The operator's containers and volumes and what containers may do are its own:
+what would touch those has no field, or is refused with words. What pods use of their node, an admin allows.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from pydantic import BeforeValidator, Field
 
 from colocated_rl_api import names
 from colocated_rl_api.parts import Options, Part, Rule, drop_nulls, should_match
+from colocated_rl_api.rungs import RolePlacement
 
 QUEUE_LABEL = "kueue.x-k8s.io/queue-name"
 QUEUE_LABELS = (QUEUE_LABEL, "kueue.x-k8s.io/priority-class")  # that a job may have in place of its pods' template
@@ -39,8 +40,21 @@ OWNED_PATHS = (
     *(names.CHECKPOINT_DIR, names.SCRATCH_DIR, "/tmp", "/dev/shm"),
 )
 
-GPU_CONTAINERS = (names.GPU_CONTAINER,)
-ROLLOUT_CONTAINERS = (names.ROLLOUT_CONTAINER, names.REWARDS_CONTAINER)
+CONTAINERS = {
+    "gpu": (names.GPU_CONTAINER, names.AGENT_CONTAINER),
+    "engine": (names.GPU_CONTAINER, names.AGENT_CONTAINER),
+    "reference": (names.GPU_CONTAINER,),
+    "rollout": (names.ROLLOUT_CONTAINER, names.REWARDS_CONTAINER),
+}
+"""Containers of the operator's to which a template may add something, by the template's field."""
+
+TEMPLATE_OF = {
+    **dict.fromkeys((names.ROLE_GPU, names.ROLE_TRAINER), "gpu"),
+    **{role: role for role in (names.ROLE_ENGINE, names.ROLE_REFERENCE, names.ROLE_ROLLOUT)},
+}
+"""The field with the template of the pods of a role, by role."""
+
+OWN_USERS = 3  # in a row: of engine, trainer and rollout controller; of the agent; of reward code
 
 Name = Annotated[str, Field(min_length=1, max_length=253)]
 Key = Annotated[str, Field(max_length=317)]  # a domain, / and a name
@@ -86,6 +100,7 @@ class Toleration(Part):
 
 
 Terms = Annotated[list[Options], Field(max_length=16)]
+_Words = Annotated[list[Annotated[str, Field(max_length=4096)]], Field(max_length=64)]
 
 
 class NodeSelectorTerm(Part):
@@ -133,12 +148,12 @@ _VOLUME = Rule(
     field="name",
     rule=f"!(self.name in {_cel(OWNED_VOLUMES)}) && "
     f"!{_cel(OWNED_VOLUME_PREFIXES)}.exists(owned, self.name.startsWith(owned))",
-    message=f"name is a volume of the operator's: any but {', '.join((*OWNED_VOLUMES, *OWNED_VOLUME_PREFIXES))}",
+    message="name is a volume of the operator's: choose another, such as one with a word of yours before it",
 )
 
 
 class ExtraVolume(Part):
-    """A volume of the person who made the job. Kinds that the restricted profile of pod security allows."""
+    """A volume of the person who made the job."""
 
     RULES = (_VOLUME,)
 
@@ -149,9 +164,13 @@ class ExtraVolume(Part):
     empty_dir: Options | None = Field(default=None, description="Room that goes with the pod, as in core/v1.")
     ephemeral: Options | None = Field(default=None, description="A claim that goes with the pod, as in core/v1.")
     csi: Options | None = Field(default=None, description="An inline volume of a CSI driver, as in core/v1.")
+    projected: Options | None = Field(default=None, description="Files of several sources, as in core/v1.")
     image: Options | None = Field(default=None, description="Files of an image, as in core/v1.")
     nfs: Options | None = Field(
         default=None, description="A share, as in core/v1; not in a namespace with the restricted profile."
+    )
+    host_path: Options | None = Field(
+        default=None, description="A path of the node, as in core/v1, of those that an admin allows."
     )
 
 
@@ -166,10 +185,8 @@ _MOUNT = Rule(
 )
 
 
-class VolumeMount(Part):
-    """Mount of a volume of the template in a container."""
-
-    RULES = (_MOUNT,)
+class Mount(Part):
+    """Mount of a volume of the template in a container of the job's own."""
 
     name: Annotated[str, Field(min_length=1, max_length=63)] = Field(description="Of a volume of the template.")
     mount_path: Annotated[str, _is_path] = Field(
@@ -177,6 +194,12 @@ class VolumeMount(Part):
     )
     sub_path: str | None = Field(default=None, max_length=512, description="In the volume; its root when absent.")
     read_only: bool = Field(default=False, description="Whether the container may only read it.")
+
+
+class VolumeMount(Mount):
+    """Mount of a volume of the template in a container of the operator's."""
+
+    RULES = (_MOUNT,)
 
 
 _VARIABLE = Rule(
@@ -196,31 +219,139 @@ class Variable(Part):
     value_from: Options | None = Field(default=None, description="Where its value stands, as in core/v1.")
 
 
+def _read_amount(value: object) -> object:
+    return str(value) if isinstance(value, int) and not isinstance(value, bool) else value
+
+
+_Amount = Annotated[
+    str, Field(max_length=32, json_schema_extra={"x-kubernetes-int-or-string": True}), BeforeValidator(_read_amount)
+]
+_Amounts = Annotated[dict[Key, _Amount], Field(max_length=16), BeforeValidator(drop_nulls)]
+
+
+class VariableSource(Part):
+    """An object of variables, as in core/v1."""
+
+    prefix: str | None = Field(default=None, max_length=253, description="Before the name of each.")
+    config_map_ref: Options | None = Field(default=None, description="A ConfigMap.")
+    secret_ref: Options | None = Field(default=None, description="A Secret.")
+
+
+class UsedClaim(Part):
+    """A device claim that the container uses."""
+
+    name: Name = Field(description="One of the template's resourceClaims.")
+    request: Name | None = Field(default=None, description="One of its requests; all when absent.")
+
+
+class ContainerResources(Part):
+    """Resources of a container, as in core/v1."""
+
+    requests: _Amounts = Field(default_factory=dict, description="Of the agent alone.")
+    limits: _Amounts = Field(default_factory=dict, description="Of the agent alone.")
+    claims: list[UsedClaim] = Field(default_factory=list, max_length=16, description="Devices that it uses.")
+
+
+def _is_given(field: str) -> str:
+    """Return CEL for a list or map that is there and not empty; `part.field` may lack its part."""
+    part, _, _ = field.rpartition(".")
+    there = f"has(self.{part}) && has(self.{field})" if part else f"has(self.{field})"
+    return f"{there} && size(self.{field}) > 0"
+
+
+_SIZED = Rule(
+    field="resources",
+    rule=f"self.name == '{names.AGENT_CONTAINER}' || "
+    f"!({_is_given('resources.requests')} || {_is_given('resources.limits')})",
+    message="resources have only claims here, but for the agent's: write requests and limits of container gpu in gpus, "
+    "rollout.gpus or reference.gpus, of rollout in rollout.resources, of rewards in rollout.prompts.resources",
+)
+_AGENT = Rule(
+    field="name",
+    rule=f"self.name != '{names.AGENT_CONTAINER}' || !("
+    + " || ".join(_is_given(field) for field in ("env", "envFrom", "volumeMounts", "resources.claims"))
+    + ")",
+    message="agent holds keys of the job: a template says its requests and limits, and nothing else",
+)
+
+
 class ContainerTemplate(Part):
-    """Additions to a container of the pod."""
+    """Additions to a container of the operator's."""
+
+    RULES = (_SIZED, _AGENT)
 
     name: Annotated[str, Field(min_length=1, max_length=63)] = Field(description="Of the container.")
     env: list[Variable] = Field(default_factory=list, max_length=64, description="Further environment variables.")
-    env_from: Terms = Field(
+    env_from: list[VariableSource] = Field(
         default_factory=list,
-        description="ConfigMaps and Secrets of variables, as in core/v1; the operator's own count.",
+        max_length=16,
+        description="ConfigMaps and Secrets of variables; the operator's own count.",
     )
     volume_mounts: list[VolumeMount] = Field(
         default_factory=list, max_length=16, description="Where it finds volumes of the template."
     )
+    resources: ContainerResources = Field(
+        default_factory=ContainerResources, description="Claims that it uses; of the agent requests and limits."
+    )
 
 
-_MOUNTED = Rule(
-    field="containers",
-    rule="!has(self.containers) || self.containers.all(each, !has(each.volumeMounts) || each.volumeMounts.all("
-    "mount, has(self.volumes) && self.volumes.exists(volume, volume.name == mount.name)))",
-    message="volumeMounts may name the volumes of the same template only: the operator mounts its own",
+_OWN_NAME = Rule(
+    field="name",
+    rule=f"!(self.name in {_cel(names.CONTAINERS)})",
+    message=f"name is a container of the operator's: any but {', '.join(names.CONTAINERS)}",
 )
+
+
+class OwnContainer(Part):
+    """A container of the job's own, in core/v1's words. It sees volumes of the template alone.
+
+    A word that is absent here, such as a security context or a readiness probe, can't be said.
+    """
+
+    RULES = (_OWN_NAME,)
+
+    name: Annotated[str, Field(min_length=1, max_length=63)] = Field(description="Of the container.")
+    image: Annotated[str, Field(min_length=1, max_length=512)] = Field(description="What it runs.")
+    image_pull_policy: str | None = Field(default=None, max_length=32, description="When its node pulls that.")
+    restart_policy: str | None = Field(
+        default=None, max_length=32, description="Always for a sidecar; when absent it ends before the next one starts."
+    )
+    command: _Words = Field(default_factory=list, description="Its program; the image's when absent.")
+    args: _Words = Field(default_factory=list, description="Arguments of the program.")
+    env: Annotated[list[Options], Field(max_length=64)] = Field(default_factory=list, description="Variables.")
+    env_from: Terms = Field(default_factory=list, description="ConfigMaps and Secrets of variables.")
+    volume_mounts: list[Mount] = Field(default_factory=list, max_length=16, description="Volumes of the template.")
+    resources: Options = Field(default_factory=dict, description="Requests, limits and claims.")
+    startup_probe: Options | None = Field(default=None, description="The next container waits for it.")
+    liveness_probe: Options | None = Field(default=None, description="Restarts a sidecar.")
+
+
+def _mounted(containers: str) -> Rule:
+    return Rule(
+        field=containers,
+        rule=f"!has(self.{containers}) || self.{containers}.all(each, !has(each.volumeMounts) || "
+        "each.volumeMounts.all(mount, has(self.volumes) && "
+        "self.volumes.exists(volume, volume.name == mount.name)))",
+        message="volumeMounts may name the volumes of the same template only: the operator mounts its own",
+    )
 
 
 class PodSecurity(Part):
     """The part of a pod's security context that is the job's to say."""
 
+    run_as_user: int | None = Field(
+        default=None,
+        ge=1,
+        le=2**31 - OWN_USERS,
+        description="First of three users in a row: of engine, trainer and rollout controller, then of the agent, then "
+        "of reward code; 65532 when absent. Of a namespace's range where a cluster has those.",
+    )
+    fs_group: int | None = Field(
+        default=None,
+        ge=1,
+        le=2**31 - 1,
+        description="Group of these users, which owns the pod's volumes; 65532 when absent.",
+    )
     supplemental_groups: list[Annotated[int, Field(ge=1, le=2**31 - 1)]] = Field(
         default_factory=list, max_length=16, description="Further groups of its users, for files of shared volumes."
     )
@@ -229,7 +360,7 @@ class PodSecurity(Part):
 class PodSpec(Part):
     """The part of a pod's spec that is the job's to say."""
 
-    RULES = (_MOUNTED,)
+    RULES = (_mounted("containers"), _mounted("initContainers"))
 
     node_selector: Labels = Field(default_factory=dict, description="Labels of the nodes on which the pod may run.")
     tolerations: list[Toleration] = Field(default_factory=list, max_length=32, description="Taints it may stand on.")
@@ -243,11 +374,15 @@ class PodSpec(Part):
     service_account_name: Name | None = Field(
         default=None, description="Whose identity it has. No token of it is mounted: cloud identities bring their own."
     )
-    security_context: PodSecurity = Field(default_factory=PodSecurity, description="Groups of its users.")
+    security_context: PodSecurity = Field(default_factory=PodSecurity, description="Its users and their groups.")
     dns_policy: str | None = Field(default=None, max_length=32, description="Which names it resolves, as in core/v1.")
     dns_config: Options | None = Field(default=None, description="Name servers and search domains, as in core/v1.")
     image_pull_secrets: list[PullSecret] = Field(
         default_factory=list, max_length=16, description="Logins of registries for the pod's images."
+    )
+
+    host_network: bool = Field(
+        default=False, description="Whether it has the network of its node, where an admin allows that."
     )
     termination_grace_period_seconds: int | None = Field(
         default=None,
@@ -257,8 +392,16 @@ class PodSpec(Part):
         "when absent.",
     )
     volumes: list[ExtraVolume] = Field(default_factory=list, max_length=16, description="Further volumes.")
+    resource_claims: Terms = Field(
+        default_factory=list, description="Claims of devices beside those of gpus, as in core/v1."
+    )
+    init_containers: list[OwnContainer] = Field(
+        default_factory=list,
+        max_length=8,
+        description="Containers of the job's own, which start before the operator's: sidecars, and those that end.",
+    )
     containers: list[ContainerTemplate] = Field(
-        default_factory=list, max_length=4, description="Variables and mounts, by container."
+        default_factory=list, max_length=4, description="Variables, mounts and claims of the operator's, by name."
     )
 
 
@@ -274,26 +417,72 @@ class PodTemplate(Part):
         return self.metadata.labels.get(QUEUE_LABEL)
 
 
-def _known_containers(role: str, allowed: Iterable[str]) -> Rule:
-    path = f"self.{role}.spec.containers"
+def _known_containers(template: str) -> Rule:
+    path, allowed = f"self.{template}.spec.containers", CONTAINERS[template]
     return Rule(
-        f"{role}.spec.containers",
-        f"!has(self.{role}) || !has(self.{role}.spec) || !has({path}) || "
+        f"{template}.spec.containers",
+        f"!has(self.{template}) || !has(self.{template}.spec) || !has({path}) || "
         f"{path}.all(each, each.name in {_cel(allowed)})",
-        f"containers of {role} pods that a template may name: {', '.join(allowed)}; others are the operator's",
+        f"containers of {template} pods that a template may name: {', '.join(allowed)}; a container of your own is one "
+        "of initContainers",
+    )
+
+
+def _one_queue(template: str) -> Rule:
+    labels = f"self.{template}.metadata.labels"
+    return Rule(
+        f"{template}.metadata.labels",
+        f"!has(self.{template}) || !has(self.{template}.metadata) || !has({labels}) || "
+        f"!{labels}.exists(key, key in {_cel(QUEUE_LABELS)})",
+        f"{template} pods wait in one queue with all GPU pods: write it in the job's labels, or in podTemplates.gpu",
     )
 
 
 class PodTemplates(Part):
     """Additions to the job's pods, by role."""
 
-    RULES = (
-        _known_containers(names.ROLE_GPU, GPU_CONTAINERS),
-        _known_containers(names.ROLE_ROLLOUT, ROLLOUT_CONTAINERS),
-    )
+    RULES = (*map(_known_containers, CONTAINERS), _one_queue("engine"), _one_queue("reference"))
 
-    gpu: PodTemplate = Field(default_factory=PodTemplate, description="Of the pods with engine and trainer.")
+    gpu: PodTemplate = Field(
+        default_factory=PodTemplate,
+        description="Of pods with trainers, and of all others with devices that have no template of their own.",
+    )
+    engine: PodTemplate | None = Field(
+        default=None, description="Of engines with devices of their own, in the place of gpu."
+    )
+    reference: PodTemplate | None = Field(
+        default=None, description="Of a reference with devices of its own, in the place of gpu."
+    )
     rollout: PodTemplate = Field(default_factory=PodTemplate, description="Of the pod with the rollout controller.")
+
+    def of(self, role: str) -> PodTemplate:
+        """Return the template of the pods of a role. One of their own takes the place of gpu, and nothing is merged."""
+        template: PodTemplate | None = getattr(self, TEMPLATE_OF[role])
+        return template or self.gpu
+
+    @property
+    def has_host_network(self) -> bool:
+        """Return whether pods of any role have the network of their nodes."""
+        return any(self.of(role).spec.host_network for role in TEMPLATE_OF)
+
+
+APART = (
+    Rule(
+        field="podTemplates.engine",
+        rule="!has(self.podTemplates) || !has(self.podTemplates.engine) || "
+        f"has(self.rollout.placement) && self.rollout.placement == '{RolePlacement.OWN_DEVICES}'",
+        message="podTemplates.engine is of engine pods with devices of their own: give it with rollout.placement "
+        "OwnDevices, and only there",
+    ),
+    Rule(
+        field="podTemplates.reference",
+        rule="!has(self.podTemplates) || !has(self.podTemplates.reference) || has(self.reference) && "
+        f"has(self.reference.placement) && self.reference.placement == '{RolePlacement.OWN_DEVICES}'",
+        message="podTemplates.reference is of reference pods with devices of their own: give it with "
+        "reference.placement OwnDevices, and only there",
+    ),
+)
+"""Rules of the spec: a template is for pods that there are."""
 
 
 def stated(part: Part) -> dict[str, Any]:

@@ -9,6 +9,7 @@
 | IMAGE_PULL_POLICY | of the pods it makes | IfNotPresent |
 | FAULT_INJECTION | whether agents take faults that a person injects: true or false | false |
 | JOB_EGRESS | what pods of jobs may call, by NetworkPolicies: Open, NoMetadata or Named | NoMetadata |
+| NODE_ACCESS | what pods of jobs may have of their node, by template, in JSON: `NodeAccess` | {} |
 | LEASE_NAME | the Lease that its replicas compete for | colocated-rl-operator |
 | LEASE_DURATION_S, LEASE_RENEW_DEADLINE_S, LEASE_RETRY_S | seconds | 15, 10, 2 |
 | KEYS_CHECK_S | seconds between two looks at the Secrets of its keys and at the certificates of members | 60 |
@@ -23,12 +24,18 @@ from __future__ import annotations
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Literal, TypeVar
 
+from pydantic import TypeAdapter, ValidationError
+
+from colocated_rl_api.parts import Part
 from colocated_rl_operator.clients.errors import BadSetting
 from colocated_rl_operator.manifests.belongings import Egress
+from colocated_rl_operator.manifests.node_access import NodeAccess
 from colocated_rl_operator.manifests.resources import PodImages
 from colocated_rl_operator.planner.notices import NodeSigns
 
+ByTemplate = TypeVar("ByTemplate", bound=Part)
 LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
 PULL_POLICIES = ("Always", "IfNotPresent", "Never")
 
@@ -55,6 +62,7 @@ class OperatorSettings:
     lease_name: str = "colocated-rl-operator"
     lease: LeaseTimes = LeaseTimes()
     egress: Egress = Egress.NO_METADATA
+    node_access: Mapping[str, NodeAccess] = field(default_factory=dict)
     keys_check_s: float = 60.0
     metrics_port: int = 9090
     log_level: str = "INFO"
@@ -93,6 +101,7 @@ class OperatorSettings:
             lease_name=read.text("LEASE_NAME", "colocated-rl-operator"),
             lease=lease,
             egress=Egress(read.choice("JOB_EGRESS", Egress.NO_METADATA, tuple(Egress))),
+            node_access=read.by_template("NODE_ACCESS", NodeAccess),
             keys_check_s=read.seconds("KEYS_CHECK_S", 60.0),
             metrics_port=read.port("METRICS_PORT", 9090),
             log_level=read.choice("LOG_LEVEL", "INFO", LOG_LEVELS),
@@ -128,6 +137,18 @@ class _EnvironmentReader:
         if value not in choices:
             raise BadSetting(name, value, "one of " + ", ".join(choices))
         return value
+
+    def by_template(self, name: str, part: type[ByTemplate]) -> Mapping[str, ByTemplate]:
+        """Return what JSON says of each template; what it says nothing of is left out."""
+        text = self.text(name, "{}")
+        kind = dict[Literal["gpu", "engine", "reference", "rollout"], part]  # type: ignore[valid-type]
+        try:
+            found = TypeAdapter(kind).validate_json(text)
+        except ValidationError as error:
+            [first, *_] = error.errors(include_url=False)
+            place = ".".join(map(str, first["loc"]))
+            raise BadSetting(name, text, f"JSON by template; {place}: {first['msg']}") from error
+        return {str(template): each for template, each in found.items() if each != part()}
 
     def seconds(self, name: str, default: float) -> float:
         value = self.text(name, str(default))

@@ -102,6 +102,10 @@ def test_values_reach_the_operator() -> None:
     assert f"colocated-rl/gpu:{version}" == settings.images.gpu
     settings = OperatorSettings.read(environment(one(rendered(CHART / "ci/namespaced-values.yaml"), "Deployment")))
     assert ("research", "team-a") == settings.watch_namespaces
+    settings = OperatorSettings.read(environment(one(rendered(CHART / "ci/node-notices-values.yaml"), "Deployment")))
+    allowed = {template: (each.host_network, each.host_paths) for template, each in settings.node_access.items()}
+    of_gpu, of_rollout = (True, ["/mnt/nvme", "/mnt/models"]), (False, ["/mnt/rows"])
+    assert {"gpu": of_gpu, "rollout": of_rollout} == allowed
 
 
 def test_lease_and_authority_are_the_ones_that_the_role_names() -> None:
@@ -155,6 +159,8 @@ def test_job_network_policies_recognize_the_operator() -> None:
         ("watch.namespaces[0]=Research", "/watch/namespaces/0"),
         ("resources.limit.memory=1Gi", "limit"),
         ("runAsUser=0", "/runAsUser"),
+        ("nodes.access.trainer.hostNetwork=true", "trainer"),
+        ("nodes.access.gpu.hostPaths[0]=mnt", "/nodes/access/gpu/hostPaths/0"),
         ("serviceAccount.name=rl_operator", "/serviceAccount/name"),
         ("crds.install=yes-please", "/crds/install"),
         ("crds.install=null", "/crds"),

@@ -18,12 +18,14 @@ from colocated_rl_api.seats import ROLLOUT_SEAT, gpu_seat
 from colocated_rl_operator.loop.objects import IS_ENDING
 from colocated_rl_operator.manifests import belongings
 from colocated_rl_operator.manifests.resources import PodImages, pod
-from scenarios.corpus import GPU_EXAMPLES, Case
+from fakes.quality_of_service import quality_of_service
+from scenarios.corpus import GOOD, GPU_EXAMPLES, Case
 from setup.layout import CHECKOUT
 
 pytestmark = pytest.mark.cluster
 
 NAMESPACE = "rendered"
+OPEN_NAMESPACE = "rendered-open"
 PODS = f"/api/v1/namespaces/{NAMESPACE}/pods"
 IMAGES = PodImages(
     "agent", "rollout", "gpu", "Always", requests_disk=False
@@ -35,6 +37,11 @@ CLUSTER: list[Document] = [
         "apiVersion": "v1",
         "kind": "Namespace",
         "metadata": {"name": NAMESPACE, "labels": {"pod-security.kubernetes.io/enforce": "restricted"}},
+    },
+    {
+        "apiVersion": "v1",
+        "kind": "Namespace",
+        "metadata": {"name": OPEN_NAMESPACE, "labels": {"pod-security.kubernetes.io/enforce": "privileged"}},
     },
     {
         "apiVersion": "scheduling.k8s.io/v1",
@@ -101,7 +108,8 @@ def of_this_server(body: Document) -> Document:
 def world(kubectl: Kubectl) -> Iterator[None]:
     """Create the objects that an admin has prepared, and the claims of a job."""
     kubectl("apply", "-f", "-", stdin=yaml.safe_dump_all([*CLUSTER, *GATES]))
-    kubectl.wait_until_pods_may_come(NAMESPACE)
+    for namespace in (NAMESPACE, OPEN_NAMESPACE):
+        kubectl.wait_until_pods_may_come(namespace)
     yield
     for objects in (CLUSTER, GATES):
         kubectl("delete", "--wait=false", "-f", "-", stdin=yaml.safe_dump_all(objects))
@@ -118,6 +126,23 @@ def dry_run(api: ApiServer, body: Document) -> str:
 def test_pods_with_everything_that_a_template_may_say_are_admitted(api: ApiServer, file: str, seat: str) -> None:
     spec = yaml.safe_load((CHECKOUT.root / file).read_text())["spec"]
     assert "" == dry_run(api, rendered("templated", seat, **spec))
+
+
+@pytest.mark.parametrize("seat", ["trainer-0", "engine-3", "reference-0", ROLLOUT_SEAT])
+def test_pods_with_a_template_of_their_role_are_admitted(api: ApiServer, seat: str) -> None:
+    assert "" == dry_run(api, rendered("pools", seat, **yaml.safe_load(GOOD["pod-templates-by-role"].text)["spec"]))
+
+
+def test_what_an_admin_lets_pods_have_of_their_node_their_namespace_has_to_let_in_too(api: ApiServer) -> None:
+    spec = yaml.safe_load(GOOD["pod-templates-of-the-node"].text)["spec"]
+    body = rendered("noded", **spec)
+    refused = dry_run(api, body)
+    assert 'violates PodSecurity "restricted:latest": host namespaces (hostNetwork=true)' in refused
+    assert 'restricted volume type "hostPath"' in refused
+    body["metadata"]["namespace"] = OPEN_NAMESPACE
+    answer = api.request("POST", f"/api/v1/namespaces/{OPEN_NAMESPACE}/pods?dryRun=All&fieldValidation=Strict", body)
+    assert answer.is_accepted, answer.message
+    assert "ClusterFirstWithHostNet" == answer.body["spec"]["dnsPolicy"]
 
 
 @pytest.mark.parametrize(
@@ -165,21 +190,37 @@ def test_volumes_and_disk_of_a_pod_are_what_the_server_takes(api: ApiServer, sea
         assert {"medium": "Memory", "sizeLimit": str(4 << 30) if limits else "64Gi"} == volumes["shm"]
 
 
-def qos(api: ApiServer, seat: str, **spec: Any) -> str:
-    answer = api.request("POST", f"{PODS}?dryRun=All", rendered("classed", seat, **spec))
-    return str(answer.body["status"]["qosClass"])
+SIDECAR = {"name": "logs", "image": "logs", "restartPolicy": "Always"}
+BOUND: Document = {"limits": {"cpu": "4", "memory": "8Gi"}}
 
 
 @pytest.mark.parametrize("seat", [gpu_seat(0), "reference-0", ROLLOUT_SEAT])
-def test_a_pod_whose_cpus_are_limited_is_guaranteed_and_others_may_use_what_is_idle(api: ApiServer, seat: str) -> None:
-    def spec(limits: Document) -> Document:
-        rollout = OWN_ROLLOUT | {"resources": {"limits": limits}}
-        rollout |= {"prompts": OWN_ROLLOUT["prompts"] | {"resources": {"limits": limits}}}
-        hub = {"huggingFace": {"name": "us/small", "revision": "a" * 40}}
-        return {"gpus": {"count": 1, "resources": {"limits": limits}}, "rollout": rollout, "model": hub}
-
-    assert "Guaranteed" == qos(api, seat, **spec({"cpu": "4", "memory": "8Gi"}))
-    assert "Burstable" == qos(api, seat, **spec({"memory": "8Gi"}))
+@pytest.mark.parametrize(
+    ("resources", "beside", "expected"),
+    [
+        (BOUND, [], "Guaranteed"),
+        (BOUND, [SIDECAR | {"resources": BOUND}], "Guaranteed"),
+        (BOUND, [SIDECAR], "Burstable"),
+        ({"limits": {"memory": "8Gi"}}, [], "Burstable"),
+    ],
+    ids=["CPUs limited", "a sidecar's too", "a sidecar's not", "CPUs not limited"],
+)
+def test_a_pod_whose_cpus_are_limited_is_guaranteed_and_others_may_use_what_is_idle(
+    api: ApiServer, seat: str, resources: Document, beside: list[Document], expected: str
+) -> None:
+    rollout = OWN_ROLLOUT | {"placement": "WithTrainer", "replicas": None, "resources": resources}
+    rollout |= {"prompts": OWN_ROLLOUT["prompts"] | {"resources": resources}}
+    body = rendered(
+        "classed",
+        seat,
+        gpus={"count": 1, "resources": resources},
+        rollout=rollout,
+        model={"huggingFace": {"name": "us/small", "revision": "a" * 40}},
+        podTemplates={role: {"spec": {"initContainers": beside}} for role in ("gpu", "rollout")},
+    )
+    answer = api.request("POST", f"{PODS}?dryRun=All&fieldValidation=Strict", body)
+    assert answer.is_accepted, answer.message
+    assert expected == answer.body["status"]["qosClass"] == quality_of_service(body)
 
 
 @pytest.mark.parametrize("example", GPU_EXAMPLES, ids=lambda case: case.name)
@@ -195,38 +236,48 @@ def test_every_pod_of_the_jobs_for_gpu_nodes_is_accepted(api: ApiServer, example
 
 
 def test_devices_of_a_claim_come_to_the_pod_by_the_scheduler(plain_cluster: Cluster, api: ApiServer) -> None:
-    """No device plugin is there: an admin has written a ResourceClaimTemplate."""
+    """No device plugin is there: an admin has written a ResourceClaimTemplate, for GPUs and for what is beside them."""
     template = {
         "apiVersion": "resource.k8s.io/v1",
         "kind": "ResourceClaimTemplate",
-        "metadata": {"name": "two", "namespace": NAMESPACE},
+        "metadata": {"name": "one", "namespace": NAMESPACE},
         "spec": {
             "spec": {
                 "devices": {
-                    "requests": [{"name": "gpu", "exactly": {"deviceClassName": "gpu.example.com", "count": 2}}]
+                    "requests": [{"name": "gpu", "exactly": {"deviceClassName": "gpu.example.com", "count": 1}}]
                 }
             }
         },
     }
-    gpus = {"count": 2, "resourceClaimTemplateName": "two"}
-    job = make_job("claims", replicas=1, gpus=gpus)
+    beside = {
+        "resourceClaims": [{"name": "network", "resourceClaimTemplateName": "one"}],
+        "containers": [{"name": "gpu", "resources": {"claims": [{"name": "network"}]}}],
+    }
+    spec: dict[str, Any] = {
+        "gpus": {"count": 1, "resourceClaimTemplateName": "one"},
+        "podTemplates": {"gpu": {"spec": beside}},
+    }
+    job = make_job("claims", replicas=1, **spec)
     claims = [each | {"metadata": each["metadata"] | {"namespace": NAMESPACE}} for each in belongings.claims(job)]
     plain_cluster.kubectl("apply", "-f", "-", stdin=yaml.safe_dump_all([template, *claims]))
-    body = rendered("claims", replicas=1, gpus=gpus)
+    body = rendered("claims", replicas=1, **spec)
     answer = api.request("POST", f"{PODS}?fieldValidation=Strict", body)
     assert answer.is_accepted, answer.message
     where = ("--namespace", NAMESPACE)
 
-    def devices() -> list[str] | None:
+    def devices() -> dict[str, list[str]] | None:
         seen = plain_cluster.get("pod", body["metadata"]["name"], *where)
         if condition(seen, "PodScheduled")[:1] != ("True",):
             return None
-        [claim] = seen["status"]["resourceClaimStatuses"]
-        allocated = plain_cluster.get("resourceclaim", claim["resourceClaimName"], *where)["status"]["allocation"]
-        return [each["driver"] for each in allocated["devices"]["results"]]
+        found = {}
+        for claim in seen["status"]["resourceClaimStatuses"]:
+            allocated = plain_cluster.get("resourceclaim", claim["resourceClaimName"], *where)["status"]["allocation"]
+            found[claim["name"]] = [each["driver"] for each in allocated["devices"]["results"]]
+        return found
 
     try:
-        assert ["gpu.example.com"] * 2 == plain_cluster.wait_for("a node with two devices", devices, DEADLINE_S)
+        found = plain_cluster.wait_for("a node with two devices", devices, DEADLINE_S)
+        assert {"gpus": ["gpu.example.com"], "network": ["gpu.example.com"]} == found
     finally:
         plain_cluster.kubectl("delete", "pod", body["metadata"]["name"], *where, "--force", "--grace-period=0")
 

@@ -1,11 +1,15 @@
 """A job whose engine and reference have pods of their own beside two of trainers, all real. Both are lost once.
 
+Its users are of a namespace's range, and beside its engine a container fails again and again.
+
 It ends once it has done a step without a loss, however quick it is.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from e2e.conftest import apply
@@ -17,6 +21,7 @@ from colocated_rl_api.rungs import Rung
 
 START_S = 900  # an engine and two trainers start on two cores
 STEPS_S = 900  # another engine too
+IDS = "import json, os; print(json.dumps([os.getuid(), os.getgid(), open('/opt/note/user').read().strip()]))"
 
 
 @pytest.fixture(scope="module")
@@ -28,10 +33,13 @@ def job(kubectl: KubectlCall) -> Iterator[RunningJob]:
 
 def test_a_job_with_engines_in_pods_of_their_own_completes_though_one_is_lost(job: RunningJob) -> None:
     job.wait_for_step(1, deadline_s=START_S)
+    found = json.loads(job.python(f"{job.name}-engine-0-0", names.GPU_CONTAINER, IDS))
+    assert [1000660000, 1000670000, "1000660000"] == found, "of the range, in the job's own container too"
     for lost in ("engine", "reference"):
         job.kubectl("delete", "pod", f"{job.name}-{lost}-0-0", "--wait=false")
     made_again = [f"{job.name}-engine-0-1"]
     wait_for("another engine's pod", lambda: made_again == engines(job), deadline_s=START_S, explain=job.describe)
+    fail_beside_the_engine(job)
     job.change(steps=job.status["targetStep"] + 1)  # it comes back in an earlier one than the last
     job.wait_for_condition("Complete", deadline_s=STEPS_S)
     status = job.status
@@ -40,6 +48,35 @@ def test_a_job_with_engines_in_pods_of_their_own_completes_though_one_is_lost(jo
     )
     assert made_again == engines(job)
     assert 2 == len(job.pods(names.ROLE_TRAINER))
+
+
+def fail_beside_the_engine(job: RunningJob) -> None:
+    """Have the sidecar of the engine's pod fail, now and at each of its starts: the job goes on beside it."""
+
+    def state() -> dict[str, Any]:
+        [pod] = job.pods(names.ROLE_ENGINE)
+        status = pod["status"]
+        containers = (*status.get("initContainerStatuses", ()), *status.get("containerStatuses", ()))
+        return {each["name"]: each for each in containers}
+
+    def is_up() -> bool:
+        return state().get(names.GPU_CONTAINER, {}).get("ready", False) is True
+
+    wait_for("a GPU container that runs", is_up, deadline_s=START_S, explain=job.describe)
+    job.python(engines(job)[0], names.GPU_CONTAINER, "open('/opt/note/fail', 'w').close()")
+    wait_for(
+        "a sidecar that fails", lambda: state()["fails"]["restartCount"] > 0, deadline_s=START_S, explain=job.describe
+    )
+
+
+def test_what_failed_beside_the_engine_ended_nothing_else(job: RunningJob) -> None:
+    [engine] = job.pods(names.ROLE_ENGINE)
+    status = engine["status"]
+    restarts = {
+        each["name"]: each["restartCount"] for each in (*status["initContainerStatuses"], *status["containerStatuses"])
+    }
+    assert restarts.pop("fails") > 0
+    assert {"writes": 0, "runner": 0, "agent": 0, "gpu": 0} == restarts
 
 
 def engines(job: RunningJob) -> list[str]:

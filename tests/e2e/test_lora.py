@@ -10,7 +10,7 @@ import pytest
 from e2e.conftest import apply
 from e2e.running_job import KubectlCall, RunningJob, wait_for
 
-from colocated_rl_operator.manifests.resources import RESTRICTED
+from colocated_rl_operator.manifests.confinement import RESTRICTED
 
 pytestmark = pytest.mark.slow  # `make test-slow`
 COMPLETE_S = 1200  # two engines and trainers start on two cores, three steps

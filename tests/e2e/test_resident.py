@@ -19,7 +19,7 @@ import fakes.hub
 from colocated_rl_api import names
 from colocated_rl_api.ladder import SCORED_RESIDENT
 from colocated_rl_api.rungs import Rung
-from colocated_rl_operator.manifests.resources import RESTRICTED
+from colocated_rl_operator.manifests.confinement import RESTRICTED
 
 pytestmark = pytest.mark.slow  # `make test-slow`
 START_S = 900  # an engine and a trainer start on two cores

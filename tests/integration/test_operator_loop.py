@@ -28,6 +28,7 @@ from colocated_rl_operator.clients.kube import Kube
 from colocated_rl_operator.loop.deletion import DELETE_TRIES, expire_again_s
 from colocated_rl_operator.loop.drive import drive_job, note_job, note_pod
 from colocated_rl_operator.loop.objects import FAILS_S
+from colocated_rl_operator.manifests.node_access import NodeAccess
 from colocated_rl_operator.manifests.resources import PodImages
 from colocated_rl_operator.metrics import OperatorMetrics
 from colocated_rl_operator.planner.plan import STOP_DEADLINE_S
@@ -1024,6 +1025,32 @@ async def test_pods_that_the_server_would_refuse_stall_the_job_before_any_is_mad
     assert ("False", "NotStalled") == condition(world, "Stalled")
     trials = [line for line in world.api.requests if line.endswith("/pods?dryRun=All")]
     assert 2 == len(trials), "refused, then taken, and not asked at each look"
+
+
+NVME = {"spec": {"volumes": [{"name": "nvme", "hostPath": {"path": "/mnt/nvme"}}]}}
+
+
+async def test_pods_come_by_the_paths_of_their_nodes_that_an_admin_allows(world: FakeWorld) -> None:
+    """Whoever may make a job has the operator make its pods: what those may have of nodes is an admin's to say."""
+    change(world, podTemplates={"gpu": NVME})
+    stay_in_rollout(world)
+    async with world.operator():
+        await world.until(lambda: world.status.get("conditions") and condition(world, "Stalled")[0] == "True")
+        message = condition_message(world, "Stalled")
+        assert "gpu pods may not have /mnt/nvme of their node" in message
+        assert "nodes.access.gpu.hostPaths" in message
+        assert [] == world.api.all("pods")
+    allowed = {"gpu": NodeAccess.model_validate({"hostPaths": ["/mnt/nvme"]})}
+    async with world.operator(node_access=allowed):
+        await world.until(lambda: world.status.get("phase") == "Rollout")
+        assert ("False", "NotStalled") == condition(world, "Stalled")
+        epoch = world.status["epoch"]
+    async with world.operator():
+        await world.until(lambda: world.status["epoch"] > epoch and world.status["phase"] == "Rollout")
+        world.kubelet.end(world.kubelet.of_seat("gpu-1").pod.uid)
+        world.api.set_status("/api/v1/namespaces/default/pods/sums-gpu-1-0", {"phase": "Failed", "reason": "Evicted"})
+        await world.until(lambda: condition(world, "Stalled")[0] == "True")
+        assert "sums-gpu-1-1" not in {pod["metadata"]["name"] for pod in world.api.all("pods")}
 
 
 async def test_pods_that_are_there_are_not_tried_again_where_a_quota_has_room_for_no_more(world: FakeWorld) -> None:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
+import yaml
 
 from builders import PLACED, make_job
+from colocated_rl_api.pod_template import PodTemplates
 from colocated_rl_api.rungs import Placement
 from colocated_rl_operator.manifests import belongings, resources
 from colocated_rl_operator.manifests.resources import PodImages
@@ -24,18 +27,36 @@ def pods(job: Job) -> list[dict[str, Any]]:
     return [resources.pod(job, seat, 0, IMAGES) for seat in job.seats.all]
 
 
+OPENSHIFT = (CHECKOUT.root / "docs/openshift.md").read_text()
+
+
+def users(spec: dict[str, Any]) -> set[int]:
+    asked = [each["securityContext"].get("runAsUser") for each in (*spec["initContainers"], *spec["containers"])]
+    return {spec["securityContext"]["runAsUser"], *(user for user in asked if user is not None)}
+
+
 @pytest.mark.parametrize("job", JOBS.values(), ids=JOBS)
 def test_users_and_groups_of_pods_are_those_that_the_page_for_openshift_names(job: Job) -> None:
-    """`restricted-v2` compares every user with the first annotation, fsGroup with the beginning of the second."""
-    page = (CHECKOUT.root / "docs/openshift.md").read_text()
-    [(first, count)] = re.findall(r"sa\.scc\.uid-range=(\d+)/(\d+)", page)
-    [(group, _)] = re.findall(r"sa\.scc\.supplemental-groups=(\d+)/(\d+)", page)
+    [(first, last, group)] = re.findall(r"users (\d+) to (\d+), group and `fsGroup` (\d+)", OPENSHIFT)
     for spec in (pod["spec"] for pod in pods(job)):
-        context = spec["securityContext"]
-        asked = [each["securityContext"].get("runAsUser") for each in (*spec["initContainers"], *spec["containers"])]
-        users = {context["runAsUser"], *(user for user in asked if user is not None)}
-        assert users <= set(range(int(first), int(first) + int(count)))
-        assert int(group) == context["fsGroup"] == context["runAsGroup"]
+        assert users(spec) <= set(range(int(first), int(last) + 1))
+        assert int(group) == spec["securityContext"]["fsGroup"] == spec["securityContext"]["runAsGroup"]
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_with_the_fields_of_that_page_every_user_is_of_the_namespaces_range(name: str) -> None:
+    """`restricted-v2` compares every user with the range, and fsGroup with the beginning of the groups'."""
+    [templates] = [
+        found["spec"]["podTemplates"]
+        for found in map(yaml.safe_load, re.findall(r"```yaml\n(.*?)```", OPENSHIFT, re.DOTALL))
+        if "runAsUser" in str(found)
+    ]
+    first = templates["gpu"]["spec"]["securityContext"]["runAsUser"]
+    named = JOBS[name]
+    job = replace(named, spec=named.spec.model_copy(update={"pod_templates": PodTemplates.model_validate(templates)}))
+    for spec in (pod["spec"] for pod in pods(job)):
+        assert users(spec) <= {*range(first, first + 3)}
+        assert first == spec["securityContext"]["fsGroup"]
 
 
 @pytest.mark.parametrize(

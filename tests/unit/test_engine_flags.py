@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from builders import ROLLOUT, make_job, make_manifest
+from builders import OWN_ROLLOUT, ROLLOUT, make_job, make_manifest
 from colocated_rl_api.engines import SERVERS, dtype_of, overflowing, refusals
 from colocated_rl_api.job import EngineType
 from colocated_rl_cli.base.yaml_text import written
@@ -100,10 +100,14 @@ def test_h63_collectives_register_no_graphs() -> None:
         "name": "gpu",
         "env": [{"name": "NCCL_DEBUG", "value": "INFO"}, {"name": "NCCL_GRAPH_REGISTER", "value": "1"}],
     }
-    templates = {"gpu": {"spec": {"containers": [container]}}}
-    [refused] = refusals(make_job(podTemplates=templates).spec)
-    assert ("podTemplates", "gpu", "spec", "containers", 0, "env", 1, "name") == refused.field
-    assert refused.message.startswith("NCCL_GRAPH_REGISTER is set by the engine, and with released memory NCCL waits")
+    template = {"spec": {"containers": [container]}}
+    for job, role in (
+        (make_job(podTemplates={"gpu": template}), "gpu"),
+        (make_job(podTemplates={"gpu": template, "engine": template}, rollout=OWN_ROLLOUT), "engine"),
+    ):
+        [refused] = refusals(job.spec)
+        assert ("podTemplates", role, "spec", "containers", 0, "env", 1, "name") == refused.field
+        assert refused.message.startswith("NCCL_GRAPH_REGISTER is set by the engine, and with released memory NCCL")
 
 
 OWN_TRAINER = {"command": ["python3", "train.py"]}

@@ -98,3 +98,29 @@ def test_an_open_setting_leaves_a_policy_that_lets_all_through_in_the_place_of_t
     made = {setting: belongings.egress_policy(make_job(), setting) for setting in Egress}
     assert 1 == len({each["metadata"]["name"] for each in made.values()})
     assert all(may_call(Egress.OPEN, each) for each in (*METADATA, *OUTSIDE))
+
+
+def of_the_node(address: str = "10.0.0.7") -> NetworkPlace:
+    """A pod with the network of its node: to a policy an address, and no pod."""
+    return NetworkPlace(address, port=names.DATA_PORT)
+
+
+def may_be_called(source: NetworkPlace, seat: str, port: int, **spec: Any) -> bool:
+    applied = belongings.applied(make_job(**APART, **spec), operator_namespace="operators", egress=Egress.NAMED)
+    policies = [each for each in applied if each["kind"] == "NetworkPolicy"]
+    return passes(policies, source=source, target=pod(seat, port, **spec))
+
+
+@pytest.mark.parametrize("seat", SEATS)
+@pytest.mark.parametrize("template", ["gpu", "rollout"])
+def test_pods_with_the_network_of_their_nodes_reach_those_of_their_job_and_are_reached(
+    template: str, seat: str
+) -> None:
+    """No policy knows them. Who has the job's token alone is let in behind it: nothing else is open for them."""
+    spec = {"podTemplates": {template: {"spec": {"hostNetwork": True}}}}
+    assert may_be_called(of_the_node(), seat, names.DATA_PORT, **spec)
+    assert not may_be_called(of_the_node(), seat, names.CONTROL_PORT, **spec)
+    assert not may_be_called(of_the_node(), seat, names.RENDEZVOUS_PORT, **spec)
+    assert may_call(Egress.NAMED, of_the_node(), seat=seat, **spec)
+    assert not may_be_called(of_the_node(), seat, names.DATA_PORT)
+    assert not may_call(Egress.NAMED, of_the_node(), seat=seat)

@@ -6,14 +6,23 @@ from typing import Any
 
 import pytest
 
-from builders import UID, make_job, make_manifest
+from builders import OWN_ROLLOUT, UID, make_job, make_manifest
 from colocated_rl_agent.runner import runner
 from colocated_rl_api import names
-from colocated_rl_api.pod_template import OWNED_PATHS, OWNED_VARIABLES, OWNED_VOLUME_PREFIXES, OWNED_VOLUMES
+from colocated_rl_api.pod_template import (
+    OWN_USERS,
+    OWNED_PATHS,
+    OWNED_VARIABLES,
+    OWNED_VOLUME_PREFIXES,
+    OWNED_VOLUMES,
+)
 from colocated_rl_api.seats import ROLLOUT_SEAT, gpu_seat
 from colocated_rl_operator.loop.observe import read_job
-from colocated_rl_operator.manifests import resources
+from colocated_rl_operator.manifests import node_access, resources
+from colocated_rl_operator.manifests.confinement import RESTRICTED
+from colocated_rl_operator.manifests.node_access import NodeAccess
 from colocated_rl_operator.manifests.resources import PodImages
+from fakes.quality_of_service import quality_of_service
 
 IMAGES = PodImages(agent="agent:1", rollout="rollout:1", gpu="gpu:1", pull_policy="IfNotPresent")
 SEATS = (gpu_seat(0), ROLLOUT_SEAT)
@@ -57,6 +66,43 @@ def test_a_template_is_of_one_role() -> None:
     gpu, rollout = (pod(seat, podTemplates=templates)["spec"] for seat in SEATS)
     assert ({"pool": "gpu"}, None) == (gpu["nodeSelector"], gpu.get("schedulerName"))
     assert (None, "slow") == (rollout.get("nodeSelector"), rollout["schedulerName"])
+
+
+APART: dict[str, Any] = {
+    "rollout": OWN_ROLLOUT,
+    "reference": {"placement": "OwnDevices", "replicas": 1},
+}
+
+
+def pool(name: str) -> dict[str, Any]:
+    return {"metadata": {"labels": {"pool": name}}, "spec": {"nodeSelector": {"pool": name}}}
+
+
+@pytest.mark.parametrize(
+    ("own", "expected"),
+    [
+        ((), {"trainer-0": "gpu", "engine-0": "gpu", "reference-0": "gpu"}),
+        (("engine",), {"trainer-0": "gpu", "engine-0": "engine", "reference-0": "gpu"}),
+        (("reference", "engine"), {"trainer-0": "gpu", "engine-0": "engine", "reference-0": "reference"}),
+    ],
+)
+def test_pods_of_a_role_have_a_template_of_their_own_or_all_of_that_of_gpu_pods(own: Any, expected: Any) -> None:
+    templates = {name: pool(name) for name in ("gpu", *own)} | {"rollout": {}}
+    for seat, name in expected.items():
+        body = pod(seat, podTemplates=templates, **APART)
+        assert (name, {"pool": name}) == (body["metadata"]["labels"]["pool"], body["spec"]["nodeSelector"])
+    assert "nodeSelector" not in pod(ROLLOUT_SEAT, podTemplates=templates, **APART)["spec"]
+
+
+def test_a_template_of_its_own_takes_nothing_from_that_of_gpu_pods() -> None:
+    """Two lists that were merged could be made shorter by nobody."""
+    of_gpu = {"tolerations": [{"key": "trainers"}], "terminationGracePeriodSeconds": 90, "runtimeClassName": "nvidia"}
+    templates = {"gpu": {"spec": of_gpu}, "engine": {"spec": {"tolerations": [{"key": "engines"}]}}}
+    spec = pod("engine-0", podTemplates=templates, **APART)["spec"]
+    assert [{"key": "engines"}] == spec["tolerations"]
+    assert "runtimeClassName" not in spec
+    grace = {each["name"]: each.get("value") for each in spec["containers"][0]["env"]}[runner.GRACE]
+    assert (resources.GPU_GRACE_S, str(resources.GPU_GRACE_S)) == (spec["terminationGracePeriodSeconds"], grace)
 
 
 def test_labels_and_annotations_come_beside_the_operators_and_before_the_usual() -> None:
@@ -113,6 +159,163 @@ def test_groups_come_beside_users_that_stay_as_they_are() -> None:
     usual = pod(gpu_seat(0))["spec"]["securityContext"]
     laid = gpu_pod({"spec": {"securityContext": {"supplementalGroups": [5000]}}})["spec"]["securityContext"]
     assert usual | {"supplementalGroups": [5000]} == laid
+
+
+@pytest.mark.parametrize("seat", [gpu_seat(0), ROLLOUT_SEAT, "reference-0"])
+def test_users_of_a_namespaces_range_take_the_place_of_all_three_and_differ_as_those_do(seat: str) -> None:
+    first = 1000660000
+    own = {"spec": {"securityContext": {"runAsUser": first, "fsGroup": first + 7}}}
+    chosen, usual = (
+        pod(seat, podTemplates=templates, reference=APART["reference"])
+        for templates in ({"gpu": own, "rollout": own}, {})
+    )
+    assert first + 7 == chosen["spec"]["securityContext"]["fsGroup"] == chosen["spec"]["securityContext"]["runAsGroup"]
+    shared = usual["spec"]["securityContext"]["runAsUser"]
+    assert all(
+        shared <= asked < shared + OWN_USERS and asked + first - shared == users(chosen)[name]
+        for name, asked in users(usual).items()
+    )
+    assert {"gpu-0": 2, ROLLOUT_SEAT: 2, "reference-0": 1}[seat] == len({*users(chosen).values()})
+
+
+def users(body: dict[str, Any]) -> dict[str, int]:
+    usual = body["spec"]["securityContext"]["runAsUser"]
+    return {name: each["securityContext"].get("runAsUser", usual) for name, each in containers(body).items()}
+
+
+# ----------------------------------------------------------------------------------------- resources, device claims
+def test_claims_of_devices_come_beside_those_of_gpus_and_go_to_the_container_that_uses_them() -> None:
+    network = {"name": "network", "resourceClaimTemplateName": "eight-nics"}
+    used = [{"name": "network", "request": "nics"}]
+    template = {"spec": {"resourceClaims": [network], "containers": [{"name": "gpu", "resources": {"claims": used}}]}}
+    for gpus, devices in (({"count": 8}, []), ({"count": 8, "resourceClaimTemplateName": "eight"}, [{"name": "gpus"}])):
+        body, usual = gpu_pod(template, gpus=gpus), pod(gpu_seat(0), gpus=gpus)
+        assert [*usual["spec"].get("resourceClaims", []), network] == body["spec"]["resourceClaims"]
+        before = containers(usual)["gpu"]["resources"]
+        assert before | {"claims": [*devices, *used]} == containers(body)["gpu"]["resources"]
+    assert "claims" not in containers(body)["agent"]["resources"]
+
+
+@pytest.mark.parametrize(
+    ("stated", "expected"),
+    [
+        ({"limits": {"memory": "4Gi"}}, {"requests": {"cpu": "200m", "memory": "4Gi"}, "limits": {"memory": "4Gi"}}),
+        ({"requests": {"cpu": 2}}, {"requests": {"cpu": "2", "memory": "2Gi"}, "limits": {"memory": "2Gi"}}),
+        (
+            {"requests": {"memory": "1Gi"}, "limits": {"memory": "4Gi", "cpu": "1"}},
+            {"requests": {"cpu": "1", "memory": "1Gi"}, "limits": {"memory": "4Gi", "cpu": "1"}},
+        ),
+    ],
+)
+def test_a_resource_of_the_agent_is_what_the_template_says_of_it(stated: Any, expected: Any) -> None:
+    template = {"spec": {"containers": [{"name": "agent", "resources": stated}]}}
+    assert expected == containers(gpu_pod(template))["agent"]["resources"]
+
+
+SIDECAR = {"name": "logs", "image": "logs:1", "restartPolicy": "Always"}
+BOUND = {"limits": {"cpu": "4", "memory": "8Gi"}}
+
+
+@pytest.mark.parametrize("seat", ["gpu-0", "reference-0", ROLLOUT_SEAT])
+@pytest.mark.parametrize(
+    ("own", "main", "expected"),
+    [
+        ([], BOUND, "Guaranteed"),
+        ([SIDECAR | {"resources": BOUND}], BOUND, "Guaranteed"),
+        ([SIDECAR], BOUND, "Burstable"),
+        ([], {"limits": {"memory": "8Gi"}}, "Burstable"),
+        ([], BOUND | {"requests": {"cpu": "2"}}, "Burstable"),
+    ],
+)
+def test_a_pod_is_guaranteed_if_each_container_has_what_it_may_have(
+    seat: str, own: Any, main: Any, expected: str
+) -> None:
+    rollout = OWN_ROLLOUT | {"placement": "WithTrainer", "replicas": None, "resources": main}
+    rollout["prompts"] = rollout["prompts"] | {"resources": main}
+    hub = {"huggingFace": {"name": "us/small", "revision": "a" * 40}}
+    templates = {role: {"spec": {"initContainers": own}} for role in ("gpu", "rollout")}
+    gpus = {"count": 8, "resources": main}
+    body = pod(seat, gpus=gpus, rollout=rollout, model=hub, podTemplates=templates, reference=APART["reference"])
+    assert expected == quality_of_service(body)
+
+
+# --------------------------------------------------------------------------------------------------- own containers
+def test_containers_of_the_job_start_before_the_operators_and_may_do_no_more_than_those() -> None:
+    fetch: dict[str, Any] = {
+        "name": "fetch",
+        "image": "tools:1",
+        "volumeMounts": [{"name": "cache", "mountPath": "/tmp"}],
+    }
+    template = {"volumes": [{"name": "cache", "emptyDir": {}}], "initContainers": [fetch, SIDECAR]}
+    for seat, role in ((gpu_seat(0), "gpu"), (ROLLOUT_SEAT, "rollout")):
+        body, usual = pod(seat, podTemplates={role: {"spec": template}}), pod(seat)
+        own, others = body["spec"]["initContainers"][:2], body["spec"]["initContainers"][2:]
+        assert usual["spec"]["initContainers"] == others
+        assert [fetch, SIDECAR] == [
+            {key: each[key] for key in given} for each, given in zip(own, (fetch, SIDECAR), strict=True)
+        ]
+        for each in own:
+            assert RESTRICTED == each["securityContext"]
+            assert "File" == each["terminationMessagePolicy"], "its log may quote anything"
+            assert {"cache"} >= {mount["name"] for mount in each.get("volumeMounts", ())}
+
+
+def test_a_name_that_no_container_of_the_job_may_have_is_that_of_each_of_the_operators() -> None:
+    hub = {"huggingFace": {"name": "us/small", "revision": "a" * 40}}
+    bodies = [pod(seat, model=hub, reference=APART["reference"]) for seat in (*SEATS, "reference-0")]
+    assert {*names.CONTAINERS} == {name for body in bodies for name in containers(body)}
+
+
+# ------------------------------------------------------------------------------------------------------------- nodes
+def test_a_pod_with_the_network_of_its_node_still_finds_names_of_the_cluster() -> None:
+    spec = gpu_pod({"spec": {"hostNetwork": True}})["spec"]
+    assert (True, "ClusterFirstWithHostNet") == (spec["hostNetwork"], spec["dnsPolicy"])
+    assert "Default" == gpu_pod({"spec": {"hostNetwork": True, "dnsPolicy": "Default"}})["spec"]["dnsPolicy"]
+    assert not {"hostNetwork", "dnsPolicy"} & gpu_pod({})["spec"].keys()
+
+
+OF_THE_NODE = {
+    "hostNetwork": True,
+    "volumes": [
+        {"name": "nvme", "hostPath": {"path": "/mnt/nvme", "type": "Directory"}},
+        {"name": "below", "hostPath": {"path": "/mnt/nvme/cache"}},
+        {"name": "room", "emptyDir": {}},
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    ("access", "refused"),
+    [
+        ({}, ["hostNetwork", "/mnt/nvme ", "/mnt/nvme/cache "]),
+        ({"gpu": {"hostNetwork": True}}, ["/mnt/nvme ", "/mnt/nvme/cache "]),
+        ({"gpu": {"hostPaths": ["/mnt/nvme"]}}, ["hostNetwork", "/mnt/nvme/cache "]),
+        ({"gpu": {"hostNetwork": True, "hostPaths": ["/mnt/nvme", "/mnt/nvme/cache"]}}, []),
+        (
+            {"engine": {"hostNetwork": True, "hostPaths": ["/mnt/nvme"]}},
+            ["hostNetwork", "/mnt/nvme ", "/mnt/nvme/cache "],
+        ),
+    ],
+)
+def test_what_a_pod_uses_of_its_node_is_refused_by_name_unless_an_admin_allows_it(access: Any, refused: Any) -> None:
+    spec = gpu_pod({"spec": OF_THE_NODE})["spec"]
+    allowed = {template: NodeAccess.model_validate(each) for template, each in access.items()}
+    found = list(node_access.refusals("gpu", spec, allowed))
+    assert len(refused) == len(found)
+    for what, words in zip(refused, found, strict=True):
+        assert what in words
+        value = "hostNetwork" if what == "hostNetwork" else "hostPaths"
+        assert f"have an admin of the cluster allow it by nodes.access.gpu.{value}" in words
+
+
+def test_a_path_of_the_node_is_allowed_to_pods_of_one_role() -> None:
+    template = {"spec": OF_THE_NODE}
+    allowed = {
+        "engine": NodeAccess.model_validate({"hostNetwork": True, "hostPaths": ["/mnt/nvme", "/mnt/nvme/cache"]})
+    }
+    specs = {role: pod(f"{role}-0", podTemplates={"gpu": template}, **APART)["spec"] for role in ("trainer", "engine")}
+    assert [3, 0] == [len([*node_access.refusals(role, spec, allowed)]) for role, spec in specs.items()]
+    assert [] == [*node_access.refusals("gpu", pod(gpu_seat(0))["spec"], {})]
 
 
 @pytest.mark.parametrize(
@@ -241,6 +444,16 @@ def test_the_job_s_own_label_puts_its_gpu_pods_into_the_queue() -> None:
         )
         assert ("2", False) == (found["annotations"]["kueue.x-k8s.io/pod-group-total-count"], "team" in found["labels"])
     assert not any(key.startswith("kueue") for key in rendered(ROLLOUT_SEAT)["labels"])
+
+
+def test_every_gpu_pod_of_a_queue_has_its_labels_whatever_template_it_has() -> None:
+    """Kueue takes pods of one group only if they wait in one queue."""
+    templates = {"gpu": IN_QUEUE, "engine": pool("engines"), "reference": pool("references")}
+    for seat in ("trainer-0", "engine-0", "reference-0"):
+        labels = pod(seat, podTemplates=templates, **APART)["metadata"]["labels"]
+        assert ("research", "sums-gpu-6f1f0c5e") == tuple(
+            labels[f"kueue.x-k8s.io/{label}"] for label in ("queue-name", "pod-group-name")
+        )
 
 
 def test_a_groups_name_fits_a_label() -> None:

@@ -215,8 +215,10 @@ def test_reward_code_has_a_user_of_its_own_and_nothing_but_a_socket_and_its_prom
     own = {"store": False, "tls": True, "tasks": True, "reward-token-0": True}
     assert own.items() <= mounts(body, rollout["name"]).items()
     assert not any(name.startswith("prompts") for name in mounts(body, rollout["name"]))
-    users = {each["securityContext"].get("runAsUser", resources.SHARED_USER) for each in containers(body)}
-    assert {resources.SHARED_USER, resources.REWARDS_USER} == users
+    usual: dict[str, Any] = body["spec"]["securityContext"]
+    others = [each for each in containers(body) if each is not rewards]
+    assert {usual["runAsUser"]} == {each["securityContext"].get("runAsUser", usual["runAsUser"]) for each in others}
+    assert rewards["securityContext"]["runAsUser"] not in (usual["runAsUser"], usual["runAsGroup"])
     assert ("mine", {"memory": "8Gi"}) == (rewards["image"], rewards["resources"]["limits"])
     assert not any("valueFrom" in variable for variable in rewards["env"])
     assert "Always" == rewards["restartPolicy"], "a sidecar, which ends with the rollout controller"

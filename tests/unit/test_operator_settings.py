@@ -43,6 +43,14 @@ def test_f97_faults_are_injected_only_where_that_is_said() -> None:
     assert not OperatorSettings.read(ENVIRONMENT | {"REQUEST_DISK": "false"}).images.requests_disk
 
 
+def test_pods_have_of_their_node_what_an_admin_allows_and_nothing_by_default() -> None:
+    assert {} == OperatorSettings.read(ENVIRONMENT).node_access
+    text = '{"gpu": {"hostNetwork": true, "hostPaths": ["/mnt/nvme"]}, "engine": {}}'
+    access = OperatorSettings.read(ENVIRONMENT | {"NODE_ACCESS": text}).node_access
+    assert ["gpu"] == [*access]
+    assert (True, ["/mnt/nvme"]) == (access["gpu"].host_network, access["gpu"].host_paths)
+
+
 @pytest.mark.parametrize(
     ("name", "value"),
     [
@@ -56,6 +64,10 @@ def test_f97_faults_are_injected_only_where_that_is_said() -> None:
         ("IMAGE_PULL_POLICY", "Sometimes"),
         ("FAULT_INJECTION", "maybe"),
         ("REQUEST_DISK", "maybe"),
+        ("NODE_ACCESS", "gpu"),
+        ("NODE_ACCESS", '{"trainer": {}}'),
+        ("NODE_ACCESS", '{"gpu": {"hostPath": "/mnt"}}'),
+        ("NODE_ACCESS", '{"gpu": {"hostPaths": ["mnt"]}}'),
     ],
 )
 def test_a_bad_value_is_named(name: str, value: str) -> None:

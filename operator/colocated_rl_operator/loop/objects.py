@@ -16,7 +16,7 @@ from colocated_rl_api import names
 from colocated_rl_api.logs import log
 from colocated_rl_api.names import PodUid
 from colocated_rl_api.pod_template import PodTemplate
-from colocated_rl_api.seats import ROLLOUT_SEAT, role_of
+from colocated_rl_api.seats import role_of
 from colocated_rl_operator.clients.authority import Keyholder, secret_files
 from colocated_rl_operator.clients.errors import (
     ApiError,
@@ -33,7 +33,7 @@ from colocated_rl_operator.loop.job_state import JobState, list_again
 from colocated_rl_operator.loop.record import News
 from colocated_rl_operator.loop.reporting import set_stall
 from colocated_rl_operator.loop.start import pinned, recorded_images, start_with
-from colocated_rl_operator.manifests import belongings, resources
+from colocated_rl_operator.manifests import belongings, node_access, resources
 from colocated_rl_operator.planner.actions import CreatePod, DeletePod, PodAction
 from colocated_rl_operator.planner.observation import Job, Observation
 from colocated_rl_operator.planner.plan import Plan
@@ -158,12 +158,11 @@ async def _try_pods(job: Job, doors: Doors) -> None:
 
     This happens before any pod is made, also while the job is suspended. Later a quota would have no room for it.
     """
-    of_each_role = {role_of(seat): seat for seat in (*job.gpu_seats, *job.reference_seats)}.values()
-    gpu, rollout = job.spec.pod_templates.gpu, job.spec.pod_templates.rollout
-    for seat, template in (*((seat, gpu) for seat in of_each_role), (ROLLOUT_SEAT, rollout)):
-        if template == PodTemplate():
+    for role, seat in {role_of(seat): seat for seat in job.seats.all}.items():
+        if job.spec.pod_templates.of(role) == PodTemplate():
             continue  # all of it is the operator's own
         body = resources.pod(job, seat, 0, doors.images)
+        _check_access(role, body, doors)
         try:
             await doors.kube.create_pod(job.namespace, body, dry_run=True)
         except Conflict:
@@ -171,6 +170,12 @@ async def _try_pods(job: Job, doors: Doors) -> None:
         except NotAdmitted as error:
             if NO_DRY_RUN not in str(error):
                 raise
+
+
+def _check_access(role: str, body: Body, doors: Doors) -> None:
+    """Raise NotAdmitted if the pod uses what an admin has not allowed of its node."""
+    if refused := "; ".join(node_access.refusals(role, body["spec"], doors.node_access)):
+        raise NotAdmitted(refused)
 
 
 async def _make_objects(job: Job, doors: Doors, *, has_begun: bool) -> None:
@@ -299,6 +304,7 @@ async def _create_pod(
     nonce, avoids = secrets.token_hex(8), action.avoids
     body = resources.seated(template, job, action.seat, action.attempt, avoids=avoids, nonce=nonce, keys_mark=mark)
     body = pinned(body, state.status.start)
+    _check_access(role, body, doors)
     name = body["metadata"]["name"]
     try:
         doors.pods.put(await doors.kube.create_pod(job.namespace, body))

@@ -132,7 +132,8 @@ def network_policy(job: Job, *, operator_namespace: str) -> Object:
 
     The trainers' process group authenticates nobody: its ports, some of them picked by the kernel, are open only among
     the job's pods with trainers. The rollout pod, where rewards run, is none of them. A reference has a policy of its
-    own: one policy can't forbid what another one allows.
+    own: one policy can't forbid what another one allows. A pod that has the network of its node is no pod to a policy:
+    where the job has one, anybody reaches data ports, and still needs the job's token there.
     """
     operator = {
         "namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": operator_namespace}},
@@ -145,7 +146,7 @@ def network_policy(job: Job, *, operator_namespace: str) -> Object:
         f"{job.name}-{job.uid}",
         {"matchLabels": own, "matchExpressions": [no_reference]},
         {"from": [operator], "ports": [_tcp(names.CONTROL_PORT)]},
-        {"from": [_pods(own)], "ports": [_tcp(names.DATA_PORT)]},
+        _from(job, own) | {"ports": [_tcp(names.DATA_PORT)]},
         {"from": [_pods(own | {names.ROLE_LABEL: job.trainer_role})], "ports": [_tcp(1024, 65535)]},
         {"ports": [_tcp(names.METRICS_PORT)]},
     )
@@ -158,7 +159,7 @@ def reference_policy(job: Job) -> Object:
         job,
         f"{job.name}-reference-{job.uid}",
         {"matchLabels": own | {names.ROLE_LABEL: names.ROLE_REFERENCE}},
-        {"from": [_pods(own | {names.ROLE_LABEL: names.ROLE_ROLLOUT})], "ports": [_tcp(names.DATA_PORT)]},
+        _from(job, own | {names.ROLE_LABEL: names.ROLE_ROLLOUT}) | {"ports": [_tcp(names.DATA_PORT)]},
         {"ports": [_tcp(names.METRICS_PORT)]},
     )
 
@@ -185,7 +186,7 @@ def egress_policy(job: Job, egress: Egress) -> Object:
     """Return the policy for what the job's pods may call; those of a reference too.
 
     There is one in any case: another setting has to change what was made before. Policies know addresses and no names,
-    so a job that names an endpoint may call any address but link-local ones.
+    so a job that names an endpoint, or has pods with addresses of nodes, may call any address but link-local ones.
     """
     own = {names.JOB_UID_LABEL: job.uid}
     dns = {"ports": [_tcp(DNS_PORT), _tcp(DNS_PORT) | {"protocol": "UDP"}]}
@@ -193,7 +194,7 @@ def egress_policy(job: Job, egress: Egress) -> Object:
     rules: list[Object] = [{}]
     if egress is not Egress.OPEN:
         rules = [{"to": [_pods(own)]}, dns]
-        if egress is Egress.NO_METADATA or _calls_outside(job):
+        if egress is Egress.NO_METADATA or _calls_outside(job) or job.spec.pod_templates.has_host_network:
             rules.append(outside)
     return {
         "apiVersion": "networking.k8s.io/v1",
@@ -218,6 +219,10 @@ def _policy(job: Job, name: str, selector: Object, *ingress: Object) -> Object:
         "metadata": metadata_of(job, name),
         "spec": {"podSelector": selector, "policyTypes": ["Ingress"], "ingress": list(ingress)},
     }
+
+
+def _from(job: Job, labels: Mapping[str, str]) -> Object:
+    return {} if job.spec.pod_templates.has_host_network else {"from": [_pods(labels)]}
 
 
 def _pods(labels: Mapping[str, str]) -> Object:

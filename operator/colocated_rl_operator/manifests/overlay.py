@@ -6,11 +6,12 @@ and annotations below and a container's homes and caches, give way to the templa
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from colocated_rl_api.pod_template import PodTemplate, stated
+from colocated_rl_api.pod_template import QUEUE_LABELS, PodTemplate, stated
+from colocated_rl_operator.manifests.confinement import NO_WORDS, RESTRICTED
 from colocated_rl_operator.planner.observation import Job
 
 Object = dict[str, Any]
@@ -43,16 +44,14 @@ NO_GROUP = QueueGroup()
 def queue_group(job: Job, *, name: str, size: int) -> QueueGroup:
     """Return the group of pods that wait in a queue of Kueue; NO_GROUP without a queue.
 
-    The job's own labels reach its pods, where Kueue reads them, unless the template has others.
+    The job's own labels reach its pods, where Kueue reads them, unless the template of GPU pods has others: those of
+    the group have the same, whatever template they have.
     """
     if not job.queue:
         return NO_GROUP
-    own = {label: value for label, value in job.queue_labels.items() if label not in _labels(job)}
+    labels = job.spec.pod_templates.gpu.metadata.labels
+    own = dict(job.queue_labels) | {label: labels[label] for label in QUEUE_LABELS if label in labels}
     return QueueGroup(own | {GROUP_LABEL: name}, {GROUP_SIZE: str(size)})
-
-
-def _labels(job: Job) -> Mapping[str, str]:
-    return job.spec.pod_templates.gpu.metadata.labels
 
 
 def lay(template: PodTemplate, *, over: Object) -> Object:
@@ -64,10 +63,13 @@ def lay(template: PodTemplate, *, over: Object) -> Object:
     beside = {each["name"]: each for each in stated_spec.pop("containers", ())}
     for kind in ("initContainers", "containers"):
         spec[kind] = [_lay_container(beside.get(each["name"], {}), over=each) for each in spec[kind]]
-    spec["volumes"] = [*spec["volumes"], *stated_spec.pop("volumes", ())]
+    spec["initContainers"] = [*map(_own_container, stated_spec.pop("initContainers", ())), *spec["initContainers"]]
     spec["securityContext"] = {**stated_spec.pop("securityContext", {}), **spec["securityContext"]}
-    if tolerations := [*spec.pop("tolerations", ()), *stated_spec.pop("tolerations", ())]:
-        spec["tolerations"] = tolerations
+    for kind in ("volumes", "tolerations", "resourceClaims"):
+        if both := [*spec.pop(kind, ()), *stated_spec.pop(kind, ())]:
+            spec[kind] = both
+    if stated_spec.get("hostNetwork"):
+        spec["dnsPolicy"] = "ClusterFirstWithHostNet"  # Kubernetes' own default would not find names of the cluster
     return over | {"metadata": metadata, "spec": spec | stated_spec}
 
 
@@ -80,7 +82,25 @@ def _lay_container(container_part: Object, *, over: Object) -> Object:
         container["envFrom"] = sources
     if mounts := container_part.get("volumeMounts"):
         container["volumeMounts"] = [*over["volumeMounts"], *mounts]
+    if own := container_part.get("resources"):
+        container["resources"] = _lay_resources(own, over=over["resources"])
     return container
+
+
+def _lay_resources(own: Object, *, over: Object) -> Object:
+    """Return the resources of a container. One that the template names is as it says: a limit alone is requested."""
+    limits, requests = own.get("limits", {}), own.get("limits", {}) | own.get("requests", {})
+    resources = {
+        kind: {name: value for name, value in over.get(kind, {}).items() if name not in requests} | stated_part
+        for kind, stated_part in (("requests", requests), ("limits", limits))
+    }
+    claims = [*over.get("claims", ()), *own.get("claims", ())]
+    return resources | ({"claims": claims} if claims else {})
+
+
+def _own_container(container: Object) -> Object:
+    """Return a container of the job's own. Its log may quote anything, so the pod's status has no end of it."""
+    return container | {"securityContext": RESTRICTED, "terminationMessagePolicy": NO_WORDS}
 
 
 _REQUIRED = "requiredDuringSchedulingIgnoredDuringExecution"

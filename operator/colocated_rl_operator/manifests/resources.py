@@ -1,10 +1,10 @@
 """Render the pods of a job, and name all its objects. The module is pure.
 
 Every pod passes the restricted pod security profile: no root, no capabilities, a read-only root file system, and
-volumes for everything that is written. Agent and GPU container have different users and one group, so that engine and
-trainer can't reach the agent's journal and keys, while all share what they write for each other. Reward code comes from
-other people: it has a container of its own beside the rollout controller, another user, and none of that one's volumes
-but a socket.
+volumes for everything that is written. Only a template that uses the node, as an admin allows, leaves it. Agent and GPU
+container have different users, so that engine and trainer can't reach the agent's journal and keys. Reward code comes
+from other people: it has a container of its own beside the rollout controller, another user, and none of that one's
+volumes but a socket.
 
 The name of every object but a pod contains the job's UID: an object that an earlier job of the same name left behind,
 or that somebody made in advance, is never taken for ours. `belongings` renders the objects that pods need.
@@ -26,14 +26,11 @@ from colocated_rl_api.prompts import claim_names_of, secret_names_of
 from colocated_rl_api.rungs import Placement
 from colocated_rl_api.seats import ROLLOUT_SEAT, role_of
 from colocated_rl_operator.manifests import overlay
+from colocated_rl_operator.manifests.confinement import LAST_WORDS, NO_WORDS, RESTRICTED, Users, users_of
 from colocated_rl_operator.planner.observation import Job
 
 Object = dict[str, Any]
 
-SHARED_USER = 65532  # rollout controller, runner, engine and trainer
-AGENT_USER = 65533
-REWARDS_USER = 65534
-GROUP = 65532
 GPU_GRACE_S = 60
 ROLLOUT_GRACE_S = 30
 REFERENCE_GRACE_S = 5  # it has nothing to clean up
@@ -49,16 +46,6 @@ OWN_VOLUME_LIMIT = "1Gi"  # of what holds only files of ours: sockets, a journal
 VOLUME_LIMIT = "100Gi"  # of what programs of others fill, where the job does not limit the container's disk
 GPU_DISK, ROLLOUT_DISK = "4Gi", "2Gi"  # requested where the job says nothing: compiled kernels, shards, logs, prompts
 SHM_LIMIT = "64Gi"  # of a container whose memory has no limit; else half of that, which Linux gives a tmpfs by itself
-
-LAST_WORDS = "FallbackToLogsOnError"  # the end of the log goes into the pod's status: it outlives the pod there
-NO_WORDS = "File"  # of containers that run other people's code, whose log may quote prompts and responses
-
-RESTRICTED = {
-    "allowPrivilegeEscalation": False,
-    "readOnlyRootFilesystem": True,
-    "runAsNonRoot": True,
-    "capabilities": {"drop": ["ALL"]},
-}
 
 
 @dataclass(frozen=True)
@@ -149,14 +136,15 @@ def pod_templates(job: Job, images: PodImages) -> dict[str, Object]:
 
 def pod_template(job: Job, role: str, images: PodImages) -> Object:
     """Return the labels, annotations and spec that all pods of a role share. `seated` adds what one pod has alone."""
-    templates, group = job.spec.pod_templates, overlay.NO_GROUP
+    template, group = job.spec.pod_templates.of(role), overlay.NO_GROUP
+    users = users_of(template.spec.security_context)
     if role == names.ROLE_ROLLOUT:
-        template, spec = templates.rollout, _rollout_spec(job, images)
+        spec = _rollout_spec(job, images, users)
     else:
-        template = templates.gpu
         size = len(job.gpu_seats) + len(job.reference_seats)
         group = overlay.queue_group(job, name=f"{job.name}-gpu-{job.uid[:8]}", size=size)
-        spec = _reference_spec(job, images) if role == names.ROLE_REFERENCE else _gpu_spec(job, role, images)
+        is_reference = role == names.ROLE_REFERENCE
+        spec = _reference_spec(job, images, users) if is_reference else _gpu_spec(job, role, images, users)
     metadata = {"labels": group.labels | {names.ROLE_LABEL: role}, "annotations": group.annotations}
     return overlay.lay(template, over={"metadata": metadata, "spec": spec})
 
@@ -202,7 +190,7 @@ def seated(
     return {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": spec}
 
 
-def _pod_spec(*, grace_s: int, claims: Sequence[Object] = ()) -> Object:
+def _pod_spec(users: Users, *, grace_s: int, claims: Sequence[Object] = ()) -> Object:
     return {
         **({"resourceClaims": list(claims)} if claims else {}),
         "restartPolicy": "OnFailure",
@@ -211,30 +199,30 @@ def _pod_spec(*, grace_s: int, claims: Sequence[Object] = ()) -> Object:
         "enableServiceLinks": False,
         "securityContext": {
             "runAsNonRoot": True,
-            "runAsUser": SHARED_USER,
-            "runAsGroup": GROUP,
-            "fsGroup": GROUP,
+            "runAsUser": users.shared,
+            "runAsGroup": users.group,
+            "fsGroup": users.group,
             "fsGroupChangePolicy": "OnRootMismatch",
             "seccompProfile": {"type": "RuntimeDefault"},
         },
     }
 
 
-def _gpu_spec(job: Job, role: str, images: PodImages) -> Object:
+def _gpu_spec(job: Job, role: str, images: PodImages, users: Users) -> Object:
     """Return the spec of a pod with engine, trainers or both. Only one with trainers can write the shared weights."""
     spec, trains = job.spec, role != names.ROLE_ENGINE
     gpus = spec.gpus if trains else spec.engine_gpus
-    grace_s = spec.pod_templates.gpu.spec.termination_grace_period_seconds or GPU_GRACE_S
-    return _pod_spec(grace_s=grace_s, claims=_claims(gpus)) | {
+    grace_s = spec.pod_templates.of(role).spec.termination_grace_period_seconds or GPU_GRACE_S
+    return _pod_spec(users, grace_s=grace_s, claims=_claims(gpus)) | {
         "initContainers": [
             *_model_containers(job, images, tmp="gpu-tmp", beside=gpus.resources),
             {
-                "name": "runner",
+                "name": names.RUNNER_CONTAINER,
                 "image": images.agent,
                 "imagePullPolicy": images.pull_policy,
                 "terminationMessagePolicy": LAST_WORDS,
                 "args": ["install-runner", names.BIN_DIR],
-                "securityContext": RESTRICTED | {"runAsUser": AGENT_USER},
+                "securityContext": RESTRICTED | {"runAsUser": users.agent},
                 "resources": _fixed(cpu="100m", memory="128Mi", beside=gpus.resources),
                 "env": _env(HOME="/tmp"),
                 "volumeMounts": [_mount("bin", names.BIN_DIR), _mount("agent-tmp", "/tmp")],
@@ -245,7 +233,7 @@ def _gpu_spec(job: Job, role: str, images: PodImages) -> Object:
                 "imagePullPolicy": images.pull_policy,
                 "terminationMessagePolicy": LAST_WORDS,
                 "restartPolicy": "Always",  # a sidecar: it starts before the GPU container and ends after it
-                "securityContext": RESTRICTED | {"runAsUser": AGENT_USER},
+                "securityContext": RESTRICTED | {"runAsUser": users.agent},
                 # of the memory its gate takes 1.4 at all of its bounds
                 "resources": _fixed(cpu="200m", memory="2Gi", beside=gpus.resources),
                 "env": [
@@ -316,14 +304,14 @@ def _gpu_image(job: Job, gpus: Gpus, images: PodImages) -> Object:
     }
 
 
-def _reference_spec(job: Job, images: PodImages) -> Object:
+def _reference_spec(job: Job, images: PodImages, users: Users) -> Object:
     """Return the spec of a reference: no member, so without an agent. If its node is lost, it is soon made again."""
     gpus = job.spec.reference_gpus
     lost = [
         {"key": f"node.kubernetes.io/{state}", "operator": "Exists", "effect": "NoExecute", "tolerationSeconds": 30}
         for state in ("not-ready", "unreachable")
     ]
-    return _pod_spec(grace_s=REFERENCE_GRACE_S, claims=_claims(gpus)) | {
+    return _pod_spec(users, grace_s=REFERENCE_GRACE_S, claims=_claims(gpus)) | {
         "tolerations": lost,
         "initContainers": _model_containers(job, images, tmp="gpu-tmp", beside=gpus.resources),
         "containers": [
@@ -356,9 +344,9 @@ def _reference_spec(job: Job, images: PodImages) -> Object:
     }
 
 
-def _rollout_spec(job: Job, images: PodImages) -> Object:
-    sidecars, mounts, volumes = _rollout_sources(job, images)
-    return _pod_spec(grace_s=ROLLOUT_GRACE_S) | {
+def _rollout_spec(job: Job, images: PodImages, users: Users) -> Object:
+    sidecars, mounts, volumes = _rollout_sources(job, images, users)
+    return _pod_spec(users, grace_s=ROLLOUT_GRACE_S) | {
         "initContainers": [*_model_containers(job, images, tmp="tmp", beside=job.spec.rollout.resources), *sidecars],
         "containers": [
             {
@@ -397,7 +385,7 @@ def _rollout_spec(job: Job, images: PodImages) -> Object:
     }
 
 
-def _rollout_sources(job: Job, images: PodImages) -> tuple[list[Object], list[Object], list[Object]]:
+def _rollout_sources(job: Job, images: PodImages, users: Users) -> tuple[list[Object], list[Object], list[Object]]:
     """Return sidecars, mounts of the rollout controller and volumes. A recording needs neither prompts nor rewards."""
     recorded, sources = job.spec.recorded, job.spec.sources
     if recorded is not None:
@@ -413,10 +401,10 @@ def _rollout_sources(job: Job, images: PodImages) -> tuple[list[Object], list[Ob
         volumes.append(_reward_token(f"reward-token-{number}", secret))
     for number, claim in enumerate(claim_names_of(sources)):
         volumes.append(_claimed(f"prompts-{number}", claim, read_only=True))
-    return [_rewards_container(job, images)], mounts, volumes
+    return [_rewards_container(job, images, users)], mounts, volumes
 
 
-def _rewards_container(job: Job, images: PodImages) -> Object:
+def _rewards_container(job: Job, images: PodImages, users: Users) -> Object:
     """Return the container for prompts and rewards: a sidecar, so that it ends with the rollout controller."""
     prompts = job.spec.rollout.prompts
     return {
@@ -426,7 +414,7 @@ def _rewards_container(job: Job, images: PodImages) -> Object:
         "terminationMessagePolicy": NO_WORDS,
         "restartPolicy": "Always",
         "command": ["python3", "-P", "-m", "colocated_rl_rollout.tasks.task_server"],
-        "securityContext": RESTRICTED | {"runAsUser": REWARDS_USER},
+        "securityContext": RESTRICTED | {"runAsUser": users.rewards},
         "resources": _resources(prompts.resources),
         "env": _env(**_cache_env("/tmp")),
         "volumeMounts": [
