@@ -357,10 +357,8 @@ class PodSecurity(Part):
     )
 
 
-class PodSpec(Part):
-    """The part of a pod's spec that is the job's to say."""
-
-    RULES = (_mounted("containers"), _mounted("initContainers"))
+class PodDefaults(Part):
+    """The part of a pod's spec that an admin may say for all jobs: where it runs, and as whom."""
 
     node_selector: Labels = Field(default_factory=dict, description="Labels of the nodes on which the pod may run.")
     tolerations: list[Toleration] = Field(default_factory=list, max_length=32, description="Taints it may stand on.")
@@ -380,6 +378,12 @@ class PodSpec(Part):
     image_pull_secrets: list[PullSecret] = Field(
         default_factory=list, max_length=16, description="Logins of registries for the pod's images."
     )
+
+
+class PodSpec(PodDefaults):
+    """The part of a pod's spec that is the job's to say."""
+
+    RULES = (_mounted("containers"), _mounted("initContainers"))
 
     host_network: bool = Field(
         default=False, description="Whether it has the network of its node, where an admin allows that."
@@ -403,6 +407,11 @@ class PodSpec(Part):
     containers: list[ContainerTemplate] = Field(
         default_factory=list, max_length=4, description="Variables, mounts and claims of the operator's, by name."
     )
+
+    def with_defaults(self, usual: PodDefaults) -> PodSpec:
+        """Return the spec with the fields of `usual` that it says nothing of. A list or a map counts as a whole."""
+        said, unsaid = (part.model_dump(exclude_defaults=True) for part in (self, usual))
+        return self.model_copy(update={name: getattr(usual, name) for name in unsaid if name not in said})
 
 
 class PodTemplate(Part):

@@ -10,6 +10,7 @@
 | FAULT_INJECTION | whether agents take faults that a person injects: true or false | false |
 | JOB_EGRESS | what pods of jobs may call, by NetworkPolicies: Open, NoMetadata or Named | NoMetadata |
 | NODE_ACCESS | what pods of jobs may have of their node, by template, in JSON: `NodeAccess` | {} |
+| POD_DEFAULTS | what pods have where their job's template says nothing, by template, in JSON: `PodDefaults` | {} |
 | LEASE_NAME | the Lease that its replicas compete for | colocated-rl-operator |
 | LEASE_DURATION_S, LEASE_RENEW_DEADLINE_S, LEASE_RETRY_S | seconds | 15, 10, 2 |
 | KEYS_CHECK_S | seconds between two looks at the Secrets of its keys and at the certificates of members | 60 |
@@ -29,6 +30,7 @@ from typing import Literal, TypeVar
 from pydantic import TypeAdapter, ValidationError
 
 from colocated_rl_api.parts import Part
+from colocated_rl_api.pod_template import PodDefaults
 from colocated_rl_operator.clients.errors import BadSetting
 from colocated_rl_operator.manifests.belongings import Egress
 from colocated_rl_operator.manifests.node_access import NodeAccess
@@ -92,6 +94,7 @@ class OperatorSettings:
                 pull_policy=read.choice("IMAGE_PULL_POLICY", "IfNotPresent", PULL_POLICIES),
                 takes_faults=read.choice("FAULT_INJECTION", "false", ("true", "false")) == "true",
                 requests_disk=read.choice("REQUEST_DISK", "true", ("true", "false")) == "true",
+                defaults=read.by_template("POD_DEFAULTS", PodDefaults),
             ),
             watch_namespaces=read.several("WATCH_NAMESPACES"),
             node_signs=NodeSigns(

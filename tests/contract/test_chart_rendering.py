@@ -106,6 +106,8 @@ def test_values_reach_the_operator() -> None:
     allowed = {template: (each.host_network, each.host_paths) for template, each in settings.node_access.items()}
     of_gpu, of_rollout = (True, ["/mnt/nvme", "/mnt/models"]), (False, ["/mnt/rows"])
     assert {"gpu": of_gpu, "rollout": of_rollout} == allowed
+    assert ["gpu"] == [*settings.images.defaults]
+    assert 1000660000 == settings.images.defaults["gpu"].security_context.run_as_user, "a whole number still"
 
 
 def test_lease_and_authority_are_the_ones_that_the_role_names() -> None:
@@ -160,6 +162,7 @@ def test_job_network_policies_recognize_the_operator() -> None:
         ("resources.limit.memory=1Gi", "limit"),
         ("runAsUser=0", "/runAsUser"),
         ("nodes.access.trainer.hostNetwork=true", "trainer"),
+        ("podDefaults.trainer.priorityClassName=low", "trainer"),
         ("nodes.access.gpu.hostPaths[0]=mnt", "/nodes/access/gpu/hostPaths/0"),
         ("serviceAccount.name=rl_operator", "/serviceAccount/name"),
         ("crds.install=yes-please", "/crds/install"),

@@ -22,6 +22,7 @@ from builders import PLACED, RESIDENT_ROLLOUT, make_manifest
 from colocated_rl_api import names
 from colocated_rl_api.ladder import RESIDENT
 from colocated_rl_api.member_wire import Goal, PodTarget, RolloutTarget
+from colocated_rl_api.pod_template import PodDefaults
 from colocated_rl_api.rungs import Placement, Rung
 from colocated_rl_operator.clients.errors import ApiUnreachable
 from colocated_rl_operator.clients.kube import Kube
@@ -1025,6 +1026,17 @@ async def test_pods_that_the_server_would_refuse_stall_the_job_before_any_is_mad
     assert ("False", "NotStalled") == condition(world, "Stalled")
     trials = [line for line in world.api.requests if line.endswith("/pods?dryRun=All")]
     assert 2 == len(trials), "refused, then taken, and not asked at each look"
+
+
+async def test_defaults_of_an_admin_are_tried_before_any_pod_is_made(world: FakeWorld) -> None:
+    """The job's own templates are empty, and what they are laid over is the server's to judge as well."""
+    world.api.refused_trial = lambda pod: f"no PriorityClass with name {pod['spec'].get('priorityClassName')} was found"
+    defaults = {"rollout": PodDefaults(priority_class_name="nobody-knows")}
+    images = PodImages(agent="agent", rollout="rollout", gpu="gpu", pull_policy="IfNotPresent", defaults=defaults)
+    async with world.operator(images=images):
+        await world.until(lambda: world.status.get("conditions") and condition(world, "Stalled")[0] == "True")
+        assert "no PriorityClass with name" in condition_message(world, "Stalled")
+        assert [] == world.api.all("pods")
 
 
 NVME = {"spec": {"volumes": [{"name": "nvme", "hostPath": {"path": "/mnt/nvme"}}]}}

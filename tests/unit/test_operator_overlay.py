@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,6 +16,8 @@ from colocated_rl_api.pod_template import (
     OWNED_VARIABLES,
     OWNED_VOLUME_PREFIXES,
     OWNED_VOLUMES,
+    PodDefaults,
+    PodSpec,
 )
 from colocated_rl_api.seats import ROLLOUT_SEAT, gpu_seat
 from colocated_rl_operator.loop.observe import read_job
@@ -103,6 +106,27 @@ def test_a_template_of_its_own_takes_nothing_from_that_of_gpu_pods() -> None:
     assert "runtimeClassName" not in spec
     grace = {each["name"]: each.get("value") for each in spec["containers"][0]["env"]}[runner.GRACE]
     assert (resources.GPU_GRACE_S, str(resources.GPU_GRACE_S)) == (spec["terminationGracePeriodSeconds"], grace)
+
+
+def test_what_a_template_says_nothing_of_is_as_an_admin_says_for_all_jobs() -> None:
+    """A field counts as a whole: in a merge of lists, nobody could take one of an admin's items away."""
+    usual = {"tolerations": [{"key": "gpu"}], "priorityClassName": "low", "securityContext": {"runAsUser": 7000}}
+    images = replace(IMAGES, defaults={"gpu": PodDefaults.model_validate(usual)})
+    own = {"gpu": {"spec": {"tolerations": [{"key": "mine"}], "nodeSelector": {"pool": "a"}}}}
+    laid, plain, rollout = (
+        resources.pod(make_job(podTemplates=templates), seat, 0, images)["spec"]
+        for seat, templates in ((gpu_seat(0), own), (gpu_seat(0), {}), (ROLLOUT_SEAT, own))
+    )
+    assert ([{"key": "mine"}], "low", {"pool": "a"}, 7000) == (
+        *(laid[field] for field in ("tolerations", "priorityClassName", "nodeSelector")),
+        laid["securityContext"]["runAsUser"],
+    )
+    assert ([{"key": "gpu"}], "low", None) == tuple(
+        plain.get(field) for field in ("tolerations", "priorityClassName", "nodeSelector")
+    )
+    assert pod(ROLLOUT_SEAT)["spec"] == rollout, "each role has its own"
+    stored = {"gpu": {"spec": PodSpec().model_dump(mode="json", by_alias=True, exclude_none=True)}}
+    assert plain == resources.pod(make_job(podTemplates=stored), gpu_seat(0), 0, images)["spec"]
 
 
 def test_labels_and_annotations_come_beside_the_operators_and_before_the_usual() -> None:

@@ -51,6 +51,13 @@ def test_pods_have_of_their_node_what_an_admin_allows_and_nothing_by_default() -
     assert (True, ["/mnt/nvme"]) == (access["gpu"].host_network, access["gpu"].host_paths)
 
 
+def test_pods_have_defaults_that_an_admin_writes_in_the_words_of_a_template() -> None:
+    assert {} == OperatorSettings.read(ENVIRONMENT).images.defaults
+    text = '{"gpu": {}, "rollout": {"tolerations": [{"key": "cpu"}]}}'
+    defaults = OperatorSettings.read(ENVIRONMENT | {"POD_DEFAULTS": text}).images.defaults
+    assert {"rollout": ["cpu"]} == {name: [each.key for each in one.tolerations] for name, one in defaults.items()}
+
+
 @pytest.mark.parametrize(
     ("name", "value"),
     [
@@ -64,6 +71,8 @@ def test_pods_have_of_their_node_what_an_admin_allows_and_nothing_by_default() -
         ("IMAGE_PULL_POLICY", "Sometimes"),
         ("FAULT_INJECTION", "maybe"),
         ("REQUEST_DISK", "maybe"),
+        ("POD_DEFAULTS", '{"gpu": {"hostNetwork": true}}'),
+        ("POD_DEFAULTS", '{"gpu": {"priorityClass": "low"}}'),
         ("NODE_ACCESS", "gpu"),
         ("NODE_ACCESS", '{"trainer": {}}'),
         ("NODE_ACCESS", '{"gpu": {"hostPath": "/mnt"}}'),

@@ -159,7 +159,7 @@ async def _try_pods(job: Job, doors: Doors) -> None:
     This happens before any pod is made, also while the job is suspended. Later a quota would have no room for it.
     """
     for role, seat in {role_of(seat): seat for seat in job.seats.all}.items():
-        if job.spec.pod_templates.of(role) == PodTemplate():
+        if job.spec.pod_templates.of(role) == PodTemplate() and not doors.images.defaults:
             continue  # all of it is the operator's own
         body = resources.pod(job, seat, 0, doors.images)
         _check_access(role, body, doors)

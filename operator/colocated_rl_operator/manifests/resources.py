@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from colocated_rl_api import names
@@ -22,6 +22,7 @@ from colocated_rl_api.failure import FailureAction
 from colocated_rl_api.job import Gpus
 from colocated_rl_api.model import ModelClaim, ModelImage
 from colocated_rl_api.parts import Resources, size_in_bytes
+from colocated_rl_api.pod_template import TEMPLATE_OF, PodDefaults
 from colocated_rl_api.prompts import claim_names_of, secret_names_of
 from colocated_rl_api.rungs import Placement
 from colocated_rl_api.seats import ROLLOUT_SEAT, role_of
@@ -53,6 +54,7 @@ class PodImages:
     """Containers run these images if the job names none.
 
     takes_faults: agents take faults that a person injects. requests_disk: nodes count the disk that pods request.
+    defaults: what pods have where their job's template says nothing, by template.
     """
 
     agent: str
@@ -61,6 +63,7 @@ class PodImages:
     pull_policy: str
     takes_faults: bool = False
     requests_disk: bool = True
+    defaults: Mapping[str, PodDefaults] = field(default_factory=dict)
 
 
 # --------------------------------------------------------------------------------------------------------------- names
@@ -137,6 +140,8 @@ def pod_templates(job: Job, images: PodImages) -> dict[str, Object]:
 def pod_template(job: Job, role: str, images: PodImages) -> Object:
     """Return the labels, annotations and spec that all pods of a role share. `seated` adds what one pod has alone."""
     template, group = job.spec.pod_templates.of(role), overlay.NO_GROUP
+    if usual := images.defaults.get(TEMPLATE_OF[role]):
+        template = template.model_copy(update={"spec": template.spec.with_defaults(usual)})
     users = users_of(template.spec.security_context)
     if role == names.ROLE_ROLLOUT:
         spec = _rollout_spec(job, images, users)
