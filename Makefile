@@ -87,6 +87,11 @@ e2e-kueue: setup ## jobs in a queue of the real Kueue, built from its module, 10
 	@tests/kueue/build.sh .build/kueue
 	@pytest tests/kueue
 
+.PHONY: e2e-gangs
+e2e-gangs: setup ## gangs by scheduler-plugins' own scheduler, built from its module, and kinds of others; no part of test
+	@tests/gangs/build.sh .build/gangs
+	@pytest tests/gangs
+
 .PHONY: e2e-prometheus
 e2e-prometheus: setup ## alerts, monitors and dashboard in the real Prometheus, built from its module; no part of test
 	@tests/prometheus/build.sh .build/prometheus

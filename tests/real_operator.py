@@ -33,10 +33,13 @@ START_DEADLINE_S = 90
 
 
 @contextmanager
-def cluster_without_nodes(folder: Path) -> Iterator[ClusterAccess]:
-    """A cluster with the CRD and a namespace for operators; its node runs nothing. Raises RuntimeError."""
+def cluster_without_nodes(folder: Path, *options: str) -> Iterator[ClusterAccess]:
+    """A cluster with the CRD and a namespace for operators; its nodes run nothing. Raises RuntimeError.
+
+    options: more words for `localcluster up`.
+    """
     kubeconfig = folder / "kubeconfig"
-    command: list[str | Path] = [CHECKOUT.localcluster, "up", "--dir", folder, "--images", CHECKOUT.images]
+    command: list[str | Path] = [CHECKOUT.localcluster, "up", "--dir", folder, "--images", CHECKOUT.images, *options]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as supervisor:
         try:
             assert supervisor.stdout is not None

@@ -39,6 +39,7 @@ from colocated_rl_api.parts import (
 from colocated_rl_api.pod_template import APART, PodTemplates
 from colocated_rl_api.prompts import SOURCES, OneSource, Prompts, Source, function_rule, is_function, sources_of
 from colocated_rl_api.rungs import Placement, RolePlacement
+from colocated_rl_api.scheduling import Scheduling
 
 MANY_STEPS = 1_000_000
 JOB_NAME_MAX = 40  # longest derived name: NAME-trainer-REPLICA-ATTEMPT, at most 63 characters
@@ -803,7 +804,7 @@ class ColocatedRLJobSpec(Part):
                 "weightSync.verify",
             ),
             *("checkpoint.everySteps", "checkpoint.keep", "checkpoint.milestoneEverySteps"),
-            *("switch", "podTemplates"),
+            *("switch", "podTemplates", "scheduling"),
         ),
     )
 
@@ -859,6 +860,10 @@ class ColocatedRLJobSpec(Part):
         default_factory=PodTemplates,
         description="Where pods run, under which names, and what they have beside. May change while the job is "
         "suspended.",
+    )
+    scheduling: Scheduling = Field(
+        default_factory=Scheduling,
+        description="Placement of pods with devices. May change while the job is suspended.",
     )
     backoff_limit: int = Field(
         default=6,

@@ -18,7 +18,7 @@ from colocated_rl_api.rungs import RolePlacement
 
 QUEUE_LABEL = "kueue.x-k8s.io/queue-name"
 QUEUE_LABELS = (QUEUE_LABEL, "kueue.x-k8s.io/priority-class")  # that a job may have in place of its pods' template
-"""Labels of a job that hold for its GPU pods: Kueue admits them as one group."""
+"""Labels of a job that hold for its pods: Kueue admits them as one group."""
 
 OWNED_PREFIXES = (f"{names.GROUP}/", "app.kubernetes.io/", "kueue.x-k8s.io/pod-group-")
 """Prefixes of labels and annotations by which selectors, the NetworkPolicy and queues find pods."""
@@ -80,8 +80,8 @@ class PodMetadata(Part):
 
     labels: Labels = Field(
         default_factory=dict,
-        description="Further labels of the pod; kueue.x-k8s.io/queue-name puts the job's GPU pods into a queue as one "
-        "group.",
+        description="Further labels of the pod; kueue.x-k8s.io/queue-name of GPU pods puts all pods of the job into a "
+        "queue as one group.",
     )
     annotations: Words = Field(default_factory=dict, description="Further annotations of the pod.")
 

@@ -11,6 +11,8 @@
 | JOB_EGRESS | what pods of jobs may call, by NetworkPolicies: Open, NoMetadata or Named | NoMetadata |
 | NODE_ACCESS | what pods of jobs may have of their node, by template, in JSON: `NodeAccess` | {} |
 | POD_DEFAULTS | what pods have where their job's template says nothing, by template, in JSON: `PodDefaults` | {} |
+| GANGS | kinds of gangs that the cluster has, with commas between: a job that names none has the first | empty |
+| GANG_SCHEDULERS | names of their schedulers, as KIND=NAME with commas between | empty |
 | LEASE_NAME | the Lease that its replicas compete for | colocated-rl-operator |
 | LEASE_DURATION_S, LEASE_RENEW_DEADLINE_S, LEASE_RETRY_S | seconds | 15, 10, 2 |
 | KEYS_CHECK_S | seconds between two looks at the Secrets of its keys and at the certificates of members | 60 |
@@ -31,8 +33,10 @@ from pydantic import TypeAdapter, ValidationError
 
 from colocated_rl_api.parts import Part
 from colocated_rl_api.pod_template import PodDefaults
+from colocated_rl_api.scheduling import Gang
 from colocated_rl_operator.clients.errors import BadSetting
 from colocated_rl_operator.manifests.belongings import Egress
+from colocated_rl_operator.manifests.gangs import Gangs
 from colocated_rl_operator.manifests.node_access import NodeAccess
 from colocated_rl_operator.manifests.resources import PodImages
 from colocated_rl_operator.planner.notices import NodeSigns
@@ -95,6 +99,7 @@ class OperatorSettings:
                 takes_faults=read.choice("FAULT_INJECTION", "false", ("true", "false")) == "true",
                 requests_disk=read.choice("REQUEST_DISK", "true", ("true", "false")) == "true",
                 defaults=read.by_template("POD_DEFAULTS", PodDefaults),
+                gangs=read.gangs(),
             ),
             watch_namespaces=read.several("WATCH_NAMESPACES"),
             node_signs=NodeSigns(
@@ -134,6 +139,13 @@ class _EnvironmentReader:
                 raise BadSetting(name, value, "TYPE=STATUS, several with a comma between, such as GPUHealthy=False")
             found[key] = text
         return found
+
+    def gangs(self) -> Gangs:
+        schedulers = self.pairs("GANG_SCHEDULERS")
+        for name, values in (("GANGS", self.several("GANGS")), ("GANG_SCHEDULERS", tuple(schedulers))):
+            if unknown := [value for value in values if value not in tuple(Gang)]:
+                raise BadSetting(name, unknown[0], "one of " + ", ".join(Gang))
+        return Gangs(tuple(map(Gang, self.several("GANGS"))), {Gang(kind): name for kind, name in schedulers.items()})
 
     def choice(self, name: str, default: str, choices: tuple[str, ...]) -> str:
         value = self.text(name, default)

@@ -6,6 +6,7 @@ One too few fails late, one too many is a hole.
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,6 +19,7 @@ from contract.test_chart_rendering import CHART, NAMESPACE, rendered
 from colocated_rl_api import names
 from colocated_rl_operator.clients.cluster import ClusterAccess
 from colocated_rl_operator.clients.kube import Kube
+from colocated_rl_operator.manifests.gangs import VERSIONS
 
 pytestmark = pytest.mark.cluster
 
@@ -46,6 +48,12 @@ APPLIED = (
     *(("v1", "ConfigMap"), ("networking.k8s.io/v1", "NetworkPolicy")),
     ("policy/v1", "PodDisruptionBudget"),
 )
+GROUPS = [{"apiVersion": version, "kind": "PodGroup", **THING} for version in VERSIONS.values()]
+GANGS = {
+    "apply": [{"namespace": JOBS, "body": group} for group in GROUPS],
+    "delete_group": [{"namespace": JOBS, "group": group} for group in GROUPS],
+}
+"""Calls of an operator that has gangs to make."""
 CALLS: dict[str, list[dict[str, Any]]] = {
     "read_job": [{"namespace": JOBS, "name": "some"}],
     "list_jobs": [{"namespace": JOBS}],
@@ -56,6 +64,7 @@ CALLS: dict[str, list[dict[str, Any]]] = {
     "create_pod": [{"namespace": JOBS, "pod": THING}],
     "delete_pod": [{"namespace": JOBS, "name": "some", "uid": "some"}],
     "apply": [{"namespace": JOBS, "body": {"apiVersion": api, "kind": kind, **THING}} for api, kind in APPLIED],
+    "delete_group": [],
     "create_claim": [{"namespace": JOBS, "claim": THING}],
     "read_revision": [{"namespace": JOBS, "name": "some"}],
     "create_revision": [{"namespace": JOBS, "revision": THING}],
@@ -84,7 +93,7 @@ def right_of(method: str, path: str) -> Right:
     return Right(namespace, group, resource, verb)
 
 
-async def rights_that_calls_need() -> set[Right]:
+async def rights_that_calls_need(made: Mapping[str, Sequence[dict[str, Any]]] = CALLS) -> set[Right]:
     """Each call, made once against a server that writes down what was asked."""
     needed: set[Right] = set()
 
@@ -99,7 +108,7 @@ async def rights_that_calls_need() -> set[Right]:
     application = web.Application()
     application.router.add_route("*", "/{path:.*}", answer)
     async with TestServer(application) as server, Kube(ClusterAccess(str(server.make_url("")).rstrip("/"))) as kube:
-        for name, calls in CALLS.items():
+        for name, calls in made.items():
             for arguments in calls:
                 await getattr(kube, name)(**arguments)
     return needed
@@ -139,6 +148,15 @@ def test_nodes_are_read_only_by_an_operator_that_looks_for_their_notices() -> No
 async def test_rights_are_the_calls_that_are_made(file: str, kind: str) -> None:
     needed = await rights_that_calls_need() | KOPF | GARBAGE_COLLECTION
     assert needed == granted(rendered(Path(CHART / "ci" / file)), bound_to_jobs=kind)
+
+
+async def test_rights_to_pod_groups_are_those_of_the_gangs_that_the_chart_names() -> None:
+    usual, with_gangs = (
+        granted(rendered(Path(CHART / "ci" / file)), bound_to_jobs="ClusterRole")
+        for file in ("local-values.yaml", "gangs-values.yaml")
+    )
+    assert await rights_that_calls_need(GANGS) == with_gangs - usual
+    assert usual < with_gangs
 
 
 def test_no_right_is_a_wildcard_or_reads_secrets_of_jobs() -> None:

@@ -182,6 +182,7 @@ MAY_CHANGE_WHILE_SUSPENDED = {
     "switch.settleSeconds": 7,
     "podTemplates.gpu.spec.nodeSelector": {"zone": "b"},
     "podTemplates.gpu.spec.affinity": {"podAffinity": {"renamed": []}},
+    "scheduling.gang": "Volcano",
 }
 MAY_NOT_CHANGE = {
     "mode": "RolloutOnly",

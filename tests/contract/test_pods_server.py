@@ -297,18 +297,18 @@ def test_a_name_that_will_be_free_is_distinguished_from_one_that_is_taken(api: A
     ]
 
 
-def test_a_pod_in_a_queue_waits_for_admission_and_others_do_not(plain_cluster: Cluster, api: ApiServer) -> None:
+def test_pods_in_a_queue_wait_for_admission_and_others_do_not(plain_cluster: Cluster, api: ApiServer) -> None:
     """The gate is what Kueue puts on a pod with that label; nothing of the operator's takes it off."""
     queued = {"gpu": {"metadata": {"labels": {"kueue.x-k8s.io/queue-name": "research"}}}}
 
-    def gates(seat: str) -> list[str]:
-        answer = api.request("POST", f"{PODS}?dryRun=All", rendered("queued", seat, podTemplates=queued))
+    def gates(seat: str, **templates: Document) -> list[str]:
+        answer = api.request("POST", f"{PODS}?dryRun=All", rendered("queued", seat, podTemplates=templates))
         assert answer.is_accepted, answer.message
         return [gate["name"] for gate in answer.body["spec"].get("schedulingGates", ())]
 
     admission = ["kueue.x-k8s.io/admission"]
-    plain_cluster.wait_for("the policy at work", lambda: gates(gpu_seat(0)) == admission, DEADLINE_S)
-    assert [] == gates(ROLLOUT_SEAT)
+    plain_cluster.wait_for("the policy at work", lambda: gates(gpu_seat(0), **queued) == admission, DEADLINE_S)
+    assert (admission, []) == (gates(ROLLOUT_SEAT, **queued), gates(ROLLOUT_SEAT))
 
 
 def condition(body: Document, kind: str) -> tuple[str, ...]:

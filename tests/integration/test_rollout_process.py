@@ -161,7 +161,7 @@ async def test_kill_nine_loses_nothing_that_was_accepted(tmp_path: Path) -> None
             await third.operator.send(5, endpoints, trained_step=1)
             await third.operator.until(lambda facts: facts.sealed and facts.sealed.step == 2)
             third.process.send_signal(signal.SIGTERM)
-            assert 0 == await third.process.wait()
+            assert 128 + signal.SIGTERM == await third.process.wait()
 
         sealed = [*lines(second.log, "batch sealed"), *lines(third.log, "batch sealed")]
         assert [1, 2] == [line["step"] for line in sealed]
@@ -184,7 +184,7 @@ async def test_f14_sigterm_waits_for_responses_until_its_deadline_and_no_tokens_
             await until(lambda: gate.in_flight == 6)
             first.process.send_signal(signal.SIGTERM)
             async with asyncio.timeout(START_DEADLINE_S):
-                assert 0 == await first.process.wait()
+                assert 128 + signal.SIGTERM == await first.process.wait()
 
         begun = len(gate.requests)
         async with running(job, f"--drain-seconds={10 * START_DEADLINE_S}") as second:
@@ -198,7 +198,7 @@ async def test_f14_sigterm_waits_for_responses_until_its_deadline_and_no_tokens_
             await until(lambda: lines(second.log, "gate open"))
             await gate.release()
             async with asyncio.timeout(START_DEADLINE_S):
-                assert 0 == await second.process.wait()
+                assert 128 + signal.SIGTERM == await second.process.wait()
         assert [43] * 6 == [body["sampling_params"]["max_new_tokens"] for body in gate.requests[begun:]]
         (ended,) = lines(second.log, "rollout controller ended")
         assert {"completed", "sealed"} >= set(ended["samples"]), ended
@@ -274,7 +274,7 @@ async def test_a_resolver_that_hangs_or_lies_costs_no_sample_and_gives_no_reward
             assert 0 == asked
             first.process.send_signal(signal.SIGTERM)
             async with asyncio.timeout(START_DEADLINE_S):
-                assert 0 == await first.process.wait()
+                assert 128 + signal.SIGTERM == await first.process.wait()
         if resolver == "lies":
             return
         async with running(job, around={**preload("slow_libc", tmp_path), "RESOLVE_TO": "127.0.0.1"}) as second:

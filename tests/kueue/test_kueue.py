@@ -26,7 +26,7 @@ Queued = Callable[..., RunningJob]
 
 @pytest.fixture
 def queued(kubectl: KubectlCall) -> Queued:
-    """Creates a job whose GPU pods wait in the queue."""
+    """Creates a job whose pods wait in the queue."""
 
     def create(name: str, *, replicas: int = 1, steps: int = 2, **labels: str) -> RunningJob:
         job = yaml.safe_load((SCENARIOS / "resident.yaml").read_text())
@@ -39,8 +39,9 @@ def queued(kubectl: KubectlCall) -> Queued:
 
 
 def gated(job: RunningJob) -> list[bool]:
-    """Return, for each GPU pod, whether Kueue keeps it from the scheduler."""
-    gates = [pod["spec"].get("schedulingGates", []) for pod in job.pods(names.ROLE_GPU)]
+    """Return, for each pod, whether Kueue keeps it from the scheduler."""
+    pods = [pod for role in (names.ROLE_GPU, names.ROLE_ROLLOUT) for pod in job.pods(role)]
+    gates = [pod["spec"].get("schedulingGates", []) for pod in pods]
     return [any(gate["name"] == GATE for gate in of_pod) for of_pod in gates]
 
 
@@ -71,15 +72,15 @@ def wait_until_reserved(kubectl: KubectlCall, count: int, job: RunningJob) -> No
 def test_a_job_waits_with_all_its_pods_and_starts_when_another_has_ended(kubectl: KubectlCall, queued: Queued) -> None:
     first = queued("first", replicas=2)
     first.wait_for_step(1, deadline_s=START_S)
-    assert [False, False] == gated(first)
-    wait_until_reserved(kubectl, 2, first)
+    assert [False] * 3 == gated(first), "two GPU pods and the rollout pod"
+    wait_until_reserved(kubectl, 3, first)
     second = queued("second")
-    wait_until_gated(second, 1)
+    wait_until_gated(second, 2)
     wait_for("a phase", lambda: second.status.get("phase"), deadline_s=SOON_S, explain=second.describe)
     assert Phase.PENDING == second.status["phase"]
     first.wait_for_condition("Complete", deadline_s=START_S)
     second.wait_for_step(1, deadline_s=START_S)
-    assert [False] == gated(second)
+    assert [False] * 2 == gated(second)
     second.wait_for_condition("Complete", deadline_s=START_S)
     assert (0, 0) == (first.status["restarts"], second.status["restarts"])
     wait_until_reserved(kubectl, 0, second)
@@ -90,8 +91,8 @@ def test_a_preempted_job_waits_at_the_gate_and_goes_on(kubectl: KubectlCall, que
     patient.wait_for_step(1, deadline_s=START_S)
     urgent = queued("urgent", **{"kueue.x-k8s.io/priority-class": "urgent"})
     urgent.wait_for_step(1, deadline_s=START_S)
-    wait_until_gated(patient, 2)
-    assert [False] == gated(urgent)
+    wait_until_gated(patient, 3)
+    assert [False] * 2 == gated(urgent)
     urgent.wait_for_condition("Complete", deadline_s=START_S)
     done = patient.step
     patient.wait_for_step(done + 1, deadline_s=START_S)
@@ -105,6 +106,6 @@ def test_a_suspended_job_gives_its_quota_back_and_gets_it_again(kubectl: Kubectl
     done = patient.step
     patient.kubectl("patch", names.PLURAL, patient.name, "--type=merge", "--patch", '{"spec":{"suspend":false}}')
     patient.wait_for_step(done + 1, deadline_s=START_S)
-    wait_until_reserved(kubectl, 2, patient)
+    wait_until_reserved(kubectl, 3, patient)
     patient.kubectl("delete", names.PLURAL, patient.name, "--timeout=110s")
     wait_until_reserved(kubectl, 0, patient)

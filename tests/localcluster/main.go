@@ -89,6 +89,8 @@ func upCommand(dir *string) *cobra.Command {
 	f.StringSliceVar(&resources, "extended-resource", nil, "NAME=NUMBER simulated on each node, as nvidia.com/gpu=8")
 	f.IntVar(&o.Devices, "devices", 0, "number of fake DRA devices on each node")
 	f.StringVar(&o.Driver, "driver", "gpu.example.com", "name of their DRA driver and DeviceClass")
+	f.StringVar(&o.FeatureGates, "feature-gates", "", "of the control plane: GenericWorkload=true,GangScheduling=true")
+	f.StringVar(&o.RuntimeConfig, "runtime-config", "", "of the API server: scheduling.k8s.io/v1alpha2=true")
 	f.IntVar(&o.Port, "port", 0, "port of the API server on 127.0.0.1 (default: that of last time, or any free one)")
 	f.BoolVar(&o.StopOnEOF, "stop-on-eof", false, "end when standard input does: the cluster then ends with whoever holds its other end")
 	c.MarkFlagsMutuallyExclusive("detach", "stop-on-eof")

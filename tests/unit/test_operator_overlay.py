@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 
-from builders import OWN_ROLLOUT, UID, make_job, make_manifest
+from builders import OWN_ROLLOUT, make_job
 from colocated_rl_agent.runner import runner
-from colocated_rl_api import names
 from colocated_rl_api.pod_template import (
     OWN_USERS,
     OWNED_PATHS,
@@ -20,7 +19,6 @@ from colocated_rl_api.pod_template import (
     PodSpec,
 )
 from colocated_rl_api.seats import ROLLOUT_SEAT, gpu_seat
-from colocated_rl_operator.loop.observe import read_job
 from colocated_rl_operator.manifests import node_access, resources
 from colocated_rl_operator.manifests.confinement import RESTRICTED
 from colocated_rl_operator.manifests.node_access import NodeAccess
@@ -431,56 +429,3 @@ def test_devices_of_a_claim_are_not_counted_too() -> None:
     assert expected == containers(body)["gpu"]["resources"]
     assert not any("claims" in each["resources"] for name, each in containers(body).items() if name != "gpu")
     assert "resourceClaims" not in pod(ROLLOUT_SEAT, gpus=gpus)["spec"]
-
-
-# ------------------------------------------------------------------------------------------------------------- queues
-def test_gpu_pods_in_a_queue_are_one_group_of_known_size() -> None:
-    """Kueue's pod integration demands it: the group's name is a label, its size an annotation, the same on each pod."""
-    spec: dict[str, Any] = {"replicas": 3, "podTemplates": {"gpu": IN_QUEUE}}
-    bodies = [pod(gpu_seat(replica), **spec)["metadata"] for replica in range(3)]
-    assert {"sums-gpu-6f1f0c5e"} == {each["labels"]["kueue.x-k8s.io/pod-group-name"] for each in bodies}
-    assert {"3"} == {each["annotations"]["kueue.x-k8s.io/pod-group-total-count"] for each in bodies}
-    assert ["0", "1", "2"] == [each["labels"]["kueue.x-k8s.io/pod-group-pod-index"] for each in bodies]
-    assert {"research"} == {each["labels"]["kueue.x-k8s.io/queue-name"] for each in bodies}
-    rollout = pod(ROLLOUT_SEAT, **spec)["metadata"]
-    assert not any(key.startswith("kueue") for key in (*rollout["labels"], *rollout["annotations"]))
-    assert not any(key.startswith("kueue") for key in pod(gpu_seat(0))["metadata"]["labels"])
-
-
-def test_the_job_s_own_label_puts_its_gpu_pods_into_the_queue() -> None:
-    """Kueue's users write it so. The template's labels win, and no other label of the job reaches its pods."""
-    labels = {"kueue.x-k8s.io/queue-name": "research", "kueue.x-k8s.io/priority-class": "low", "team": "rl"}
-
-    def rendered(seat: str, **spec: Any) -> dict[str, Any]:
-        manifest = make_manifest(**spec)
-        metadata = {"namespace": "default", "uid": UID, "generation": 1, "creationTimestamp": "2026-01-01T00:00:00Z"}
-        job = read_job(manifest | {"metadata": manifest["metadata"] | metadata | {"labels": labels}})
-        found: dict[str, Any] = resources.pod(job, seat, 0, IMAGES)["metadata"]
-        return found
-
-    of_both = {"podTemplates": {"gpu": IN_QUEUE}}
-    assert rendered(gpu_seat(0), **of_both) == rendered(gpu_seat(0))
-    other = {"podTemplates": {"gpu": {"metadata": {"labels": {"kueue.x-k8s.io/queue-name": "urgent"}}}}}
-    for spec, queue in (({}, "research"), (other, "urgent")):
-        found = rendered(gpu_seat(0), **spec)
-        assert (queue, "low", "sums-gpu-6f1f0c5e") == tuple(
-            found["labels"][f"kueue.x-k8s.io/{label}"] for label in ("queue-name", "priority-class", "pod-group-name")
-        )
-        assert ("2", False) == (found["annotations"]["kueue.x-k8s.io/pod-group-total-count"], "team" in found["labels"])
-    assert not any(key.startswith("kueue") for key in rendered(ROLLOUT_SEAT)["labels"])
-
-
-def test_every_gpu_pod_of_a_queue_has_its_labels_whatever_template_it_has() -> None:
-    """Kueue takes pods of one group only if they wait in one queue."""
-    templates = {"gpu": IN_QUEUE, "engine": pool("engines"), "reference": pool("references")}
-    for seat in ("trainer-0", "engine-0", "reference-0"):
-        labels = pod(seat, podTemplates=templates, **APART)["metadata"]["labels"]
-        assert ("research", "sums-gpu-6f1f0c5e") == tuple(
-            labels[f"kueue.x-k8s.io/{label}"] for label in ("queue-name", "pod-group-name")
-        )
-
-
-def test_a_groups_name_fits_a_label() -> None:
-    body = resources.pod(make_job("j" * 40, podTemplates={"gpu": IN_QUEUE}), gpu_seat(0), 0, IMAGES)
-    assert len(body["metadata"]["labels"]["kueue.x-k8s.io/pod-group-name"]) <= 63
-    assert names.ROLE_GPU == body["metadata"]["labels"][names.ROLE_LABEL]

@@ -175,7 +175,7 @@ def test_pods_request_disk_where_their_nodes_count_it() -> None:
 def test_pods_that_wait_in_a_queue_request_no_disk_of_their_own_accord() -> None:
     """Kueue admits no pod that requests what its queue has no quota of."""
     queued = {"metadata": {"labels": {"kueue.x-k8s.io/queue-name": "research"}}}
-    for seat, template in (("gpu-0", "gpu"), (ROLLOUT_SEAT, "rollout")):
+    for seat, template in (("gpu-0", "gpu"), (ROLLOUT_SEAT, "gpu"), (ROLLOUT_SEAT, "rollout")):
         assert [] == requested_disk(seat, podTemplates={template: queued})
 
 
@@ -508,10 +508,3 @@ def test_the_trainers_process_group_is_closed_to_engine_pods() -> None:
         for each in rule.get("from", ())
     ]
     assert ["trainer"] == [role for role in roles if role]
-
-
-def test_a_queue_counts_pods_of_both_kinds() -> None:
-    queued = {"gpu": {"metadata": {"labels": {"kueue.x-k8s.io/queue-name": "research"}}}}
-    for seat in ("trainer-1", "engine-0"):
-        body = pod(seat, rollout=OWN_ROLLOUT | {"replicas": 3}, podTemplates=queued)
-        assert "5" == body["metadata"]["annotations"]["kueue.x-k8s.io/pod-group-total-count"]

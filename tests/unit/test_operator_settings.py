@@ -11,8 +11,10 @@ from pathlib import Path
 import pytest
 import yaml
 
+from colocated_rl_api.scheduling import Gang
 from colocated_rl_operator.clients.cluster import find_cluster
 from colocated_rl_operator.clients.errors import BadSetting
+from colocated_rl_operator.manifests.gangs import NO_GANGS, Gangs
 from colocated_rl_operator.planner.observation import Observation
 from colocated_rl_operator.settings import OperatorSettings
 from colocated_rl_operator.simulate import observation
@@ -58,6 +60,13 @@ def test_pods_have_defaults_that_an_admin_writes_in_the_words_of_a_template() ->
     assert {"rollout": ["cpu"]} == {name: [each.key for each in one.tolerations] for name, one in defaults.items()}
 
 
+def test_gangs_are_in_the_order_of_the_clusters_choice() -> None:
+    assert NO_GANGS == OperatorSettings.read(ENVIRONMENT).images.gangs
+    named = {"GANGS": "None, Volcano,Coscheduling", "GANG_SCHEDULERS": "Volcano=volcano,Coscheduling=mine"}
+    expected = Gangs((Gang.NONE, Gang.VOLCANO, Gang.COSCHEDULING), {Gang.VOLCANO: "volcano", Gang.COSCHEDULING: "mine"})
+    assert expected == OperatorSettings.read(ENVIRONMENT | named).images.gangs
+
+
 @pytest.mark.parametrize(
     ("name", "value"),
     [
@@ -77,6 +86,9 @@ def test_pods_have_defaults_that_an_admin_writes_in_the_words_of_a_template() ->
         ("NODE_ACCESS", '{"trainer": {}}'),
         ("NODE_ACCESS", '{"gpu": {"hostPath": "/mnt"}}'),
         ("NODE_ACCESS", '{"gpu": {"hostPaths": ["mnt"]}}'),
+        ("GANGS", "Volcano,Slurm"),
+        ("GANG_SCHEDULERS", "Slurm=slurm"),
+        ("GANG_SCHEDULERS", "Volcano"),
     ],
 )
 def test_a_bad_value_is_named(name: str, value: str) -> None:

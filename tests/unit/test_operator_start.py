@@ -68,8 +68,10 @@ def test_what_can_not_be_pulled_by_the_same_name_is_no_digest(image_id: str) -> 
 
 def test_a_pod_made_from_the_record_is_the_pod_that_was_rendered() -> None:
     job = make_job(rollout=OWN_ROLLOUT, reference={"placement": "OwnDevices", "replicas": 1, "gpus": {"count": 1}})
-    record = json.loads(json.dumps(belongings.start_record(job, resources.pod_templates(job, OLD))))
-    found = belongings.recorded_templates(job, record)
+    record = json.loads(json.dumps(belongings.start_record(job, belongings.start_parts(job, OLD))))
+    parts = belongings.recorded_parts(job, record)
+    assert parts is not None
+    found = parts.templates
     for seat in job.seats.all:
         expected = resources.pod(job, seat, 3, OLD, avoids=("node-1",))
         assert expected == resources.seated(found[role_of(seat)], job, seat, 3, avoids=("node-1",))
@@ -78,7 +80,7 @@ def test_a_pod_made_from_the_record_is_the_pod_that_was_rendered() -> None:
 
 def test_equal_templates_have_one_record_and_others_another() -> None:
     job = make_job()
-    old, again, new = (belongings.start_record(job, resources.pod_templates(job, each)) for each in (OLD, OLD, NEW))
+    old, again, new = (belongings.start_record(job, belongings.start_parts(job, each)) for each in (OLD, OLD, NEW))
     assert old == again
     assert old["metadata"]["name"] != new["metadata"]["name"]
     assert job.uid in old["metadata"]["name"]
@@ -87,12 +89,12 @@ def test_equal_templates_have_one_record_and_others_another() -> None:
 def test_a_record_that_is_not_what_its_name_says_is_none() -> None:
     """A writer of a job's status could otherwise have pods of any form made by the name of an object of their own."""
     job = make_job()
-    record = belongings.start_record(job, resources.pod_templates(job, OLD))
+    record = belongings.start_record(job, belongings.start_parts(job, OLD))
     changed = json.loads(json.dumps(record))
     changed["data"]["templates"]["gpu"]["spec"]["hostNetwork"] = True
     of_another = {**record, "metadata": {"name": record["metadata"]["name"].replace(job.uid, "f" * 36)}}
     for found in (changed, of_another, {"metadata": record["metadata"]}):
-        assert {} == belongings.recorded_templates(job, found)
+        assert belongings.recorded_parts(job, found) is None
 
 
 def test_without_a_record_nothing_is_added_or_changed() -> None:

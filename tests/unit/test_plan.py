@@ -1071,11 +1071,39 @@ def test_pods_that_a_queue_holds_back_are_waited_for_as_long_as_it_takes() -> No
     assert plan(later(admitted, 60)).raises
 
 
+def test_a_gang_is_waited_for_until_one_of_its_pods_has_a_node() -> None:
+    """It holds no device before; afterwards a pod that is made again may not keep those of the others for ever."""
+    seen = make_observation(make_job(podsReadyDeadlineSeconds=60), [None, None], climb=None, rollout=None)
+    gang = [replace(each, is_in_gang=each.seat != ROLLOUT_SEAT, node=None) for each in seen.members]
+    waiting = later(remember(replace(seen, members=tuple(gang))), 100_000)
+    assert not plan(waiting).raises
+    placed = remember(replace(waiting, members=(replace(gang[0], node="node-1"), *gang[1:])))
+    assert not plan(later(placed, 59)).raises
+    assert plan(later(placed, 60)).raises
+
+
 def test_the_pod_of_the_store_is_never_forced_and_its_seat_stays_empty_until_it_is_gone() -> None:
-    seen = without(climbing(Rung.SERVING, Rung.SERVING), 2, ends_at=160.0)
+    seen = without(climbing(Rung.SERVING, Rung.SERVING), 2, ends_at=160.0, node="node-1")
     assert () == plan(later(seen, 1000)).pods
     gone = remember(replace(seen, members=seen.members[:2]))
     assert (CreatePod(ROLLOUT_SEAT, 1),) == plan(gone).pods
+
+
+@pytest.mark.parametrize(
+    ("node", "phase", "is_filled"),
+    [
+        ("node-1", PodPhase.RUNNING, False),
+        ("node-1", PodPhase.PENDING, False),
+        ("node-1", PodPhase.FAILED, True),
+        (None, PodPhase.PENDING, True),
+    ],
+)
+def test_the_seat_of_the_store_is_filled_once_nothing_of_its_pod_can_run(
+    node: str | None, phase: PodPhase, is_filled: bool
+) -> None:
+    """A queue keeps the pod that it preempts until there is another in its place: both would wait for ever."""
+    seen = without(climbing(Rung.SERVING, Rung.SERVING), 2, ends_at=160.0, node=node, phase=phase)
+    assert is_filled == (CreatePod(ROLLOUT_SEAT, 1) in plan(later(seen, 1)).pods)
 
 
 def test_what_is_derived_of_the_members_does_not_depend_on_the_memory() -> None:

@@ -279,13 +279,6 @@ def test_template_of_gpu_pods_is_laid_over_them_and_a_lost_node_still_loses_them
     assert {30} == {each["tolerationSeconds"] for each in spec["tolerations"] if each != mine}
 
 
-def test_a_queue_counts_them_with_the_others() -> None:
-    queued = {"gpu": {"metadata": {"labels": {"kueue.x-k8s.io/queue-name": "research"}}}}
-    for seat in ("gpu-0", "reference-1"):
-        body = pod(seat, replicas=3, podTemplates=queued)
-        assert "5" == body["metadata"]["annotations"]["kueue.x-k8s.io/pod-group-total-count"]
-
-
 def test_trainers_keep_no_scores_beside_batches_that_have_them() -> None:
     def mount_of(job: Job) -> dict[str, Any]:
         (gpu,) = resources.pod(job, "gpu-0", 0, IMAGES)["spec"]["containers"]

@@ -11,6 +11,7 @@
 | create_pod, delete_pod | pods | create, delete | of the job |
 | create_claim | persistentvolumeclaims | create | of the job |
 | apply | configmaps; networking.k8s.io networkpolicies | create, patch | of the job |
+| apply, delete_group | podgroups of the chart's scheduling.gangs | create, patch, delete | of the job |
 | read_revision, create_revision, delete_revision | apps controllerrevisions | get, create, delete | of the job |
 | create_secret | secrets | create | of the job, and its own |
 | read_secret | secrets | get | its own only |
@@ -66,6 +67,7 @@ _PLURALS = {
     ("networking.k8s.io/v1", "NetworkPolicy"): "networkpolicies",
     ("policy/v1", "PodDisruptionBudget"): "poddisruptionbudgets",
 }
+_GROUPS = "podgroups"  # of several API groups
 
 
 class Kube:
@@ -164,7 +166,7 @@ class Kube:
     async def apply(self, namespace: str, body: Body) -> Body:
         """Apply server-side: fields that we own become as in `body`, others stay. The same body changes nothing."""
         version, kind = body["apiVersion"], body["kind"]
-        plural = _PLURALS[version, kind]
+        plural = _GROUPS if kind == "PodGroup" else _PLURALS[version, kind]
         root = "/api/v1" if version == "v1" else f"/apis/{version}"
         return await self._call(
             "patch",
@@ -174,6 +176,12 @@ class Kube:
             APPLY,
             query={"fieldManager": names.FIELD_MANAGER, "force": "true"},
         )
+
+    async def delete_group(self, namespace: str, group: Body) -> None:
+        """Delete a PodGroup, if it still exists."""
+        path = f"/apis/{group['apiVersion']}/namespaces/{namespace}/{_GROUPS}/{group['metadata']['name']}"
+        with contextlib.suppress(NotFound):
+            await self._call("delete", _GROUPS, path)
 
     async def create_claim(self, namespace: str, claim: Body, *, dry_run: bool = False) -> Body:
         """Create a claim. Raises Conflict if it exists. dry_run: make nothing, to check without a right to read."""

@@ -8,7 +8,6 @@ others may be in the middle of a switch.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
 
@@ -20,6 +19,7 @@ from colocated_rl_operator.clients.kube import Body, Kube
 from colocated_rl_operator.clients.members import Address, MemberReport
 from colocated_rl_operator.loop.pods import Pods
 from colocated_rl_operator.loop.record import Record
+from colocated_rl_operator.manifests.belongings import StartParts
 from colocated_rl_operator.planner.observation import Job, Member, Memory
 from colocated_rl_operator.planner.status import Stall
 
@@ -57,7 +57,8 @@ class JobState:
     restarts: dict[PodUid, int] = field(default_factory=dict)  # of its containers, when its member answered last
     keyed: set[PodUid] = field(default_factory=set)  # pods whose Secret with keys was made, or is not ours to make
     tried_of: int | None = None  # generation whose pods passed the server's dry run
-    templates: tuple[str, Mapping[str, Body]] = ("", {})  # of its pods, by role, with the name of their record
+    parts: StartParts | None = None  # of its pods, as loaded last
+    parts_of: str = ""  # the name of their record
     objects_of: int | None = None  # generation whose objects were applied
     applied_at: float = 0.0  # when they were
     failure: str = ""  # the API server's message that ended the last pass

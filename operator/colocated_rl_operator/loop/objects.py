@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import logging
 import secrets
-from collections.abc import Mapping
+from dataclasses import replace
 from enum import Enum, auto
 
 from colocated_rl_api import names
@@ -34,6 +34,7 @@ from colocated_rl_operator.loop.record import News
 from colocated_rl_operator.loop.reporting import set_stall
 from colocated_rl_operator.loop.start import pinned, recorded_images, start_with
 from colocated_rl_operator.manifests import belongings, node_access, resources
+from colocated_rl_operator.manifests.gangs import NEEDS
 from colocated_rl_operator.planner.actions import CreatePod, DeletePod, PodAction
 from colocated_rl_operator.planner.observation import Job, Observation
 from colocated_rl_operator.planner.plan import Plan
@@ -64,15 +65,12 @@ async def apply_plan(state: JobState, seen: Observation, decided: Plan, doors: D
             await _record_start(state, seen, doors)
             await _make_objects(seen.job, doors, has_begun=bool(state.status.lineage))
         if is_stale or is_late or makes_pods:
-            await _apply_objects(seen.job, doors)
+            await _apply_objects(state, seen, doors)
             await _make_client_keys(seen.job, doors, has_begun=bool(state.status.lineage))
             state.objects_of, state.applied_at = seen.job.generation, doors.clock()
-        templates = await _templates(state, seen.job, doors) if makes_pods else {}
         limit = asyncio.Semaphore(AT_ONCE)
         async with asyncio.TaskGroup() as group:
-            changes = [
-                group.create_task(_change_pod(state, seen.job, each, templates, limit, doors)) for each in decided.pods
-            ]
+            changes = [group.create_task(_change_pod(state, seen.job, each, limit, doors)) for each in decided.pods]
         await _make_keys(state, seen.job, limit, doors)
         if any(isinstance(action, DeletePod) for action in decided.pods):
             await list_again(state, doors.kube, doors.pods)
@@ -119,7 +117,7 @@ async def _record_start(state: JobState, seen: Observation, doors: Doors) -> Non
     if seen.members:
         return
     job, before = seen.job, state.status.start
-    record = belongings.start_record(job, resources.pod_templates(job, doors.images))
+    record = belongings.start_record(job, belongings.start_parts(job, doors.images))
     name = record["metadata"]["name"]
     start = start_with(doors.images, version=doors.version, revision=name)
     if await _read_record(job, name, doors) is None:
@@ -128,22 +126,55 @@ async def _record_start(state: JobState, seen: Observation, doors: Doors) -> Non
     if before != start:
         await state.record.commit(state.status.model_copy(update={"start": start}))
     if before is not None and before.revision not in ("", name):
+        await _delete_former_gang(job, before.revision, record["data"].get("gang"), doors)
         await doors.kube.delete_revision(job.namespace, before.revision)
 
 
-async def _templates(state: JobState, job: Job, doors: Doors) -> Mapping[str, Body]:
-    """Return the pod templates of this start, by role: as recorded, or as this operator renders them."""
+async def _delete_former_gang(job: Job, revision: str, present: Body | None, doors: Doors) -> None:
+    """Delete the PodGroup of a former start. One that the operator may no longer delete goes with its job."""
+    record = await _read_record(job, revision, doors)
+    parts = belongings.recorded_parts(job, record) if record else None
+    if parts is not None and parts.gang is not None and parts.gang != present:
+        with contextlib.suppress(NotAdmitted):
+            await doors.kube.delete_group(job.namespace, parts.gang)
+
+
+async def _load_parts(state: JobState, job: Job, doors: Doors) -> None:
+    """Load what pods of this start are made of: as recorded, or as this operator renders it."""
     start = state.status.start
-    name, known = start.revision if start else "", state.templates
-    if name and name != known[0]:
+    name = start.revision if start else ""
+    if state.parts is not None and name and name == state.parts_of:
+        return
+    rendered = belongings.start_parts(job, recorded_images(start, doors.images))
+    recorded = None
+    if name:
         record = await _read_record(job, name, doors)
-        known = (name, belongings.recorded_templates(job, record) if record else {})
-        if not known[1]:
+        recorded = belongings.recorded_parts(job, record) if record else None
+        if recorded is None:
             reason = "pods are made as this operator renders them"
             log(LOG, "record of pod templates lost", logging.WARNING, reason=reason)
-        state.templates = known
-    rendered = resources.pod_templates(job, recorded_images(start, doors.images))
-    return {**rendered, **(known[1] if name else {})}
+    state.parts_of = name
+    if recorded is None:
+        state.parts = rendered
+    else:
+        state.parts = replace(recorded, templates={**rendered.templates, **recorded.templates})
+
+
+async def _apply_gang(state: JobState, job: Job, doors: Doors) -> None:
+    """Make the PodGroup of the job's gang. Raises NotAdmitted if the cluster has none, or not as asked.
+
+    The API server drops fields whose feature gate is off, and says nothing: pods would be placed without them.
+    """
+    if state.parts is None or (group := state.parts.gang) is None:
+        return
+    version = group["apiVersion"]
+    needs = f"PodGroup of {version} needs {NEEDS.get(version, 'what serves it')}"
+    try:
+        made = await doors.kube.apply(job.namespace, group)
+    except NotFound as error:
+        raise NotAdmitted(f"{error}: {needs}; or choose another spec.scheduling.gang", error.status) from error
+    if dropped := sorted(key for key in group["spec"] if key not in made.get("spec", {})):
+        raise NotAdmitted(f"the API server drops {', '.join(dropped)} of PodGroup {group['metadata']['name']}: {needs}")
 
 
 async def _read_record(job: Job, name: str, doors: Doors) -> Body | None:
@@ -158,6 +189,8 @@ async def _try_pods(job: Job, doors: Doors) -> None:
 
     This happens before any pod is made, also while the job is suspended. Later a quota would have no room for it.
     """
+    if objection := doors.images.gangs.objection(job):
+        raise NotAdmitted(objection)
     for role, seat in {role_of(seat): seat for seat in job.seats.all}.items():
         if job.spec.pod_templates.of(role) == PodTemplate() and not doors.images.defaults:
             continue  # all of it is the operator's own
@@ -263,7 +296,15 @@ async def _is_gone(job: Job, claim: Body, doors: Doors) -> bool:
     return True
 
 
-async def _apply_objects(job: Job, doors: Doors) -> None:
+async def _apply_objects(state: JobState, seen: Observation, doors: Doors) -> None:
+    job = seen.job
+    await _load_parts(state, job, doors)
+    try:
+        await _apply_gang(state, job, doors)
+    except NotAdmitted as error:
+        if not seen.members:
+            raise
+        log(LOG, "pod group refused", logging.WARNING, reason=str(error))  # it was made before these pods
     for body in belongings.applied(job, operator_namespace=doors.namespace, egress=doors.egress):
         await doors.kube.apply(job.namespace, body)
 
@@ -279,26 +320,24 @@ async def _change_pod(
     state: JobState,
     job: Job,
     action: PodAction,
-    templates: Mapping[str, Body],
     limit: asyncio.Semaphore,
     doors: Doors,
 ) -> PodChange:
     async with limit:
         match action:
             case CreatePod():
-                return await _create_pod(state, job, action, templates, doors)
+                return await _create_pod(state, job, action, doors)
             case DeletePod():
                 await _delete_pod(state, job, action, doors)
                 return PodChange.DONE
 
 
-async def _create_pod(
-    state: JobState, job: Job, action: CreatePod, templates: Mapping[str, Body], doors: Doors
-) -> PodChange:
+async def _create_pod(state: JobState, job: Job, action: CreatePod, doors: Doors) -> PodChange:
+    assert state.parts is not None, "_load_parts comes first"
     for uid, stray in doors.pods.strays(job.uid).items():  # else it would keep its devices, and nobody see it
         await doors.kube.delete_pod(job.namespace, stray, uid=uid)
         doors.pods.deleted(job.uid, uid)
-    template = templates[role_of(action.seat)]
+    template = state.parts.templates[role_of(action.seat)]
     role, pod_name = role_of(action.seat), resources.pod_name(job, action.seat, action.attempt)
     mark = doors.keyring.mark(Keyholder(job.uid, pod_name, role, job.token_name))
     nonce, avoids = secrets.token_hex(8), action.avoids

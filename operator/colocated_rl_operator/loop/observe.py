@@ -29,6 +29,7 @@ from colocated_rl_operator.loop.job_state import JobState, PodRecord
 from colocated_rl_operator.loop.nodes import Nodes
 from colocated_rl_operator.loop.pods import Pods
 from colocated_rl_operator.manifests import resources
+from colocated_rl_operator.manifests.gangs import is_in_gang
 from colocated_rl_operator.planner.observation import (
     Climb,
     FailureTally,
@@ -256,6 +257,7 @@ def _read_pod(state: JobState, record: PodRecord, now: float, *, is_heard: bool)
         ends_at=ends_at,
         is_ready=_is_ready(status),
         is_gated=bool(record.pod["spec"].get("schedulingGates")),
+        is_in_gang=is_in_gang(record.pod),
         node=record.pod["spec"].get("nodeName"),
         fate=_fate(status, is_deleted=ends_at is not None),
         ill_device=_bad_device(status),

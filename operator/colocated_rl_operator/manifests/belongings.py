@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass
 from enum import StrEnum
 
 from colocated_rl_api import names
@@ -16,11 +17,14 @@ from colocated_rl_api.names import PodUid
 from colocated_rl_api.parts import Claimed, Volume
 from colocated_rl_api.prompts import HuggingFace, endpoints_of
 from colocated_rl_api.rungs import Placement
+from colocated_rl_operator.manifests.gangs import Gangs, pod_group
 from colocated_rl_operator.manifests.resources import (
     Object,
+    PodImages,
     client_keys_name,
     config_name,
     metadata_of,
+    pod_templates,
 )
 from colocated_rl_operator.planner.observation import Job
 
@@ -60,13 +64,37 @@ def config(job: Job) -> Object:
     }
 
 
-def start_record(job: Job, templates: Mapping[str, Object]) -> Object:
-    """Return the ControllerRevision that keeps the pod templates of one start, by role, for pods that are made again.
+@dataclass(frozen=True)
+class StartParts:
+    """All pods of one start are made of these: the pod templates, by role, and the PodGroup of their gang, if any."""
+
+    templates: Mapping[str, Object]
+    gang: Object | None = None
+
+
+def start_parts(job: Job, images: PodImages) -> StartParts:
+    """Return what a start that begins now is made of."""
+    return StartParts(pod_templates(job, images), _gang(job, images.gangs))
+
+
+def _gang(job: Job, gangs: Gangs) -> Object | None:
+    if (group := pod_group(job, gangs)) is None:
+        return None
+    return {
+        "apiVersion": group.version,
+        "kind": "PodGroup",
+        "metadata": metadata_of(job, group.name),
+        "spec": group.spec,
+    }
+
+
+def start_record(job: Job, parts: StartParts) -> Object:
+    """Return the ControllerRevision that keeps the parts of one start, for pods that are made again.
 
     The API server lets nobody change its data, and Kubernetes' roles for people let them write none. Its name has a
-    digest of the data, so that equal templates have one record, and `recorded_templates` takes no others for them.
+    digest of the data, so that equal parts have one record, and `recorded_parts` takes no others for them.
     """
-    data = {"templates": dict(templates)}
+    data = {"templates": dict(parts.templates), **({} if parts.gang is None else {"gang": parts.gang})}
     return {
         "apiVersion": "apps/v1",
         "kind": "ControllerRevision",
@@ -76,13 +104,12 @@ def start_record(job: Job, templates: Mapping[str, Object]) -> Object:
     }
 
 
-def recorded_templates(job: Job, record: Object) -> dict[str, Object]:
-    """Return the pod templates of a record, by role; empty if it is not what its name says."""
+def recorded_parts(job: Job, record: Object) -> StartParts | None:
+    """Return the parts in a record; None if it is not what its name says."""
     data = record.get("data")
     if record["metadata"]["name"] != f"{job.name}-pods-{_digest(data)}-{job.uid}":
-        return {}
-    templates: dict[str, Object] = record["data"]["templates"]
-    return templates
+        return None
+    return StartParts(record["data"]["templates"], record["data"].get("gang"))
 
 
 def _digest(data: object) -> str:

@@ -7,12 +7,10 @@ and annotations below and a container's homes and caches, give way to the templa
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
-from colocated_rl_api.pod_template import QUEUE_LABELS, PodTemplate, stated
+from colocated_rl_api.pod_template import PodTemplate, stated
 from colocated_rl_operator.manifests.confinement import NO_WORDS, RESTRICTED
-from colocated_rl_operator.planner.observation import Job
 
 Object = dict[str, Any]
 
@@ -24,34 +22,6 @@ USUAL_ANNOTATIONS = {
     # members do their own TLS, by pod address, and a mesh's sidecar would outlive a finished pod
     "linkerd.io/inject": "disabled",
 }
-
-GROUP_LABEL = "kueue.x-k8s.io/pod-group-name"  # ours, read by Kueue: admitted together or not at all
-GROUP_SIZE = "kueue.x-k8s.io/pod-group-total-count"
-GROUP_INDEX = "kueue.x-k8s.io/pod-group-pod-index"  # by which topology-aware scheduling puts neighbours side by side
-
-
-@dataclass(frozen=True)
-class QueueGroup:
-    """A queue group holds the labels and annotations that a queue must find on each pod of the group."""
-
-    labels: dict[str, str] = field(default_factory=dict)
-    annotations: dict[str, str] = field(default_factory=dict)
-
-
-NO_GROUP = QueueGroup()
-
-
-def queue_group(job: Job, *, name: str, size: int) -> QueueGroup:
-    """Return the group of pods that wait in a queue of Kueue; NO_GROUP without a queue.
-
-    The job's own labels reach its pods, where Kueue reads them, unless the template of GPU pods has others: those of
-    the group have the same, whatever template they have.
-    """
-    if not job.queue:
-        return NO_GROUP
-    labels = job.spec.pod_templates.gpu.metadata.labels
-    own = dict(job.queue_labels) | {label: labels[label] for label in QUEUE_LABELS if label in labels}
-    return QueueGroup(own | {GROUP_LABEL: name}, {GROUP_SIZE: str(size)})
 
 
 def lay(template: PodTemplate, *, over: Object) -> Object:
@@ -101,6 +71,16 @@ def _lay_resources(own: Object, *, over: Object) -> Object:
 def _own_container(container: Object) -> Object:
     """Return a container of the job's own. Its log may quote anything, so the pod's status has no end of it."""
     return container | {"securityContext": RESTRICTED, "terminationMessagePolicy": NO_WORDS}
+
+
+def beside(affinity: Object, spec: Object) -> Object:
+    """Return the spec of a pod with more affinity to other pods than it has, in core/v1's form."""
+    if not affinity:
+        return spec
+    chosen = spec.get("affinity", {})
+    to_pods = chosen.get("podAffinity", {})
+    added = {kind: [*to_pods.get(kind, ()), *terms] for kind, terms in affinity.items()}
+    return spec | {"affinity": chosen | {"podAffinity": to_pods | added}}
 
 
 _REQUIRED = "requiredDuringSchedulingIgnoredDuringExecution"

@@ -28,6 +28,7 @@ from colocated_rl_api.rungs import Placement
 from colocated_rl_api.seats import ROLLOUT_SEAT, role_of
 from colocated_rl_operator.manifests import overlay
 from colocated_rl_operator.manifests.confinement import LAST_WORDS, NO_WORDS, RESTRICTED, Users, users_of
+from colocated_rl_operator.manifests.gangs import GROUP_INDEX, GROUP_LABEL, NO_GANGS, Gangs, in_queue, membership
 from colocated_rl_operator.planner.observation import Job
 
 Object = dict[str, Any]
@@ -55,6 +56,7 @@ class PodImages:
 
     takes_faults: agents take faults that a person injects. requests_disk: nodes count the disk that pods request.
     defaults: what pods have where their job's template says nothing, by template.
+    gangs: those that the cluster has.
     """
 
     agent: str
@@ -64,6 +66,7 @@ class PodImages:
     takes_faults: bool = False
     requests_disk: bool = True
     defaults: Mapping[str, PodDefaults] = field(default_factory=dict)
+    gangs: Gangs = NO_GANGS
 
 
 # --------------------------------------------------------------------------------------------------------------- names
@@ -139,19 +142,20 @@ def pod_templates(job: Job, images: PodImages) -> dict[str, Object]:
 
 def pod_template(job: Job, role: str, images: PodImages) -> Object:
     """Return the labels, annotations and spec that all pods of a role share. `seated` adds what one pod has alone."""
-    template, group = job.spec.pod_templates.of(role), overlay.NO_GROUP
+    template, group = job.spec.pod_templates.of(role), membership(job, role, images.gangs)
     if usual := images.defaults.get(TEMPLATE_OF[role]):
         template = template.model_copy(update={"spec": template.spec.with_defaults(usual)})
     users = users_of(template.spec.security_context)
-    if role == names.ROLE_ROLLOUT:
-        spec = _rollout_spec(job, images, users)
-    else:
-        size = len(job.gpu_seats) + len(job.reference_seats)
-        group = overlay.queue_group(job, name=f"{job.name}-gpu-{job.uid[:8]}", size=size)
-        is_reference = role == names.ROLE_REFERENCE
-        spec = _reference_spec(job, images, users) if is_reference else _gpu_spec(job, role, images, users)
+    match role:
+        case names.ROLE_ROLLOUT:
+            spec = _rollout_spec(job, images, users)
+        case names.ROLE_REFERENCE:
+            spec = _reference_spec(job, images, users)
+        case _:
+            spec = _gpu_spec(job, role, images, users)
     metadata = {"labels": group.labels | {names.ROLE_LABEL: role}, "annotations": group.annotations}
-    return overlay.lay(template, over={"metadata": metadata, "spec": spec})
+    laid = overlay.lay(template, over={"metadata": metadata, "spec": group.spec | spec})
+    return laid | {"spec": overlay.beside(group.affinity, laid["spec"])}
 
 
 def seated(
@@ -175,8 +179,8 @@ def seated(
     labels = {names.ATTEMPT_LABEL: str(attempt)}
     if seat != ROLLOUT_SEAT:
         labels[names.REPLICA_LABEL] = seat.rpartition("-")[2]
-        if overlay.GROUP_LABEL in shared["labels"]:
-            labels[overlay.GROUP_INDEX] = labels[names.REPLICA_LABEL]
+        if GROUP_LABEL in shared["labels"]:
+            labels[GROUP_INDEX] = labels[names.REPLICA_LABEL]
         replica = _env(**{names.ENV_REPLICA: labels[names.REPLICA_LABEL]})
         spec["initContainers"] = [
             each | {"env": [*each["env"], *replica]} if each["name"] == names.AGENT_CONTAINER else each
@@ -530,7 +534,7 @@ def _gpu_disk(job: Job, images: PodImages) -> Mapping[str, str]:
 
 
 def _rollout_disk(job: Job, images: PodImages) -> Mapping[str, str]:
-    is_queued = job.spec.pod_templates.rollout.queue
+    is_queued = job.spec.pod_templates.rollout.queue or in_queue(job, names.ROLE_ROLLOUT)
     return {DISK: ROLLOUT_DISK} if images.requests_disk and not is_queued else NO_DISK
 
 

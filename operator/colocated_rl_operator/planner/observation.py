@@ -46,7 +46,7 @@ class Job:
 
     @property
     def queue(self) -> str:
-        """Return the queue that admits the GPU pods, all together; "" for none. The pods' template names it first."""
+        """Return the queue that admits the pods, all together; "" for none. The GPU pods' template names it first."""
         return self.spec.pod_templates.gpu.queue or self.queue_labels.get(QUEUE_LABEL, "")
 
     @cached_property
@@ -177,6 +177,7 @@ class Member:
     ends_at: float | None = None  # when the grace of its deletion is over; None: not being deleted
     is_ready: bool = False  # its node reports it ready
     is_gated: bool = False  # a queue holds it back from the scheduler
+    is_in_gang: bool = False  # it is placed together with the others or not at all
     node: str | None = None  # where it runs, or ran
     fate: FailureCause | None = None  # why it is lost, as the cluster reports; None: not lost, or unknown
     ill_device: str | None = None  # which device its node reports as unhealthy; None: none, or nobody reports
@@ -443,8 +444,13 @@ class Observation:
 
     @property
     def is_queued(self) -> bool:
-        """Return whether a queue holds pods back. To give up meanwhile would cost the job its place in the queue."""
-        return any(member.is_gated for member in self.current.values())
+        """Return whether a queue holds pods back, or a gang waits for room and has none.
+
+        To give up meanwhile would cost the job its place among those that wait.
+        """
+        pods = self.current.values()
+        nodes = [member.node for member in pods if member.is_in_gang]
+        return any(member.is_gated for member in pods) or (bool(nodes) and not any(nodes))
 
     @property
     def highest_epoch(self) -> int:

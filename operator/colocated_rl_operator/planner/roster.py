@@ -9,7 +9,8 @@ deadline does not run while every node reports its pod of the job as ready.
 A GPU pod's seat is filled again at once, even while the old pod is still ending: epoch, lineage and pod UID fence the
 old pod, and it owns no exclusive volume. In a queue's pod group the old pod counts until it has failed, and the queue
 would delete the new one as surplus: there the seat waits for as long as the deletion may take. The store's volume
-admits one pod, so the rollout seat waits until the old pod is gone, and that pod is never force-deleted.
+admits one pod, so the rollout seat waits until no container of the old pod can run any more, and that pod is never
+force-deleted. It does not wait until the old pod is gone: a queue keeps a pod that has failed until there is another.
 
 A reference with devices of its own is no member: kubelet restarts it, and the loss of its node removes its pod. Nobody
 can send it new keys, so its pod is replaced for them, one after the other.
@@ -109,13 +110,20 @@ def _why(pod: Member, now: float) -> str:
 def _is_held(seat: str, pods: list[Member], seen: Observation, wake: list[float]) -> bool:
     """Return whether an ending pod holds the seat, by the store's volume or by its place in a queue's group."""
     ending = [(pod, pod.ends_at) for pod in pods if pod.ends_at is not None]
-    if seat == ROLLOUT_SEAT or not ending:
-        return bool(ending)
-    if not seen.job.queue:
+    if seat == ROLLOUT_SEAT:
+        return any(_may_run(pod) for pod, _ in ending)
+    if not ending or not seen.job.queue:
         return False
     until = max(ends_at for _, ends_at in ending) + FORCE_AFTER_S
     wake.append(until)
     return seen.now < until and any(pod.phase is not PodPhase.FAILED for pod, _ in ending)
+
+
+def _may_run(pod: Member) -> bool:
+    """Return whether a container of an ending pod may still run: it has not ended, and it was given a node."""
+    if pod.phase is PodPhase.PENDING:
+        return pod.node is not None
+    return pod.phase not in (PodPhase.SUCCEEDED, PodPhase.FAILED)
 
 
 def _fill(seat: str, pods: list[Member], seen: Observation, actions: list[PodAction], wake: list[float]) -> None:

@@ -16,8 +16,17 @@ const (
 	etcdPeerURL   = "http://127.0.0.1:2380"
 )
 
-func apiServerFlags(dir layout.Dir) []string {
-	return []string{
+// withGates adds what was asked for on the command line: nothing where that is empty.
+func withGates(o Options, flags ...string) []string {
+	if o.FeatureGates != "" {
+		flags = append(flags, "--feature-gates="+o.FeatureGates)
+	}
+	return flags
+}
+
+func apiServerFlags(o Options) []string {
+	dir := o.Dir
+	flags := []string{
 		"--etcd-servers=" + etcdClientURL,
 		"--bind-address=0.0.0.0",
 		"--secure-port=" + strconv.Itoa(network.APIPort),
@@ -42,6 +51,10 @@ func apiServerFlags(dir layout.Dir) []string {
 		"--audit-log-maxsize=32", // MB, of each file
 		"--audit-log-maxbackup=2",
 	}
+	if o.RuntimeConfig != "" {
+		flags = append(flags, "--runtime-config="+o.RuntimeConfig)
+	}
+	return withGates(o, flags...)
 }
 
 // auditPolicy: who did what to which object and when, of every request but questions about health.
@@ -57,9 +70,10 @@ func writeAuditPolicy(dir layout.Dir) error {
 	return os.WriteFile(dir.Path("audit-policy.yaml"), []byte(auditPolicy), 0o600)
 }
 
-func controllerManagerFlags(dir layout.Dir) []string {
+func controllerManagerFlags(o Options) []string {
+	dir := o.Dir
 	kubeconfig := pki.Kubeconfig(dir, pki.ControllerManager)
-	return []string{
+	return withGates(o, []string{
 		"--kubeconfig=" + kubeconfig,
 		"--authentication-kubeconfig=" + kubeconfig,
 		"--authorization-kubeconfig=" + kubeconfig,
@@ -70,11 +84,11 @@ func controllerManagerFlags(dir layout.Dir) []string {
 		"--secure-port=0",
 		"--kube-api-qps=500",
 		"--kube-api-burst=1000",
-	}
+	}...)
 }
 
-func schedulerFlags(dir layout.Dir) []string {
-	return []string{"--kubeconfig=" + pki.Kubeconfig(dir, pki.Scheduler), "--leader-elect=false", "--secure-port=0"}
+func schedulerFlags(o Options) []string {
+	return withGates(o, "--kubeconfig="+pki.Kubeconfig(o.Dir, pki.Scheduler), "--leader-elect=false", "--secure-port=0")
 }
 
 func kubeletFlags(n layout.Node) []string {

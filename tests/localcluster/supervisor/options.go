@@ -26,6 +26,8 @@ type Options struct {
 	ExtendedResources map[string]string
 	Devices           int    // fake devices of a DRA driver, on each node
 	Driver            string // its name, and that of its DeviceClass
+	FeatureGates      string // of the control plane, as its programs take them: A=true,B=false
+	RuntimeConfig     string // of the API server: GROUP/VERSION=true
 	Port              int    // of the API server on the machine's loopback, 0: any free one
 	StopOnEOF         bool   // end when standard input does
 }
@@ -93,6 +95,8 @@ func (o *Options) differences(running Options) (out []string) {
 	add("--services", running.Services, o.Services)
 	add("--devices", running.Devices, o.Devices)
 	add("--driver", running.Driver, o.Driver)
+	add("--feature-gates", running.FeatureGates, o.FeatureGates)
+	add("--runtime-config", running.RuntimeConfig, o.RuntimeConfig)
 	if !maps.Equal(running.ExtendedResources, o.ExtendedResources) {
 		add("--extended-resource", running.ExtendedResources, o.ExtendedResources)
 	}

@@ -59,8 +59,8 @@ func TestRunningClusterIsComparedWithTheOneAskedFor(t *testing.T) {
 	if d := same.differences(running); len(d) > 0 {
 		t.Errorf("found %q", d)
 	}
-	other := Options{Dir: "/c", Nodes: 2, Port: 1, Containerd: "/opt/containerd", Services: true, ExtendedResources: map[string]string{"nvidia.com/gpu": "8"}}
-	if d := other.differences(running); len(d) != 5 {
+	other := Options{Dir: "/c", Nodes: 2, Port: 1, FeatureGates: "A=true", RuntimeConfig: "a/v1=true", Containerd: "/opt/containerd", Services: true, ExtendedResources: map[string]string{"nvidia.com/gpu": "8"}}
+	if d := other.differences(running); len(d) != 7 {
 		t.Errorf("found %q", d)
 	}
 }

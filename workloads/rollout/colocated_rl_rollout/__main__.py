@@ -1,4 +1,8 @@
-"""Run the rollout controller: `python -m colocated_rl_rollout`. It exits with 0 after goal Stop or SIGTERM, else 1."""
+"""Run the rollout controller: `python -m colocated_rl_rollout`.
+
+It exits with 0 after goal Stop, with 143 after SIGTERM, else with 1. A pod that was taken away has not succeeded: a
+queue counts one that has for as long as its group exists, and would admit no other in its place.
+"""
 
 from __future__ import annotations
 
@@ -25,8 +29,8 @@ from colocated_rl_rollout.store.database import StoreFailed
 LOG = logging.getLogger(__name__)
 
 
-async def serve(settings: RolloutSettings) -> None:
-    """Run one controller until it ends. Raises the errors of its parts, in a group or alone."""
+async def serve(settings: RolloutSettings) -> int:
+    """Run one controller until it ends; return the exit code. Raises the errors of its parts, in a group or alone."""
     async with (
         aiohttp.ClientSession(connector=GateConnector(), trust_env=False) as session,
         aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), trust_env=False) as outside,
@@ -52,6 +56,7 @@ async def serve(settings: RolloutSettings) -> None:
             await controller.run()
             if keeping is not None:
                 keeping.cancel()
+    return 0 if controller.is_stopped else 128 + signal.SIGTERM
 
 
 def main() -> int:
@@ -60,7 +65,7 @@ def main() -> int:
     try:
         settings = read_settings(sys.argv[1:], os.environ)
         logs.configure(role=names.ROLE_ROLLOUT, job=settings.job.name, job_uid=settings.job.uid, pod=settings.pod)
-        uvloop.run(serve(settings))
+        return uvloop.run(serve(settings))
     except (SettingsError, ModelUnusable, StoreFailed, ValueError, OSError) as error:
         logs.log(LOG, "rollout controller failed", logging.ERROR, reason=str(error))
         return 1
@@ -71,7 +76,6 @@ def main() -> int:
         if others is not None:
             LOG.error("rollout controller failed", exc_info=others)
         return 1
-    return 0
 
 
 def _first(error: BaseException) -> BaseException:

@@ -262,6 +262,11 @@ class Controller:
             self._store.close()
         log(LOG, "rollout controller ended", reason="goal Stop" if self._stop else "SIGTERM", samples=self._counts())
 
+    @property
+    def is_stopped(self) -> bool:
+        """Return whether the operator has asked it to stop."""
+        return self._stop
+
     def drain(self) -> None:
         """End soon: responses under way may still end, nothing new begins."""
         self._ending.set()

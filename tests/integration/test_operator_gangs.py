@@ -1,0 +1,143 @@
+"""A job's gang on the real API server and scheduler: all of its pods are placed or none, and hold nothing before."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import pytest
+from racks import MERGE, RACK, TWO_NODES, Racks, racks_of
+from real_world import LEASE, RealWorld, open_real_world
+
+from colocated_rl_operator.clients.cluster import ClusterAccess
+from real_operator import JOBS, NAMESPACE, PODS, Body, cluster_without_nodes
+
+pytestmark = pytest.mark.cluster
+
+GATES = "GenericWorkload=true,GangScheduling=true,TopologyAwareWorkloadScheduling=true"
+VERSION = "scheduling.k8s.io/v1alpha2"
+GROUPS = f"/apis/{VERSION}/namespaces/{NAMESPACE}/podgroups"
+NATIVE = {"GANGS": "Native"}
+
+
+@pytest.fixture(scope="module")
+def gang_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ClusterAccess]:
+    """A cluster whose control plane has the alpha API of gangs."""
+    options = (*TWO_NODES, f"--feature-gates={GATES}", f"--runtime-config={VERSION}=true")
+    with cluster_without_nodes(tmp_path_factory.mktemp("c"), *options) as access:
+        yield access
+
+
+@pytest.fixture
+async def racks(gang_cluster: ClusterAccess, tmp_path: Path) -> AsyncIterator[Racks]:
+    async with racks_of(gang_cluster, tmp_path, NATIVE) as racks:
+        yield racks
+
+
+async def test_without_a_gang_one_of_two_pods_holds_devices_while_the_other_waits(racks: Racks) -> None:
+    """The case that a gang is for."""
+    await racks.place("a", None)
+    await racks.submit(scheduling={"gang": "None"})
+
+    async def holds() -> bool:
+        return len(await racks.nodes()) == 1
+
+    await racks.until(holds, "one is placed")
+    assert [] == await racks.api.all(GROUPS)
+
+
+async def test_a_gang_of_two_with_room_for_one_holds_no_device_and_is_placed_once_there_is_room(racks: Racks) -> None:
+    await racks.place("a", None)
+    await racks.submit()
+    await racks.until(racks.is_refused, "the scheduler has tried")
+    assert [] == await racks.nodes()
+    await racks.place("a", "b")
+    await racks.until(racks.are_placed, "both are placed")
+    (group,) = await racks.api.all(GROUPS)
+    (owner,) = group["metadata"]["ownerReferences"]
+    assert ("ColocatedRLJob", 2) == (owner["kind"], group["spec"]["schedulingPolicy"]["gang"]["minCount"])
+
+
+async def test_a_pod_of_a_placed_gang_that_is_made_again_joins_the_others(racks: Racks) -> None:
+    await racks.place("a", "b")
+    await racks.submit()
+    await racks.until(racks.are_placed, "both are placed")
+    gone, _ = await racks.pods()
+    await racks.api.call("DELETE", f"{PODS}/{gone['metadata']['name']}", {"gracePeriodSeconds": 0})
+
+    async def has_come_back() -> bool:
+        uids = {pod["metadata"]["uid"] for pod in await racks.pods() if "nodeName" in pod["spec"]}
+        return len(uids) == 2 and gone["metadata"]["uid"] not in uids
+
+    await racks.until(has_come_back, "it is placed again")
+
+
+async def test_a_gang_waits_for_a_rack_that_has_room_for_all_of_it(racks: Racks) -> None:
+    await racks.place("a", "b")
+    await racks.submit(scheduling={"topology": {"required": RACK}})
+    await racks.until(racks.is_refused, "the scheduler has tried")
+    assert [] == await racks.nodes()
+    await racks.place("a", "a")
+    await racks.until(racks.are_placed, "both are placed")
+
+
+# ------------------------------------------------------------------------------------------- with a kubelet of the test
+@pytest.fixture
+async def native(gang_cluster: ClusterAccess, tmp_path: Path) -> AsyncIterator[RealWorld]:
+    async with open_real_world(gang_cluster, tmp_path, {"replicas": 2, "steps": 2}) as world:
+        yield world
+
+
+async def test_a_start_with_other_pods_has_another_group_and_the_former_goes(native: RealWorld) -> None:
+    native.stay_in_rollout()
+    path = f"{JOBS}/sums"
+
+    async def sizes() -> list[int]:
+        groups = await native.api.all(GROUPS)
+        return [group["spec"]["schedulingPolicy"]["gang"]["minCount"] for group in groups]
+
+    async with native.operator({**LEASE, "GANGS": "Native"}):
+        await native.until(lambda: native.status.get("phase") == "Rollout")
+        assert [2] == await sizes()
+        await native.api.call("PATCH", path, {"spec": {"suspend": True}}, MERGE)
+        await native.until(lambda: native.status.get("phase") == "Suspended" and not native.kubelet.members)
+        native.group.resize(1)
+        await native.api.call("PATCH", path, {"spec": {"replicas": 1, "suspend": False}}, MERGE)
+        await native.until(lambda: native.status.get("phase") == "Rollout")
+        assert [1] == await sizes()
+    async with native.operator({**LEASE, "GANGS": ""}):  # the admin has another choice by now
+        await native.until(lambda: native.status["cause"] == "OperatorRestarted")
+        await native.api.call("DELETE", f"{PODS}/sums-gpu-0-1", {"gracePeriodSeconds": 0})
+        await native.until(lambda: native.status["cause"] == "PodReplaced")
+        again = await native.api.call("GET", f"{PODS}/sums-gpu-0-2")
+        (group,) = await native.api.all(GROUPS)
+        assert group["metadata"]["name"] == again["spec"]["schedulingGroup"]["podGroupName"]
+
+
+@pytest.mark.parametrize(
+    ("gangs", "scheduling", "words"),
+    [
+        ("Native", {}, "needs Kubernetes 1.36 with the feature gates GenericWorkload and GangScheduling"),
+        ("Volcano", {}, "needs Volcano"),
+        ("", {"gang": "Coscheduling"}, "adds it to the chart's value scheduling.gangs"),
+    ],
+)
+async def test_a_gang_that_the_cluster_does_not_have_stalls_its_job_with_what_is_missing(
+    access: ClusterAccess, tmp_path: Path, gangs: str, scheduling: Body, words: str
+) -> None:
+    spec = {"replicas": 2, "steps": 2, "scheduling": scheduling}
+    async with open_real_world(access, tmp_path, spec) as world, world.operator({**LEASE, "GANGS": gangs}):
+        await world.until(lambda: words in world.condition("Stalled").get("message", ""))
+        assert ("True", "ObjectRefused") == (world.condition("Stalled")["status"], world.condition("Stalled")["reason"])
+        assert [] == await world.api.all(PODS)
+
+
+async def test_a_topology_that_the_server_drops_is_no_start_without_it(tmp_path: Path) -> None:
+    """An API server whose gate is off takes the PodGroup and forgets its constraints."""
+    options = ("--feature-gates=GenericWorkload=true,GangScheduling=true", f"--runtime-config={VERSION}=true")
+    spec = {"replicas": 2, "steps": 2, "scheduling": {"topology": {"required": RACK}}}
+    with cluster_without_nodes(tmp_path / "c", *options) as access:
+        async with open_real_world(access, tmp_path, spec) as world, world.operator({**LEASE, "GANGS": "Native"}):
+            await world.until(lambda: "drops schedulingConstraints" in world.condition("Stalled").get("message", ""))
+            assert "TopologyAwareWorkloadScheduling" in world.condition("Stalled")["message"]
+            assert [] == await world.api.all(PODS)
