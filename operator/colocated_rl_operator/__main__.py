@@ -90,7 +90,7 @@ async def lead(settings: OperatorSettings, access: ClusterAccess, metrics: Opera
     wakeups = Wakeups()
     async with Kube(access, count=metrics.count_request) as kube:
         await _until_jobs_are_served(kube, (*settings.watch_namespaces, settings.namespace)[0])
-        keyring = await _until_keyring_is_found(kube, settings.namespace)
+        keyring = await _until_keyring_is_found(kube, settings)
         metrics.leader.set(1)
         async with Members(
             keyring.operator_context(), wakeups.wake, lost=metrics.lost.inc, renewals=keyring
@@ -118,7 +118,15 @@ async def lead(settings: OperatorSettings, access: ClusterAccess, metrics: Opera
             if settings.node_signs:
                 handlers.watch_nodes()
             keeping = asyncio.create_task(
-                keep_keys(kube, settings.namespace, keyring, members, every_s=settings.keys_check_s), name="keys"
+                keep_keys(
+                    kube,
+                    settings.namespace,
+                    keyring,
+                    members,
+                    every_s=settings.keys_check_s,
+                    issued=settings.issued_authority,
+                ),
+                name="keys",
             )
             keeping.add_done_callback(_end_with)
             os.environ["POD_ID"] = settings.identity  # else kopf asks for the name of its user, and the UID has none
@@ -151,11 +159,11 @@ async def _until_jobs_are_served(kube: Kube, namespace: str) -> None:
         await asyncio.sleep(START_RETRY_S)
 
 
-async def _until_keyring_is_found(kube: Kube, namespace: str) -> Keyring:
+async def _until_keyring_is_found(kube: Kube, settings: OperatorSettings) -> Keyring:
     """Return the keyring once it is found: a leader that ended instead would only fail again, and then back off."""
     while True:
         try:
-            return await find_keyring(kube, namespace)
+            return await find_keyring(kube, settings.namespace, settings.issued_authority)
         except ApiError as error:
             logs.log(LOG, "authority not read, trying again", logging.ERROR, reason=str(error))
         await asyncio.sleep(START_RETRY_S)

@@ -15,6 +15,7 @@
 | GANG_SCHEDULERS | names of their schedulers, as KIND=NAME with commas between | empty |
 | LEASE_NAME | the Lease that its replicas compete for | colocated-rl-operator |
 | LEASE_DURATION_S, LEASE_RENEW_DEADLINE_S, LEASE_RETRY_S | seconds | 15, 10, 2 |
+| AUTHORITY_SECRET | Secret of its namespace of which it takes its authority; empty: it makes one | empty |
 | KEYS_CHECK_S | seconds between two looks at the Secrets of its keys and at the certificates of members | 60 |
 | METRICS_PORT | /metrics, /healthz, /readyz; plain HTTP | 9090 |
 | LOG_LEVEL | DEBUG, INFO, WARNING or ERROR | INFO |
@@ -69,6 +70,7 @@ class OperatorSettings:
     lease: LeaseTimes = LeaseTimes()
     egress: Egress = Egress.NO_METADATA
     node_access: Mapping[str, NodeAccess] = field(default_factory=dict)
+    issued_authority: str = ""
     keys_check_s: float = 60.0
     metrics_port: int = 9090
     log_level: str = "INFO"
@@ -110,6 +112,7 @@ class OperatorSettings:
             lease=lease,
             egress=Egress(read.choice("JOB_EGRESS", Egress.NO_METADATA, tuple(Egress))),
             node_access=read.by_template("NODE_ACCESS", NodeAccess),
+            issued_authority=read.text("AUTHORITY_SECRET", ""),
             keys_check_s=read.seconds("KEYS_CHECK_S", 60.0),
             metrics_port=read.port("METRICS_PORT", 9090),
             log_level=read.choice("LOG_LEVEL", "INFO", LOG_LEVELS),

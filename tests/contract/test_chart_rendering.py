@@ -30,7 +30,8 @@ CHART = CHECKOUT.root / "charts/colocated-rl"
 CI = sorted((CHART / "ci").glob("*-values.yaml"))
 NAMESPACE = "rl-system"
 JOBS = f"/apis/{names.API_VERSION}/namespaces/default/{names.PLURAL}"
-MONITORING = "monitoring.coreos.com/v1"  # of an operator that is not here
+CERTIFICATES = "cert-manager.io/v1"
+ELSEWHERE = ("monitoring.coreos.com/v1", CERTIFICATES)  # of operators that are not here
 helm = Helm(CHECKOUT.localcluster)
 
 
@@ -80,7 +81,7 @@ def test_server_takes_what_is_rendered(kubectl: Kubectl, api: ApiServer, file: P
             account = {"name": each["spec"]["serviceAccountName"], "namespace": NAMESPACE}
             body = {"apiVersion": "v1", "kind": "ServiceAccount", "metadata": account}
             kubectl("apply", "-f", "-", stdin=json.dumps(body))
-    known = [each for each in rendered(file) if each["apiVersion"] != MONITORING]
+    known = [each for each in rendered(file) if each["apiVersion"] not in ELSEWHERE]
     objects = {"apiVersion": "v1", "kind": "List", "items": known}
     kubectl("apply", "--dry-run=server", "--validate=strict", "-f", "-", stdin=json.dumps(objects))
 
@@ -123,6 +124,35 @@ def test_lease_and_authority_are_the_ones_that_the_role_names() -> None:
     assert [lease, authority.SECRET_NAME, authority.TOKENS_SECRET_NAME] == named
 
 
+def rules_of_own(objects: list[Document]) -> list[Document]:
+    [role] = [each for each in objects if each["kind"] == "Role" and each["metadata"]["name"].endswith("-own")]
+    rules: list[Document] = role["rules"]
+    return rules
+
+
+def test_an_operator_follows_the_secret_that_cert_manager_makes() -> None:
+    words = ("--set", "authority.certManager.enabled=true")
+    usual, objects = render(), render(*words)
+    certificate, issuer = one(objects, "Certificate"), one(objects, "Issuer")
+    secret = certificate["spec"]["secretName"]
+    assert secret == OperatorSettings.read(environment(one(objects, "Deployment"))).issued_authority
+    assert issuer["metadata"]["name"] == certificate["spec"]["issuerRef"]["name"]
+    assert {"selfSigned": {}} == issuer["spec"]
+    added = [rule for rule in rules_of_own(objects) if rule not in rules_of_own(usual)]
+    expected = [(secret, "get"), (authority.SECRET_NAME, "update")]
+    assert expected == [(rule["resourceNames"][0], rule["verbs"][0]) for rule in added]
+    assert "" == OperatorSettings.read(environment(one(usual, "Deployment"))).issued_authority
+    named = render(*words, "--set", "authority.secretName=mine,authority.certManager.issuer.name=ours")
+    assert ("mine", "ours") == (
+        one(named, "Certificate")["spec"]["secretName"],
+        one(named, "Certificate")["spec"]["issuerRef"]["name"],
+    )
+    assert "Issuer" not in {each["kind"] for each in named}
+    given = render("--set", "authority.secretName=mine")
+    assert "mine" == OperatorSettings.read(environment(one(given, "Deployment"))).issued_authority
+    assert "Certificate" not in {each["kind"] for each in given}
+
+
 @pytest.mark.parametrize("file", CI, ids=lambda file: file.stem)
 def test_everything_is_labelled_and_the_crd_is_kept(file: Path) -> None:
     for each in rendered(file):
@@ -157,6 +187,8 @@ def test_job_network_policies_recognize_the_operator() -> None:
         ("logLevel=debug", "/logLevel"),
         ("images.gpu.digest=sha256:abc", "/images/gpu/digest"),
         ("metrics.port=80", "/metrics/port"),
+        ("scheduling.gangs[0]=Slurm", "/scheduling/gangs/0"),
+        ("authority.secretName=colocated-rl-authority", "/authority/secretName"),
         ("leaderElection.retrySeconds=0", "/leaderElection/retrySeconds"),
         ("watch.namespaces[0]=Research", "/watch/namespaces/0"),
         ("resources.limit.memory=1Gi", "limit"),

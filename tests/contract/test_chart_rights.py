@@ -65,6 +65,7 @@ CALLS: dict[str, list[dict[str, Any]]] = {
     "delete_pod": [{"namespace": JOBS, "name": "some", "uid": "some"}],
     "apply": [{"namespace": JOBS, "body": {"apiVersion": api, "kind": kind, **THING}} for api, kind in APPLIED],
     "delete_group": [],
+    "replace_secret": [],
     "create_claim": [{"namespace": JOBS, "claim": THING}],
     "read_revision": [{"namespace": JOBS, "name": "some"}],
     "create_revision": [{"namespace": JOBS, "revision": THING}],
@@ -148,6 +149,15 @@ def test_nodes_are_read_only_by_an_operator_that_looks_for_their_notices() -> No
 async def test_rights_are_the_calls_that_are_made(file: str, kind: str) -> None:
     needed = await rights_that_calls_need() | KOPF | GARBAGE_COLLECTION
     assert needed == granted(rendered(Path(CHART / "ci" / file)), bound_to_jobs=kind)
+
+
+async def test_an_issued_authority_may_be_read_and_the_own_one_written() -> None:
+    usual, following = (
+        granted(rendered(Path(CHART / "ci" / file)), bound_to_jobs="ClusterRole")
+        for file in ("local-values.yaml", "cert-manager-values.yaml")
+    )
+    calls = {"replace_secret": [{"namespace": NAMESPACE, "secret": THING}]}
+    assert await rights_that_calls_need(calls) == following - usual
 
 
 async def test_rights_to_pod_groups_are_those_of_the_gangs_that_the_chart_names() -> None:

@@ -6,14 +6,19 @@ import asyncio
 import base64
 import contextlib
 import ssl
-from collections.abc import AsyncIterator
+import subprocess
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
 
 import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 from cryptography import x509
+from cryptography.hazmat.primitives import serialization
+from cryptography.hazmat.primitives.asymmetric import rsa
 from cryptography.x509.oid import ExtendedKeyUsageOID
 
 from builders import UID, make_manifest
@@ -40,7 +45,9 @@ from colocated_rl_operator.clients.errors import (
 from colocated_rl_operator.clients.events import SERIES_S, About, Events
 from colocated_rl_operator.clients.kube import AT_ONCE, Kube
 from colocated_rl_operator.clients.limiter import CallLimiter
+from colocated_rl_operator.loop.keys import next_step
 from fakes.api_server import FakeApiServer
+from fakes.issuer import issued_files
 
 JOB_PATH = f"/apis/{names.API_VERSION}/namespaces/default/{names.PLURAL}/sums"
 X = {"metadata": {"name": "x"}}
@@ -380,3 +387,84 @@ def test_the_operator_trusts_its_own_authority_alone() -> None:
     assert ssl.CERT_REQUIRED is context.verify_mode
     assert context.check_hostname
     assert 1 == len(context.get_ca_certs())
+
+
+# ----------------------------------------------------------------------------------------------- an authority of others
+RSA_KEY = rsa.generate_private_key(public_exponent=65537, key_size=2048).private_bytes(
+    serialization.Encoding.PEM, serialization.PrivateFormat.TraditionalOpenSSL, serialization.NoEncryption()
+)
+
+
+def test_an_issued_authority_signs_only_while_everybody_trusts_it_and_the_former_one() -> None:
+    former, issued = Authority.new(), Authority.new()
+    steps, present = list[tuple[Any, list[Any]]](), former
+    while (nearer := next_step(present, issued)) is not None:
+        present = nearer
+        steps.append((present.certificate, [*present.others]))
+    first, second = former.certificate, issued.certificate
+    assert [(first, [second]), (second, [first]), (second, [])] == steps
+    assert next_step(issued, issued) is None
+
+
+def test_another_authority_that_is_issued_meanwhile_is_followed_from_there() -> None:
+    former, issued, newest = Authority.new(), Authority.new(), Authority.new()
+    half_way = next_step(former, issued)
+    assert half_way is not None
+    again = next_step(half_way, newest)
+    assert again is not None
+    assert (former.certificate, (newest.certificate,)) == (again.certificate, again.others)
+
+
+def test_members_trust_a_certificate_whose_issuer_names_its_key_by_another_hash(tmp_path: Path) -> None:
+    """Go names keys by SHA-256, we by SHA-1, and OpenSSL takes a certificate for another authority's."""
+    for form in (serialization.PrivateFormat.PKCS8, serialization.PrivateFormat.TraditionalOpenSSL):
+        files = issued_files(form=form)
+        authority = Authority.issued(files)
+        keys = Keyring(authority, b"k" * 32).keys(GPU_POD)
+        for name, content in (("ca.pem", keys.authorities), ("leaf.pem", keys.certificate)):
+            (tmp_path / name).write_text(content)
+        words: list[str | Path] = [
+            "openssl",
+            "verify",
+            "-x509_strict",
+            "-CAfile",
+            tmp_path / "ca.pem",
+            tmp_path / "leaf.pem",
+        ]
+        done = subprocess.run(words, capture_output=True, text=True, check=False)
+        assert (0, f"{tmp_path}/leaf.pem: OK\n") == (done.returncode, done.stdout), done.stderr
+
+
+@pytest.mark.parametrize(
+    ("files", "words"),
+    [
+        (lambda: issued_files(issuer=Authority.new()), "is not self-signed"),
+        (lambda: issued_files(is_ca=False), "needs isCA: true"),
+        (lambda: issued_files() | {names.KEY_FILE: issued_files()[names.KEY_FILE]}, "is not that of"),
+        (lambda: issued_files() | {names.KEY_FILE: RSA_KEY}, "is not an elliptic curve key"),
+        (lambda: {names.CERT_FILE: b""}, "tls.key"),
+    ],
+    ids=["intermediate", "no authority", "another key", "RSA", "half"],
+)
+async def test_what_is_no_authority_of_its_own_is_not_taken(
+    api: FakeApiServer, kube: Kube, files: Callable[[], dict[str, bytes]], words: str
+) -> None:
+    """Behind an intermediate one, everybody would trust its issuer, and whoever has a certificate of that."""
+    put_secret(api, "issued", files())
+    with pytest.raises(ApiUnreachable, match=words):
+        await find_authority(kube, "operators", "issued")
+    assert ["issued"] == [each["metadata"]["name"] for each in api.all("secrets")]
+
+
+async def test_an_operator_waits_for_its_first_authority_until_it_is_issued(api: FakeApiServer, kube: Kube) -> None:
+    with pytest.raises(ApiUnreachable, match="describe certificate"):
+        await find_authority(kube, "operators", "issued")
+    files = issued_files()
+    put_secret(api, "issued", files)
+    assert Authority.issued(files).files() == (await find_authority(kube, "operators", "issued")).files()
+    assert Authority.issued(files).files() == (await _read(api)).files(), "and goes on without the other Secret"
+
+
+def put_secret(api: FakeApiServer, name: str, files: Mapping[str, bytes]) -> None:
+    data = {file: base64.b64encode(content).decode() for file, content in files.items()}
+    api.put(f"/api/v1/namespaces/operators/secrets/{name}", {"metadata": {"name": name}, "data": data})

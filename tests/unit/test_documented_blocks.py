@@ -90,6 +90,7 @@ RUN: Mapping[str, str] = {
         "e2e/test_one_side.py::test_a_lost_job_goes_on_from_a_copy_of_its_checkpoints_as_if_it_had_never_ended"
     ),
     "docs/runbooks/store-near-full.md#What to do": "no storage class here enlarges a volume",
+    "docs/runbooks/ca-rotation.md#By cert-manager": "no cert-manager is here to make it again",
     "docs/runbooks/ca-rotation.md": (
         "contract/test_deployment_pages.py::test_commands_tell_whom_a_job_trusts_and_until_when, "
         "contract/test_deployment_pages.py::test_an_authority_is_restored_from_the_two_files_of_the_page, "

@@ -42,3 +42,12 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
 {{- printf "%s:%s" $image.repository (default $root.Chart.AppVersion $image.tag) -}}
 {{- end -}}
 {{- end -}}
+
+{{/* The Secret of the authority that somebody else issues; empty where the operator makes its own. */}}
+{{- define "colocated-rl.issued-authority" -}}
+{{- if .Values.authority.secretName -}}
+{{- .Values.authority.secretName -}}
+{{- else if .Values.authority.certManager.enabled -}}
+{{- printf "%s-issued" (include "colocated-rl.name" .) -}}
+{{- end -}}
+{{- end -}}

@@ -3,7 +3,8 @@
 The operator's own authority is made at the first start and kept in a Secret of the operator's namespace, never in a
 chart, which would make another one at each rendering. Further certificates in `ca.crt`, after the one of `ca.key`, are
 authorities that are trusted too: while one replaces another, everybody trusts both. Data tokens follow from a key of
-their own, in another Secret, so that either can be replaced without the other.
+their own, in another Secret, so that either can be replaced without the other. Where a third Secret is named, somebody
+else issues the authority (cert-manager), and the first follows it (`keys` of the loop).
 
 The operator's client certificate never leaves the process; its common name alone grants the right to send targets. A
 member's certificate is valid only for serving under the name of its pod, and for LEAF_LIFE: the operator's link to the
@@ -18,13 +19,14 @@ import logging
 import secrets
 import ssl
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from functools import cached_property
 from typing import Any, Protocol
 
 from cryptography import x509
+from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
@@ -54,6 +56,7 @@ class SecretApi(Protocol):
 
     async def read_secret(self, namespace: str, name: str) -> dict[str, Any]: ...
     async def create_secret(self, namespace: str, secret: dict[str, Any]) -> dict[str, Any]: ...
+    async def replace_secret(self, namespace: str, secret: dict[str, Any]) -> dict[str, Any]: ...
 
 
 @dataclass(frozen=True)
@@ -68,7 +71,8 @@ class Authority:
     def new(cls, now: datetime | None = None) -> Authority:
         now, key = now or datetime.now(UTC), ec.generate_private_key(ec.SECP256R1())
         name = _name("colocated-rl authority")
-        builder = _builder(name, name, key, key, AUTHORITY_LIFE, now).add_extension(
+        own_id = x509.SubjectKeyIdentifier.from_public_key(key.public_key())
+        builder = _builder(name, name, own_id, key, AUTHORITY_LIFE, now).add_extension(
             x509.BasicConstraints(ca=True, path_length=0), critical=True
         )
         usage = x509.KeyUsage(False, False, False, False, False, True, True, False, False)
@@ -77,12 +81,39 @@ class Authority:
     @classmethod
     def read(cls, files: dict[str, bytes]) -> Authority:
         """Return the authority in the files. Raises ValueError or KeyError if they hold none."""
-        key = serialization.load_pem_private_key(files[CA_KEY_FILE], password=None)
+        return cls._of(files, key_file=CA_KEY_FILE, certificates_file=names.CA_FILE)
+
+    @classmethod
+    def issued(cls, files: dict[str, bytes]) -> Authority:
+        """Return the authority in files of a Secret of cert-manager's. Raises ValueError or KeyError if they hold none.
+
+        It has to be self-signed. Otherwise everybody would have to trust its issuer too, and whoever has a certificate
+        of that could pass for the operator.
+        """
+        found = cls._of(files, key_file=names.KEY_FILE, certificates_file=names.CERT_FILE)
+        certificate = found.certificate
+        try:
+            certificate.verify_directly_issued_by(certificate)
+        except (ValueError, TypeError, InvalidSignature) as error:
+            raise ValueError(
+                f"{names.CERT_FILE} is not self-signed: its issuer has to be one of kind selfSigned"
+            ) from error
+        try:
+            is_ca = certificate.extensions.get_extension_for_class(x509.BasicConstraints).value.ca
+        except x509.ExtensionNotFound:
+            is_ca = False
+        if not is_ca:
+            raise ValueError(f"{names.CERT_FILE} is of no authority: its Certificate needs isCA: true")
+        return cls(found.key, certificate)
+
+    @classmethod
+    def _of(cls, files: dict[str, bytes], *, key_file: str, certificates_file: str) -> Authority:
+        key = serialization.load_pem_private_key(files[key_file], password=None)
         if not isinstance(key, ec.EllipticCurvePrivateKey):
-            raise ValueError(f"{CA_KEY_FILE} is not an elliptic curve key")
-        certificate, *others = x509.load_pem_x509_certificates(files[names.CA_FILE])
+            raise ValueError(f"{key_file} is not an elliptic curve key")
+        certificate, *others = x509.load_pem_x509_certificates(files[certificates_file])
         if certificate.public_key() != key.public_key():
-            raise ValueError(f"the first certificate of {names.CA_FILE} is not that of {CA_KEY_FILE}")
+            raise ValueError(f"the first certificate of {certificates_file} is not that of {key_file}")
         return cls(key, certificate, tuple(others))
 
     @property
@@ -95,6 +126,14 @@ class Authority:
         """Return the certificates of all authorities that are trusted, its own first."""
         return b"".join(map(_certificate_pem, (self.certificate, *self.others))).decode("ascii")
 
+    @property
+    def _key_id(self) -> x509.SubjectKeyIdentifier:
+        """Return the id of its key as its certificate has it: others make it by another hash, and OpenSSL compares."""
+        try:
+            return self.certificate.extensions.get_extension_for_class(x509.SubjectKeyIdentifier).value
+        except x509.ExtensionNotFound:
+            return x509.SubjectKeyIdentifier.from_public_key(self.key.public_key())
+
     def files(self) -> dict[str, bytes]:
         return {names.CA_FILE: self.trusted_pem.encode("ascii"), CA_KEY_FILE: _key_pem(self.key)}
 
@@ -105,7 +144,7 @@ class Authority:
         key = ec.generate_private_key(ec.SECP256R1())
         usage = x509.KeyUsage(True, False, False, False, False, False, False, False, False)
         certificate = (
-            _builder(self.certificate.subject, _name(common_name), self.key, key, LEAF_LIFE, now)
+            _builder(self.certificate.subject, _name(common_name), self._key_id, key, LEAF_LIFE, now)
             .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
             .add_extension(usage, critical=True)
             .add_extension(x509.ExtendedKeyUsage([purpose]), critical=False)
@@ -220,9 +259,12 @@ def secret_files(keys: Keys) -> dict[str, str]:
     }
 
 
-async def find_keyring(api: SecretApi, namespace: str) -> Keyring:
-    """Return the keyring of the operator's namespace; create what it lacks. Raises ApiError."""
-    authority = await find_authority(api, namespace)
+async def find_keyring(api: SecretApi, namespace: str, issued: str = "") -> Keyring:
+    """Return the keyring of the operator's namespace; create what it lacks. Raises ApiError.
+
+    issued: the Secret of which a new authority is taken; "": the operator makes one.
+    """
+    authority = await find_authority(api, namespace, issued)
     return Keyring(authority, await _find_token_key(api, namespace))
 
 
@@ -234,7 +276,7 @@ async def read_again(api: SecretApi, namespace: str, keyring: Keyring) -> bool:
 
 
 async def _find_token_key(api: SecretApi, namespace: str) -> bytes:
-    def new() -> dict[str, bytes]:
+    async def new() -> dict[str, bytes]:
         return {TOKEN_KEY_FILE: secrets.token_bytes(TOKEN_KEY_BYTES)}
 
     secret, _ = await _read_or_create(api, namespace, TOKENS_SECRET_NAME, new)
@@ -255,23 +297,48 @@ def _token_key(secret: dict[str, Any], namespace: str) -> bytes:
     return key
 
 
-async def find_authority(api: SecretApi, namespace: str) -> Authority:
+async def find_authority(api: SecretApi, namespace: str, issued: str = "") -> Authority:
     """Return the authority in the operator's namespace; create it if there is none. Raises ApiError."""
-    secret, was_made = await _read_or_create(api, namespace, SECRET_NAME, lambda: Authority.new().files())
+
+    async def new() -> dict[str, bytes]:
+        return (await read_issued(api, namespace, issued) if issued else Authority.new()).files()
+
+    secret, was_made = await _read_or_create(api, namespace, SECRET_NAME, new)
     if was_made:
         reason = f"there was no Secret {namespace}/{SECRET_NAME}: older jobs trust another one"
         log(LOG, "authority made", reason=reason)
     return _from_secret(secret, namespace)
 
 
+async def read_issued(api: SecretApi, namespace: str, name: str) -> Authority:
+    """Return the authority that somebody else issues. Raises ApiError."""
+    try:
+        secret = await api.read_secret(namespace, name)
+    except NotFound as error:
+        raise ApiUnreachable(
+            f"Secret {namespace}/{name} is not there, of which the authority is taken: cert-manager has not made it "
+            f"(kubectl -n {namespace} describe certificate), or the chart's authority.secretName is another"
+        ) from error
+    try:
+        return Authority.issued(_files(secret))
+    except (KeyError, ValueError) as error:
+        raise ApiUnreachable(f"Secret {namespace}/{name} has no authority to take ({error!r})") from error
+
+
+async def write_authority(api: SecretApi, namespace: str, authority: Authority) -> None:
+    """Put the authority in the place of the present one. Raises ApiError, a Conflict if somebody else just did so."""
+    present = await api.read_secret(namespace, SECRET_NAME)
+    await api.replace_secret(namespace, present | {"data": _encoded(authority.files())})
+
+
 async def _read_or_create(
-    api: SecretApi, namespace: str, name: str, new: Callable[[], Mapping[str, bytes]]
+    api: SecretApi, namespace: str, name: str, new: Callable[[], Awaitable[Mapping[str, bytes]]]
 ) -> tuple[dict[str, Any], bool]:
     """Return a Secret, and whether it was made of new files because there was none."""
     try:
         return await api.read_secret(namespace, name), False
     except NotFound:
-        secret = _secret(name, new(), namespace)
+        secret = _secret(name, await new(), namespace)
     try:
         await api.create_secret(namespace, secret)
     except Conflict:  # another replica was first
@@ -281,7 +348,7 @@ async def _read_or_create(
 
 def _from_secret(secret: dict[str, Any], namespace: str) -> Authority:
     try:
-        return Authority.read({name: base64.b64decode(data) for name, data in secret["data"].items()})
+        return Authority.read(_files(secret))
     except (KeyError, ValueError) as error:
         raise ApiUnreachable(
             f"Secret {namespace}/{SECRET_NAME} holds no authority ({error!r}): restore it, or delete it together with "
@@ -299,8 +366,16 @@ def _secret(name: str, files: Mapping[str, bytes], namespace: str) -> dict[str, 
             "namespace": namespace,
             "labels": {names.MANAGED_BY_LABEL: names.MANAGED_BY},
         },
-        "data": {file: base64.b64encode(data).decode("ascii") for file, data in files.items()},
+        "data": _encoded(files),
     }
+
+
+def _encoded(files: Mapping[str, bytes]) -> dict[str, str]:
+    return {file: base64.b64encode(data).decode("ascii") for file, data in files.items()}
+
+
+def _files(secret: dict[str, Any]) -> dict[str, bytes]:
+    return {name: base64.b64decode(data) for name, data in secret["data"].items()}
 
 
 def _name(common_name: str) -> x509.Name:
@@ -310,12 +385,11 @@ def _name(common_name: str) -> x509.Name:
 def _builder(
     issuer: x509.Name,
     subject: x509.Name,
-    issuer_key: ec.EllipticCurvePrivateKey,
+    issuer_id: x509.SubjectKeyIdentifier,
     key: ec.EllipticCurvePrivateKey,
     life: timedelta,
     now: datetime,
 ) -> x509.CertificateBuilder:
-    issuer_id = x509.AuthorityKeyIdentifier.from_issuer_public_key(issuer_key.public_key())
     return (
         x509.CertificateBuilder()
         .issuer_name(issuer)
@@ -325,7 +399,7 @@ def _builder(
         .not_valid_before(now - CLOCK_TOLERANCE)
         .not_valid_after(now + life)
         .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
-        .add_extension(issuer_id, critical=False)
+        .add_extension(x509.AuthorityKeyIdentifier.from_issuer_subject_key_identifier(issuer_id), critical=False)
     )
 
 

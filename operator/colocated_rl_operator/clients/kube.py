@@ -15,6 +15,7 @@
 | read_revision, create_revision, delete_revision | apps controllerrevisions | get, create, delete | of the job |
 | create_secret | secrets | create | of the job, and its own |
 | read_secret | secrets | get | its own only |
+| replace_secret | secrets | update | its own, where somebody else issues the authority |
 | create_event, repeat_event | events.k8s.io events | create, patch | of the job |
 | read_lease, create_lease, replace_lease | coordination.k8s.io leases | get, create, update | its own only |
 
@@ -204,6 +205,11 @@ class Kube:
 
     async def read_secret(self, namespace: str, name: str) -> Body:
         return await self._call("get", "secrets", f"{_core_path(namespace, 'secrets')}/{name}")
+
+    async def replace_secret(self, namespace: str, secret: Body) -> Body:
+        """Replace the Secret. Raises Conflict if its resourceVersion is not that of `secret`."""
+        path = f"{_core_path(namespace, 'secrets')}/{secret['metadata']['name']}"
+        return await self._call("put", "secrets", path, secret)
 
     async def create_event(self, namespace: str, event: Body) -> Body:
         return await self._call("post", "events", f"/apis/events.k8s.io/v1/namespaces/{namespace}/events", event)
