@@ -9,6 +9,7 @@ import pytest
 
 from builders import OWN_ROLLOUT, make_job
 from colocated_rl_agent.runner import runner
+from colocated_rl_api import names
 from colocated_rl_api.pod_template import (
     OWN_USERS,
     OWNED_PATHS,
