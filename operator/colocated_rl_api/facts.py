@@ -227,6 +227,7 @@ class RolloutFacts(Wire):
     staleness_mean: float | None = None  # tokens of the newest sealed batch, in versions, as the trainer will see them
     tokens_per_second: float | None = None  # of attempts that ended over the last 30 s
     gates_open: int = 0
+    deals_anew: bool = False  # a batch is dealt to as many ranks as whoever asks for it has
     unscored: int | None = None  # completed samples that wait for a reference on devices of its own; None: no such
     problem: Problem | None = None
     stopped: bool = False

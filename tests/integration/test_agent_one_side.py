@@ -70,7 +70,7 @@ async def test_a_trainer_alone_makes_step_after_step_and_no_engine_starts(net: N
         it.kill("fakes.trainer")
         await it.until(lambda facts: facts.trainers[0].state is TrainerState.ABSENT, "gone")
         await group.climb(WeightVersion(3, 2), to=Rung.EXPORTED)
-        assert [f"/v1/batches/{step}?shard=0" for step in (1, 2, 3)] == net.served, "from the checkpoint on"
+        assert [f"/v1/batches/{step}?shard=0&of=1" for step in (1, 2, 3)] == net.served, "from the checkpoint on"
         assert {EngineState.ABSENT} == {engine.state for each in it.facts for engine in each.engines}
         assert not any(each.gate.open for each in it.facts)
         await until(lambda: ["2-1", "3-2"] == sorted(path.name for path in it.directories.weights.iterdir()))

@@ -51,7 +51,7 @@ async def test_new_pod_climbs_to_serving_trains_a_step_and_serves_it(net: Networ
         assert rungs == [rung for rung in TIME_SLICED.rungs if rung in rungs]
         assert it.now is not None
         assert first.engines[0].incarnation == it.now.engines[0].incarnation, "the engine goes through a switch"
-        assert ["/v1/batches/1?shard=0"] == net.served
+        assert ["/v1/batches/1?shard=0&of=1"] == net.served
         await until(lambda: exports(it) == ["1-1"])
 
 
@@ -102,7 +102,7 @@ async def test_h21_group_waits_at_each_barrier_for_its_slow_replica(net: Network
         assert Rung.TRAINED == fast.standings(V1, epoch=group.epoch)[-1], "trained, and not a rung further"
         await group.go_on(V1)
         assert fast.now.waited_s - waited_s[0] > slow.now.waited_s - waited_s[1], "the straggler waits the least"
-        assert {"/v1/batches/1?shard=0", "/v1/batches/1?shard=1"} == set(net.served)
+        assert {"/v1/batches/1?shard=0&of=2", "/v1/batches/1?shard=1&of=2"} == set(net.served)
 
 
 async def test_h46_target_of_an_older_epoch_changes_nothing(net: Network) -> None:

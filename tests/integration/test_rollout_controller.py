@@ -151,7 +151,7 @@ class ControllerScene:
         batch = Batch([], [])
         for shard in range(shards):
             status, body, digest = await self.job.fetch(
-                self.session, self.controller.member.ports.data, f"/v1/batches/{step}?shard={shard}"
+                self.session, self.controller.member.ports.data, f"/v1/batches/{step}?shard={shard}&of={shards}"
             )
             assert status == 200, body
             assert hashlib.sha256(body).hexdigest() == digest
@@ -914,6 +914,30 @@ async def test_a_restart_loses_nothing_that_was_accepted(job: JobOnDisk, process
         await scene.sealed(1)
         assert {0, 1} == {step for _, _, step in token_rows(await scene.batch(1))}
         facts = await scene.operator.until(lambda facts: facts.epoch == 8)
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+async def test_a_group_of_another_size_gets_the_batch_that_the_former_one_had(
+    job: JobOnDisk, processes: TaskProcesses, ranks: int
+) -> None:
+    """Both may ask for it meanwhile: each gets its own shards, or an answer that tells it to ask again."""
+    async with running(job, processes) as scene:
+        await scene.target()
+        await scene.open(V0)
+        await scene.sealed(1)
+        former = await scene.batch(1)
+        dealt = replace(await scene.batch(1, shards=ranks), is_dealt_anew=True)
+        assert former.groups == dealt.groups
+        assert sorted(token_rows(former)) == sorted(token_rows(dealt))
+        assert [(shard, ranks) for shard in range(ranks)] == [(each.shard, each.shards) for each in dealt.headers]
+        again = replace(await scene.batch(1), is_dealt_anew=True)
+        assert sorted(token_rows(former)) == sorted(token_rows(again))
+        port = scene.controller.member.ports.data
+        assert 400 == (await job.fetch(scene.session, port, f"/v1/batches/1?shard={ranks}&of={ranks}"))[0]
+        assert 404 == (await job.fetch(scene.session, port, f"/v1/batches/2?shard=0&of={ranks}"))[0]
+        await scene.target(2, trained_step=1)
+        await scene.open(V1)
+        await scene.sealed(2)
 
 
 async def test_a_job_with_fewer_replicas_has_every_sample_that_it_had(job: JobOnDisk, processes: TaskProcesses) -> None:

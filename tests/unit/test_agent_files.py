@@ -232,7 +232,7 @@ async def controller(tmp_path: Path) -> AsyncIterator[BatchServer]:
 
 async def fetch(controller: BatchServer, directory: Path, **options: int) -> Path:
     return await fetch_shard(
-        controller.client, controller.endpoint, directory, step=4, rank=1, deadline_s=60, **options
+        controller.client, controller.endpoint, directory, step=4, rank=1, world_size=2, deadline_s=60, **options
     )
 
 
@@ -269,10 +269,10 @@ async def test_what_stands_in_the_way_of_shards_is_waited_for(controller: BatchS
     in_the_way.mkdir()
     shards = Shards(controller.client, tmp_path, range(1, 2), deadline_s=60)
     with pytest.raises(ShardUnavailable, match=str(in_the_way)):
-        await shards.fetch(controller.endpoint, 4)
+        await shards.fetch(controller.endpoint, 4, world_size=2)
     in_the_way.rmdir()
-    await shards.fetch(controller.endpoint, 4)
-    assert 4 == shards.step
+    await shards.fetch(controller.endpoint, 4, world_size=2)
+    assert (4, None) == (shards.step_of(2), shards.step_of(3)), "a group of another size has other shards"
 
 
 async def test_connection_that_is_left_half_open_costs_one_try(
@@ -284,14 +284,14 @@ async def test_connection_that_is_left_half_open_costs_one_try(
     shards, frozen, port = Shards(controller.client, tmp_path, range(1, 2), deadline_s=60), asyncio.Event(), free_port()
     async with relayed(port, controller.endpoint.port, frozen):
         relay = Endpoint(pod="rollout", address="127.0.0.1", port=port)
-        fetching = asyncio.create_task(shards.fetch(relay, 4))
+        fetching = asyncio.create_task(shards.fetch(relay, 4, world_size=2))
         await controller.began.wait()
         frozen.set()
         controller.waits.set()
         with pytest.raises(ShardUnavailable, match=r"shard 1 of batch 4 from rollout at .*Timeout"):
             await fetching
     assert not shard_path(tmp_path, step=4, rank=1).exists()
-    await shards.fetch(controller.endpoint, 4)
+    await shards.fetch(controller.endpoint, 4, world_size=2)
     assert controller.data == shard_path(tmp_path, step=4, rank=1).read_bytes()
 
 

@@ -15,6 +15,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager, suppress
 from hashlib import sha256
 from pathlib import Path
@@ -51,7 +52,7 @@ from colocated_rl_rollout.store.batches import (
 )
 from colocated_rl_rollout.store.database import StoreFailed, open_database
 from colocated_rl_rollout.store.former import FormerJob
-from colocated_rl_rollout.store.store import SPARE_BYTES, Store, WrongMove
+from colocated_rl_rollout.store.store import SPARE_BYTES, BatchNotDealt, Store, WrongMove
 from colocated_rl_rollout.store.transcripts import in_batch
 
 JOB = names.JobUid("6f0d1c52-8a35-4a7c-9d55-0c8a3f1b2e4d")
@@ -497,6 +498,24 @@ async def test_a_damaged_store_is_named_and_goes_on_from_the_backup_of_a_checkpo
     whole.close()
 
 
+async def test_a_backup_finds_a_batch_that_was_dealt_to_other_ranks_since(store: Store) -> None:
+    for step in (1, 2):
+        seal(store, [completed_group(store)])
+        if step == 1:
+            store.commit(step)
+    store.forget(1)
+    await store.flushed()
+    before = samples_of(store, 2)
+    assert await store.dealt(2, 3) is not None
+    store.close()
+    spoil(store.path, "turns")
+    again = Store(store.path.parent, job_uid=JOB)
+    assert 3 == len(kept(again, 2))
+    assert before == samples_of(again, 2)
+    assert again.sealed == again.batch(2)
+    again.close()
+
+
 async def test_a_damaged_store_without_a_backup_says_what_is_damaged_and_is_left_alone(store: Store) -> None:
     completed_group(store)
     path = store.path
@@ -650,7 +669,7 @@ class Killed(Exception):
 
 @contextmanager
 def killed_after(calls: int) -> Iterator[None]:
-    """Kill before the next call that changes what is on the disk."""
+    """Kill before the next call that changes what is on the disk, also in a thread that this test's loop starts."""
     left = calls
 
     def count(_: object, event: str, call: object) -> None:
@@ -660,11 +679,15 @@ def killed_after(calls: int) -> Iterator[None]:
             if left < 0:
                 raise Killed
 
+    threads = ThreadPoolExecutor(initializer=sys.setprofile, initargs=(count,))
+    asyncio.get_running_loop().set_default_executor(threads)
     sys.setprofile(count)
     try:
         yield
     finally:
         sys.setprofile(None)
+        threads.shutdown()
+        asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor())
 
 
 def samples_of(store: Store, step: int) -> list[tuple[Any, ...]]:
@@ -682,7 +705,8 @@ async def test_batches_that_trainers_may_ask_for_are_dealt_anew_for_more_or_fewe
             store.commit(step)
     store.forget(1)
     before, counts = [samples_of(store, step) for step in (2, 3)], +store.counts
-    store.deal_anew(ranks)
+    for step in (2, 3):
+        await store.dealt(step, ranks)
     for opened in (store, Store):
         again = opened if isinstance(opened, Store) else opened(tmp_path, job_uid=JOB)
         assert [ranks, ranks] == [len(kept(again, step)) for step in (2, 3)]
@@ -697,7 +721,7 @@ async def test_a_recording_stays_as_it_was_sealed(tmp_path: Path) -> None:
         seal(store, [completed_group(store)])
         store.commit(step)
     store.forget(1)
-    store.deal_anew(1)
+    await store.dealt(2, 1)
     assert [2, 1] == [len(kept(store, step)) for step in (1, 2)]
     store.close()
 
@@ -719,13 +743,13 @@ async def test_a_kill_while_a_batch_is_dealt_anew_loses_no_sample(
         shutil.copytree(tmp_path, place, ignore=shutil.ignore_patterns("killed-*"))
         left = Store(place, job_uid=JOB)
         with suppress(Killed), killed_after(len(sizes)):
-            left.deal_anew(after)
+            await left.dealt(1, after)
             is_done = True
         left.close()
         again = Store(place, job_uid=JOB)
         sizes.append(len(kept(again, 1)))
         assert whole == samples_of(again, 1)
-        again.deal_anew(after)
+        await again.dealt(1, after)
         assert (after, whole) == (len(kept(again, 1)), samples_of(again, 1))
         again.close()
     assert [before] * sizes.count(before) + [after] * sizes.count(after) == sizes
@@ -734,9 +758,36 @@ async def test_a_kill_while_a_batch_is_dealt_anew_loses_no_sample(
 
 async def test_a_batch_that_can_not_be_dealt_anew_is_named_and_what_to_do(store: Store) -> None:
     seal(store, [completed_group(store)])
-    shard_path(store.batch_directory, 1, 1).write_bytes(b"torn")
-    with pytest.raises(StoreFailed, match=r"batch 1 was sealed for 2 trainer ranks .* to 1: .*set replicas back"):
-        store.deal_anew(1)
+    path = shard_path(store.batch_directory, 1, 1)
+    whole = path.read_bytes()
+    path.write_bytes(b"torn")
+    with pytest.raises(BatchNotDealt, match=r"batch 1 was sealed for 2 trainer ranks .* to 1: .*set replicas back"):
+        await store.dealt(1, 1)
+    assert store.deal_problem is not None
+    assert "BatchNotDealt" == store.deal_problem.reason
+    path.write_bytes(whole)
+    await store.dealt(1, 1)
+    assert [None] == [store.deal_problem]
+    store.close()
+
+
+async def test_a_batch_is_dealt_once_to_all_who_ask_for_it_at_once(store: Store) -> None:
+    seal(store, [completed_group(store)])
+    asked = await asyncio.gather(*(store.dealt(1, ranks) for ranks in (3, 3, 1)))
+    assert [3, 3, 1] == [len(record.sha256) for record in asked if record]
+    assert asked[0] is asked[1]
+    assert 1 == len(kept(store, 1))
+    store.close()
+
+
+async def test_a_batch_that_is_forgotten_while_it_is_dealt_leaves_no_file(store: Store) -> None:
+    seal(store, [completed_group(store)])
+    store.commit(1)
+    dealing = asyncio.create_task(store.dealt(1, 3))
+    await asyncio.sleep(0)  # it has begun
+    store.forget(1)
+    assert await dealing is None
+    assert [] == [*store.batch_directory.glob("*")]
     store.close()
 
 
@@ -989,7 +1040,7 @@ def test_samples_that_can_not_be_read_are_refused(tmp_path: Path, harm: str) -> 
         Store(tmp_path / "own", job_uid=JOB, former=FormerJob(checkpoint(tmp_path, 1), samples=tmp_path / "first"))
 
 
-def test_a_kill_while_samples_are_copied_leaves_all_of_them_or_none(tmp_path: Path) -> None:
+async def test_a_kill_while_samples_are_copied_leaves_all_of_them_or_none(tmp_path: Path) -> None:
     """The kill comes before each file is synced, and each time the store's own files change afterwards."""
     counts = three_steps(tmp_path)
     former = FormerJob(checkpoint(tmp_path, 1), samples=tmp_path / "first")

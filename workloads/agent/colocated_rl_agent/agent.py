@@ -198,7 +198,7 @@ class Agent:
             stale_exports=stale,
             crowded=crowded,
             verify_after=self._exports.verify_after,
-            shards=self._shards.step,
+            shards=self._shards_there(),
             fetch_after=self._shards.fetch_after,
             keep_after=self._trainers.keep_after,
             agreed=self._journal.memory.agreed,
@@ -425,12 +425,16 @@ class Agent:
         if target is not None and target.lineage == lineage and target.rendezvous is not None:
             await self._trainers.start(lineage, target.rendezvous)
 
+    def _shards_there(self) -> int | None:
+        target = self.server.target
+        return self._shards.step_of(target.rendezvous.world_size) if target and target.rendezvous else None
+
     async def _fetch_shards(self, step: int) -> None:
         target = self.server.target
-        if target is None or target.batches is None:
+        if target is None or target.batches is None or target.rendezvous is None:
             return
         try:
-            await self._shards.fetch(target.batches, step)
+            await self._shards.fetch(target.batches, step, world_size=target.rendezvous.world_size)
         except ShardUnavailable as error:
             self._fail("BatchUnavailable", str(error))
 

@@ -49,7 +49,7 @@ from colocated_rl_rollout.rewards.prompts import PromptSource
 from colocated_rl_rollout.rewards.rewards import TaskProcesses
 from colocated_rl_rollout.rules.chat import Chat
 from colocated_rl_rollout.rules.samples import SampleState, Tokens
-from colocated_rl_rollout.sealer import Sealer, trainer_ranks
+from colocated_rl_rollout.sealer import Sealer
 from colocated_rl_rollout.settings import RolloutSettings
 from colocated_rl_rollout.store.former import FormerJob
 from colocated_rl_rollout.store.store import Store
@@ -95,8 +95,6 @@ class Controller:
         self._store = store = Store(
             settings.state, job_uid=job.uid, keeps_batches=spec.storage.keep_batches, former=former
         )
-        if spec.ladder.trains:
-            store.deal_anew(trainer_ranks(spec))  # the number of ranks may have changed during a suspension
         self._processes = processes
         client = DataClient(session, tls, job.uid)
         self._engines = Engines(
@@ -357,6 +355,7 @@ class Controller:
             staleness_mean=sealed and sealed.staleness_mean,
             tokens_per_second=self._rate.read(),
             gates_open=len(self._engines.open),
+            deals_anew=True,
             unscored=self._reference and self._reference.unscored,
             problem=self._problem(),
             stopped=self._stopped,
@@ -366,7 +365,8 @@ class Controller:
         """Return why there is no progress, from the first part that has a problem."""
         parts = (self._store, self._prompts, self._sealer, self._processes, self._episodes, self._evaluation)
         found = next((part.problem for part in parts if part.problem), None)
-        return found or (self._reference and self._reference.problem) or self._sealer.filter_problem
+        found = found or (self._reference and self._reference.problem) or self._sealer.filter_problem
+        return found or self._store.deal_problem
 
     def _counts(self) -> dict[str, int]:
         return {state.value: count for state, count in self._store.counts.items() if count}

@@ -232,6 +232,10 @@ REMEDIES: dict[str, Remedy] = {
         "no prompt of the source can be used",
         "correct the prompts' source or the limits that the message names; make a new job",
     ),
+    "BatchNotDealt": Remedy(
+        "a sealed batch can't be dealt out to the present number of trainer ranks; it is unchanged",
+        "make room on the store's volume or restore it, as the message states; or set replicas back",
+    ),
     "RecordingUnusable": Remedy(
         "a TrainOnly job finds no whole batch of its next step in the recording; it looks again",
         "lower spec.steps to what is recorded, or let it be recorded; look at spec.recorded",

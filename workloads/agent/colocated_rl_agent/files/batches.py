@@ -1,6 +1,7 @@
 """This module fetches shards of sealed batches from the rollout controller, checks them, and writes them for trainers.
 
-A shard is immutable and served any number of times, so a failed fetch is simply tried again, after a back-off.
+A shard is immutable and served any number of times, so a failed fetch is simply tried again, after a back-off. A group
+with another number of ranks has other shards of the same step.
 """
 
 from __future__ import annotations
@@ -30,8 +31,7 @@ class ShardUnavailable(Exception):
 class Shards:
     """The Shards are those of a pod's ranks.
 
-    step: the step whose shards are there for every rank. fetch_after: end of the back-off, on the clock of
-    `time.monotonic`.
+    fetch_after: end of the back-off, on the clock of `time.monotonic`.
     """
 
     def __init__(self, client: DataClient, directory: Path, ranks: range, *, deadline_s: float) -> None:
@@ -39,21 +39,35 @@ class Shards:
         self._directory = directory
         self._ranks = ranks
         self._deadline_s = deadline_s
-        self.step: int | None = None
+        self._there: tuple[int, int] | None = None  # step and number of ranks
         self.fetch_after = 0.0
 
-    async def fetch(self, endpoint: Endpoint, step: int) -> None:
-        """Fetch the shards of a step for all ranks, and remove those of earlier steps. Raises ShardUnavailable."""
+    def step_of(self, world_size: int) -> int | None:
+        """Return the step whose shards are there for every rank, in a group of so many ranks."""
+        return self._there[0] if self._there and self._there[1] == world_size else None
+
+    async def fetch(self, endpoint: Endpoint, step: int, *, world_size: int) -> None:
+        """Fetch the shards of a step for all ranks, and remove those of earlier steps. Raises ShardUnavailable.
+
+        world_size: the number of ranks to which the batch is dealt.
+        """
+        self._there = None
         try:
             await asyncio.to_thread(remove_shards, self._directory, below=step)
             for rank in self._ranks:
                 await fetch_shard(
-                    self._client, endpoint, self._directory, step=step, rank=rank, deadline_s=self._deadline_s
+                    self._client,
+                    endpoint,
+                    self._directory,
+                    step=step,
+                    rank=rank,
+                    world_size=world_size,
+                    deadline_s=self._deadline_s,
                 )
         except (ShardUnavailable, OSError) as error:
             self.fetch_after = time.monotonic() + FETCH_AGAIN_S
             raise ShardUnavailable(str(error)) from error
-        self.step = step
+        self._there = step, world_size
 
 
 def shard_path(directory: Path, *, step: int, rank: int) -> Path:
@@ -72,6 +86,7 @@ async def fetch_shard(
     *,
     step: int,
     rank: int,
+    world_size: int,
     deadline_s: float,
     most_bytes: int = MAX_SHARD_BYTES,
 ) -> Path:
@@ -83,7 +98,9 @@ async def fetch_shard(
     try:
         async with (
             asyncio.timeout(deadline_s),
-            client.request("GET", endpoint, f"/v1/batches/{step}?shard={rank}", timeout=SILENCE) as answer,
+            client.request(
+                "GET", endpoint, f"/v1/batches/{step}?shard={rank}&of={world_size}", timeout=SILENCE
+            ) as answer,
         ):
             if answer.status != 200:
                 raise ShardUnavailable(f"{what}: HTTP {answer.status}")

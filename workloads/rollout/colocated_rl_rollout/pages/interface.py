@@ -124,7 +124,12 @@ OPERATIONS: dict[Route, Operation] = {
         summary="A shard of a sealed batch: safetensors, as in colocated_rl_api.batch; the same bytes each time",
         answers={"application/octet-stream": {"type": "string", "format": "binary"}},
         headers={DIGEST_HEADER: {"schema": {"type": "string"}, "description": "SHA-256 of the shard"}},
-        refusals={"400": ("there is no such shard", None), **NO_TOKEN, "404": ("no such batch is kept", None)},
+        refusals={
+            "400": ("there is no such shard", None),
+            **NO_TOKEN,
+            "404": ("no such batch is kept", None),
+            "503": ("it can't be dealt to so many ranks now", None),
+        },
         query=ShardAsked,
         parameters=(STEP,),
         rest=ON_DATA_PORT,

@@ -22,7 +22,7 @@ from colocated_rl_rollout.pages.exports import SampleExports
 from colocated_rl_rollout.pages.followers import Followers
 from colocated_rl_rollout.rules.samples import Finish, GroupId, SampleId, SampleState
 from colocated_rl_rollout.store.batches import BatchRecord, shard_path
-from colocated_rl_rollout.store.store import Store
+from colocated_rl_rollout.store.store import BatchNotDealt, Store
 
 MAX_REQUEST_BYTES = 64 * 1024
 SAMPLES_AT_MOST, SAMPLES_DEFAULT = 1000, 100
@@ -33,6 +33,9 @@ class ShardAsked(BaseModel):
     """Names a batch, in a query."""
 
     shard: int = Field(ge=0, lt=10**9, description="rank of the trainer")
+    of: int | None = Field(
+        default=None, ge=1, le=2**16, description="how many ranks train; the batch is dealt anew to others than before"
+    )
 
 
 class SamplesAsked(BaseModel):
@@ -121,14 +124,18 @@ class Progress(TypedDict):
 def data_routes(
     store: Store, tls: MemberTls, gateway: Iterable[web.AbstractRouteDef], around: Iterable[Middleware]
 ) -> web.Application:
-    """Return the data port: `GET /v1/batches/STEP?shard=RANK`, repeatable with equal bytes; and the gateway.
+    """Return the data port: `GET /v1/batches/STEP?shard=RANK&of=RANKS`, repeatable with equal bytes; and the gateway.
 
     around: middlewares between the token check and all of them.
     """
 
     async def serve_shard(request: web.Request) -> web.StreamResponse:
-        step, shard = int(request.match_info["step"]), _asked(request, ShardAsked).shard
-        record = store.batch(step)
+        step, asked = int(request.match_info["step"]), _asked(request, ShardAsked)
+        shard = asked.shard
+        try:
+            record = store.batch(step) if asked.of is None else await store.dealt(step, asked.of)
+        except BatchNotDealt as error:
+            raise _problem(503, str(error)) from error
         if record is None:
             newest = store.next_step - 1
             raise _problem(404, f"batch {step} is not kept: the newest is {newest}, those in a checkpoint are removed")
@@ -204,5 +211,5 @@ def _asked(request: web.Request, kind: type[AskedT]) -> AskedT:
 
 
 def _problem(status: int, message: str) -> web.HTTPException:
-    kind = web.HTTPNotFound if status == 404 else web.HTTPBadRequest
-    return kind(text=message + "\n")
+    kinds = {400: web.HTTPBadRequest, 404: web.HTTPNotFound, 503: web.HTTPServiceUnavailable}
+    return kinds[status](text=message + "\n")

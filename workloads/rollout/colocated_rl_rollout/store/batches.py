@@ -4,9 +4,9 @@ Sealing divides a batch among the trainer ranks: whole samples, balanced by toke
 before the store seals the batch, so a sealed batch always has its files; the next attempt overwrites a file of a batch
 that never was sealed. The bytes depend on the samples alone.
 
-When a batch is dealt again for another number of ranks (`recording`), its new files are written and synced beside the
-old ones; they replace them once the store has recorded them, at its next opening at the latest. So the batch is whole
-at every instant.
+When another number of ranks asks for a batch, it is dealt again (`recording`): its new files are written and synced
+beside the old ones; they replace them once the store has recorded them, at its next opening at the latest. So the batch
+is whole at every instant.
 """
 
 from __future__ import annotations
@@ -188,6 +188,12 @@ def take_places(directory: Path, record: BatchRecord) -> None:
             dealt.replace(shard_path(directory, record.step, shard))
 
 
+def remove_other_shards(directory: Path, record: BatchRecord) -> None:
+    """Remove the files of a batch that its record does not name: shards of another dealing."""
+    for path in {*directory.glob(f"{record.step}-*")} - _files(directory, record):
+        path.unlink()
+
+
 def partition(lengths: Sequence[int], shards: int) -> list[list[int]]:
     """Return the places of each shard's samples, in order: longest first to the shard with the least work so far.
 
@@ -233,16 +239,20 @@ def batch_bytes(directory: Path, record: BatchRecord | None) -> int:
 
 
 def remove_batch(directory: Path, step: int) -> None:
-    """Remove the files of a batch; missing files are no error."""
-    for path in directory.glob(f"{step}-*.safetensors"):
+    """Remove the files of a batch, also those of another dealing; missing files are no error."""
+    for path in directory.glob(f"{step}-*"):
         path.unlink(missing_ok=True)
 
 
 def remove_all_but(directory: Path, records: Iterable[BatchRecord]) -> None:
     """Remove the files that a kill may leave: of batches that never were sealed, or are no longer kept."""
-    kept = {shard_path(directory, record.step, shard) for record in records for shard in range(len(record.sha256))}
+    kept = set[Path]().union(*(_files(directory, record) for record in records))
     for path in set(directory.glob("*")) - kept:
         path.unlink()
+
+
+def _files(directory: Path, record: BatchRecord) -> set[Path]:
+    return {shard_path(directory, record.step, shard) for shard in range(len(record.sha256))}
 
 
 def _rows(group: Group) -> list[_Row]:

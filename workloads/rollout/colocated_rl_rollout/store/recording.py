@@ -8,6 +8,7 @@ every normalizer is in the header or in the columns, no result depends on that.
 
 from __future__ import annotations
 
+import hashlib
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -104,6 +105,18 @@ def deal_anew(directory: Path, record: BatchRecord, *, shards: int) -> BatchReco
     bodies = _dealt(_joined(columns), headers[0], shards)
     digests = write_shards(directory, record.step, bodies, beside=True)
     return record.model_copy(update={"sha256": digests})
+
+
+def as_dealt(directory: Path, record: BatchRecord) -> BatchRecord:
+    """Return the record of a batch as its files are dealt: a backup of the store may know of a former dealing.
+
+    Raises RecordingUnusable.
+    """
+    headers, _ = _read(directory, record.step)
+    if len(headers) == len(record.sha256):
+        return record
+    files = (shard_path(directory, record.step, shard).read_bytes() for shard in range(len(headers)))
+    return record.model_copy(update={"sha256": tuple(hashlib.sha256(body).hexdigest() for body in files)})
 
 
 def _read(recording: Path, step: int) -> tuple[list[BatchHeader], list[Columns]]:

@@ -59,6 +59,7 @@ from colocated_rl_rollout.store.batches import (
     free_on_volume,
     remove_all_but,
     remove_batch,
+    remove_other_shards,
     take_places,
 )
 from colocated_rl_rollout.store.database import (
@@ -70,7 +71,7 @@ from colocated_rl_rollout.store.database import (
     open_database,
 )
 from colocated_rl_rollout.store.former import FormerJob
-from colocated_rl_rollout.store.recording import RecordingUnusable, deal_anew
+from colocated_rl_rollout.store.recording import RecordingUnusable, as_dealt, deal_anew
 
 LOG = logging.getLogger(__name__)
 
@@ -78,6 +79,10 @@ COMMIT_DEADLINE_S = 60.0
 EPOCH_DEADLINE_S = 10.0
 CLOSE_DEADLINE_S = 10.0
 SPARE_BYTES = 64 * 1024 * 1024  # of the volume, for what is accepted already; plus twice the newest batch
+
+
+class BatchNotDealt(Exception):
+    """A batch can't be dealt to another number of ranks now; it is unchanged. Asking again later is safe."""
 
 
 class WrongMove(Exception):
@@ -112,6 +117,8 @@ class Store:
         self._keeps_batches = keeps_batches
         self.free_bytes = free_bytes
         self.problem: Problem | None = None
+        self.deal_problem: Problem | None = None  # why a batch could not be dealt to those who asked for it last
+        self._dealing = asyncio.Lock()
         self.batch_directory = directory / "batches"
         self.path = directory / "store.sqlite3"
         self._lock = hold(directory / "lock")
@@ -139,7 +146,9 @@ class Store:
             self._read(database, job_uid)
         except sqlite3.Error as error:
             raise StoreFailed(f"store {self.path} can't be read: {error}; restore the volume, or remove it") from error
-        if not is_restored:  # files that the backup does not know of are what is left of later batches
+        if is_restored:
+            self._read_dealings()
+        else:  # files that the backup does not know of are what is left of later batches
             remove_all_but(self.batch_directory, self._batches.values())
         self._writer = DatabaseWriter(database)
         self._writer.write((tables.FACT, [("job_uid", job_uid)]))
@@ -150,6 +159,16 @@ class Store:
             self.give_up(group, "StoreDamaged")
         if former is not None and self.began_at is None:
             self._begin_at(former.checkpoint(), has_samples=former.samples is not None)
+
+    def _read_dealings(self) -> None:
+        """Take each batch as its files are dealt, which may be to other ranks than when the backup was written."""
+        for step, record in self._batches.items():
+            try:
+                self._batches[step] = as_dealt(self.batch_directory, record)
+            except RecordingUnusable as error:
+                log(LOG, "batch unreadable", logging.ERROR, step=step, reason=str(error))
+            if self.sealed is record:
+                self.sealed = self._batches[step]
 
     def _begin_at(self, checkpoint: Contents, *, has_samples: bool) -> None:
         """Go on behind a former job's checkpoint. has_samples: the store is a copy of that job's.
@@ -436,31 +455,43 @@ class Store:
             (tables.BATCH, [(record.step, record.model_dump_json(by_alias=True))]),
         )
 
-    def deal_anew(self, shards: int) -> None:
-        """Deal batches that trainers may still ask for to `shards` ranks. Blocks until they are durable.
-
-        Raises StoreFailed; then each batch is unchanged, or dealt.
-        """
-        known = [record for step, record in self._batches.items() if step > self._saved_step]
-        others = [record for record in known if len(record.sha256) != shards]
-        for before in others:
+    async def dealt(self, step: int, shards: int) -> BatchRecord | None:
+        """Return the batch of a step, durably dealt to `shards` ranks; None if it is not kept. Raises BatchNotDealt."""
+        async with self._dealing:
+            before = self.batch(step)
+            if before is None or len(before.sha256) == shards:
+                return before
             try:
-                record = deal_anew(self.batch_directory, before, shards=shards)
+                record = await asyncio.to_thread(deal_anew, self.batch_directory, before, shards=shards)
             except (RecordingUnusable, OSError) as error:
-                raise StoreFailed(
-                    f"batch {before.step} was sealed for {len(before.sha256)} trainer ranks and can't be dealt out to "
-                    f"{shards}: {error}; make room on the volume or restore it; or suspend the job, set replicas back"
-                ) from error
-            written = record.model_dump_json(by_alias=True)
-            self._writer.write(("UPDATE batches SET record = ? WHERE step = ?", [(written, record.step)]))
-            self._writer.flush(deadline_s=COMMIT_DEADLINE_S)
+                if self.batch(step) is before:
+                    raise self._not_dealt(before, shards, str(error)) from error
+            else:
+                if self.batch(step) is before:
+                    written = record.model_dump_json(by_alias=True)
+                    self._writer.write(("UPDATE batches SET record = ? WHERE step = ?", [(written, step)]))
+                    await self.flushed()
+            if self.batch(step) is not before:
+                remove_batch(self.batch_directory, step)  # a checkpoint has it: it was forgotten meanwhile
+                return None
             take_places(self.batch_directory, record)
-            self._batches[record.step] = record
-            if self.sealed is not None and self.sealed.step == record.step:
+            remove_other_shards(self.batch_directory, record)
+            self._batches[step] = record
+            if self.sealed is before:
                 self.sealed = record
-            log(LOG, "batch redistributed", step=record.step, ranks=shards, ranks_before=len(before.sha256))
-        if others:
-            remove_all_but(self.batch_directory, self._batches.values())
+            self.deal_problem = None
+            log(LOG, "batch redistributed", step=step, ranks=shards, ranks_before=len(before.sha256))
+            return record
+
+    def _not_dealt(self, record: BatchRecord, shards: int, why: str) -> BatchNotDealt:
+        message = (
+            f"batch {record.step} was sealed for {len(record.sha256)} trainer ranks and can't be dealt out to "
+            f"{shards}: {why}; make room on the volume or restore it, or set replicas back"
+        )
+        if self.deal_problem is None:
+            log(LOG, "batch not redistributed", logging.ERROR, step=record.step, reason=message)
+        self.deal_problem = Problem(reason="BatchNotDealt", message=message[:1024])
+        return BatchNotDealt(message)
 
     def commit(self, step: int) -> bool:
         """Record that every rank has trained the batches up to `step`; return False when that was known."""
