@@ -195,7 +195,7 @@ def engine_at(rung: Rung, at: WeightVersion, *, epoch: int = 1, export: WeightVe
 
 def rollout_facts(*, sealed: int = 0, trained: int = 0, epoch: int = 1, **changes: Any) -> RolloutFacts:
     batch = SealedBatch(step=sealed, groups=4, samples=8, loss_tokens=100) if sealed else None
-    return RolloutFacts(epoch=epoch, sealed=batch, trained_step=trained).model_copy(update=changes)
+    return RolloutFacts(epoch=epoch, sealed=batch, trained_step=trained, deals_anew=True).model_copy(update=changes)
 
 
 def make_target(version: WeightVersion, rung: Rung, *, goal: Goal = Goal.CLIMB) -> PodTarget:

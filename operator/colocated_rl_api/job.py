@@ -14,6 +14,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator
 from pydantic.alias_generators import to_camel
 
+from colocated_rl_api.elastic import COUNTS, IN_RANGE, ElasticPolicy
 from colocated_rl_api.facts import EvaluationResult
 from colocated_rl_api.failure import FailurePolicy
 from colocated_rl_api.job_status import ColocatedRLJobStatus
@@ -787,6 +788,8 @@ class ColocatedRLJobSpec(Part):
         _EVALUATED,
         _ADDED_SETS,
         _RESTORED,
+        IN_RANGE,
+        COUNTS,
         *_DIVIDED,
         *APART,
         *fixed(
@@ -827,7 +830,8 @@ class ColocatedRLJobSpec(Part):
         default=1,
         ge=1,
         le=1024,
-        description="Number of GPU pods. May change once the job is suspended and has no pods: no sample is lost.",
+        description="Number of GPU pods. May change: the group goes on with the other number at its next step, or "
+        "when it is resumed, and no sample is lost. From one to more only while the job is suspended.",
     )
     model: Model = Field(description="Starting weights.")
     restore_from: RestoreFrom | None = Field(
@@ -884,6 +888,11 @@ class ColocatedRLJobSpec(Part):
         le=1_000_000,
         description="Number of retries asked for: raising it, as `kubectl crlj retry` does, lets a failed job go on "
         "from its newest checkpoint. May change.",
+    )
+    elastic_policy: ElasticPolicy | None = Field(
+        default=None,
+        description="With how few replicas the job goes on where there is no room for all of them. It waits for all "
+        "when absent. May change.",
     )
     failure_policy: FailurePolicy = Field(
         default_factory=FailurePolicy,
@@ -996,11 +1005,13 @@ _REPLICAS = Rule(
     field="spec.replicas",
     rule="has(self.spec.replicas) == has(oldSelf.spec.replicas) && "
     "(!has(self.spec.replicas) || self.spec.replicas == oldSelf.spec.replicas) || "
+    "has(oldSelf.status) && has(oldSelf.status.groupReplicas) && "  # it is on record, whatever the spec says
+    "has(oldSelf.spec.replicas) && oldSelf.spec.replicas > 1 || "
     "has(oldSelf.spec.suspend) && oldSelf.spec.suspend && "
     "(!has(oldSelf.status) || !has(oldSelf.status.operator) || "  # whoever makes pods first records its name
     "has(oldSelf.status.phase) && oldSelf.status.phase == 'Suspended')",
-    message="replicas can't change while the job has pods: set suspend to true, change it once condition Suspended is "
-    "true, and set suspend to false again",
+    message="replicas can't change from one to more while the job has pods, nor before it has started: "
+    "set suspend to true, change it once condition Suspended is true, and set suspend to false again",
 )
 
 

@@ -240,11 +240,16 @@ class ColocatedRLJobStatus(StatusPart):
     gpu_holder: Holder | None = Field(default=None, description="Who computes on the GPUs.")
     rung: str | None = Field(default=None, max_length=32, description="Rung of the slowest pod.")
     replicas: int | None = Field(
-        default=None, description="GPU pods that the job asks for: of engines and of trainers, without a reference's."
+        default=None, description="GPU pods of the group: of engines and of trainers, without a reference's."
     )
     ready_replicas: int | None = Field(
         default=None,
         description="Those that answer. Condition PodsReady counts a reference's and the rollout controller too.",
+    )
+    group_replicas: int | None = Field(
+        default=None,
+        description="Replicas of the group: fewer than spec.replicas while there is no room for all of them "
+        "(spec.elasticPolicy), and others from a change of spec.replicas until the next step.",
     )
     pods_by_rung: dict[str, int] = Field(default_factory=dict, max_length=16, description="Pods by rung.")
     out_of_line: list[PodOutOfLine] = Field(default_factory=list, max_length=10, description="At most ten.")

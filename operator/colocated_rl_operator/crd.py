@@ -45,7 +45,7 @@ _COLUMNS = (
     ("Phase", ".status.phase", "string", 0, "Summary for people."),
     ("Step", ".status.step", "integer", 0, "Last finished step."),
     ("Ready", ".status.readyReplicas", "integer", 0, "GPU pods that answer."),
-    ("Replicas", ".status.replicas", "integer", 0, "GPU pods that the job asks for."),
+    ("Replicas", ".status.replicas", "integer", 0, "GPU pods of the group."),
     ("Holder", ".status.gpuHolder", "string", 0, "Who computes on the GPUs."),
     ("Version", ".status.weightVersion", "string", 0, "Weights that all engines serve, STEP-LINEAGE."),
     ("Age", ".metadata.creationTimestamp", "date", 0, "Since the job was made."),

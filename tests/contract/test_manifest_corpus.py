@@ -159,6 +159,7 @@ MAY_CHANGE = {
     "failurePolicy.backoffSeconds": 7,
     "failurePolicy": None,
     "podsReadyDeadlineSeconds": 7,
+    "elasticPolicy": {"minReplicas": 1},
     "activeDeadlineSeconds": 7,
     "ttlSecondsAfterFinished": 7,
     "rollout.maxConcurrency": 7,
@@ -363,6 +364,21 @@ def test_replicas_change_when_the_last_pod_is_gone(api: ApiServer, phase: str | 
         answer = api.request("PUT", f"{JOBS}/resting?{DRY_RUN}", changed(resting, "replicas", 7))
     assert is_accepted == answer.is_accepted
     assert is_accepted or "change it once condition Suspended is true" in answer.message
+
+
+@pytest.mark.parametrize(("before", "after", "is_accepted"), [(2, 7, True), (2, 1, True), (1, 2, False)])
+def test_replicas_of_a_job_that_runs_change_where_its_pods_know_of_others(
+    api: ApiServer, before: int, after: int, is_accepted: bool
+) -> None:
+    """Nor may the volume of checkpoints that one pod has be open to others."""
+    job = full("running")
+    job["spec"]["replicas"] = before
+    with stored(api, job) as running:
+        with_status = running | {"status": {"operator": "a/b", "groupReplicas": before}}
+        running = api.request("PUT", f"{JOBS}/running/status", with_status).body
+        answer = api.request("PUT", f"{JOBS}/running?{DRY_RUN}", changed(running, "replicas", after))
+    assert is_accepted == answer.is_accepted
+    assert is_accepted or "from one to more" in answer.message
 
 
 @pytest.mark.parametrize(

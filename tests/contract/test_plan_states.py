@@ -19,7 +19,7 @@ from colocated_rl_api.rungs import Placement
 from colocated_rl_operator.planner.reasons import Cause
 from fakes.explore import all_must_be_well, bounds_of, explore, must_walk_to_the_end
 from fakes.left_out import must_mean_the_same, searched
-from fakes.model import FAULTS, GROWING, LEAVING, MORTAL, JobModel
+from fakes.model import FAULTS, GROWING, LEAVING, MORTAL, ROOMLESS, JobModel
 from fakes.model_pod import InvariantBroken
 from fakes.several_engines import SeveralEngines, is_of_all
 
@@ -192,6 +192,35 @@ def test_every_state_of_a_job_whose_trainers_start_again_when_they_grow_is_safe_
     spec: dict[str, Any] = {**PLACED[placement], "failurePolicy": {"maxTrainerGrowth": "20Gi"}}
     job = make_job(replicas=replicas, steps=steps, checkpoint={"everySteps": 1}, **spec)
     check(JobModel(job, deaths=deaths, of=of, suspensions=suspensions), capsys)
+
+
+ELASTIC: dict[str, Any] = {"elasticPolicy": {"minReplicas": 1}}
+SLOW_TOGETHER = [pytest.param(each, marks=pytest.mark.slow) for each in TOGETHER]
+
+
+@pytest.mark.parametrize("placement", [Placement.ROLLOUT_ONLY, Placement.TRAIN_ONLY, *SLOW_TOGETHER])
+def test_every_state_of_a_job_that_loses_a_node_and_gets_it_back_is_safe_and_leads_to_an_end(
+    placement: Placement, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job = make_job(replicas=2, steps=1, checkpoint={"everySteps": 1}, **ELASTIC, **PLACED[placement])
+    check(JobModel(job, deaths=1, of=(ROOMLESS,)), capsys)
+
+
+@pytest.mark.slow
+def test_every_state_of_a_job_that_shrinks_and_grows_at_a_step_is_safe_and_leads_to_an_end(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    job = make_job(replicas=2, steps=2, checkpoint={"everySteps": 100}, **ELASTIC)
+    check(JobModel(job, deaths=1, of=(ROOMLESS,)), capsys)
+
+
+@pytest.mark.parametrize("placement", [*TOGETHER, Placement.TRAIN_ONLY])
+def test_every_state_of_a_job_whose_replicas_a_person_changes_is_safe_and_leads_to_an_end(
+    placement: Placement, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Between the two steps; checkpoints are not due: that of the change is the only one before the last."""
+    job = make_job(replicas=2, steps=2, checkpoint={"everySteps": 100}, **PLACED[placement])
+    check(JobModel(job, deaths=0, of=(), resizes=1), capsys)
 
 
 @pytest.mark.parametrize(

@@ -12,11 +12,13 @@ from colocated_rl_api.rungs import Placement
 from fakes.walks import (
     ANY_WALK,
     COMPARING_WALK,
+    ELASTIC_WALK,
     FAULTS,
     RETRIED_WALK,
     ROUNDS,
     WALK_UNDER_A_POLICY,
     must_end,
+    must_end_elastic,
     must_go_on_when_told,
     must_heal,
     must_serve_the_same_weights,
@@ -33,6 +35,12 @@ def test_every_walk_ends_and_no_invariant_breaks(**chosen: Any) -> None:
 @settings(max_examples=30)
 def test_f52_every_walk_of_a_job_that_compares_engines_ends_and_none_serves_other_weights(**chosen: Any) -> None:
     must_serve_the_same_weights(**chosen)
+
+
+@given(**ELASTIC_WALK)
+@settings(max_examples=60)
+def test_every_walk_of_an_elastic_job_ends_and_no_invariant_breaks(**chosen: Any) -> None:
+    must_end_elastic(**chosen)
 
 
 @given(**RETRIED_WALK)

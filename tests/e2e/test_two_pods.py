@@ -336,22 +336,48 @@ def test_an_operator_killed_in_the_middle_of_a_switch_is_taken_over(job: Running
     assert job.status["lineage"] == before["lineage"]
 
 
-# ---------------------------------------------------------------------------------------------------------- suspension
-def test_a_suspended_job_has_no_pods_and_goes_on_in_fewer_with_the_samples_that_it_had(
+# ------------------------------------------------------------------------------------------------ other numbers of pods
+def test_a_job_that_runs_goes_on_in_fewer_pods_with_the_samples_that_it_had(
+    job: RunningJob, terminal: RecordedTerminal
+) -> None:
+    """The commands of the runbook ask for it. The step before is saved for it, and no step is trained twice."""
+    before, admitted = job.status, read_accounts(job)["admitted_ever"]
+    change_replicas, wait, *_ = under("docs/runbooks/operations.md", "More or fewer GPUs")
+    terminal(change_replicas, JOB=job.name)
+    terminal(wait, JOB=job.name)
+    began = job.status["targetStep"]
+    job.wait_for_step(began + 1, deadline_s=START_S)
+    assert ["two-gpu-0"] == [pod.rpartition("-")[0] for pod in job.gpu_pods]
+    after = job.status
+    assert (before["lineage"] + 1, before["restarts"]) == (after["lineage"], after["restarts"])
+    trained = [line.fields["step"] for line in job.agent_lines("step trained")]
+    since = [step for step in trained if step >= before["targetStep"]]
+    assert sorted(set(since)) == sorted(since), "no step twice"
+    assert {began, began + 1} <= set(since)
+    assert_nothing_is_lost(job, admitted)
+
+
+def test_a_suspended_job_has_no_pods_and_goes_on_in_more_with_the_samples_that_it_had(
     job: RunningJob, terminal: RecordedTerminal
 ) -> None:
     """The commands of the runbook suspend and resume it."""
     before, admitted = job.status, read_accounts(job)["admitted_ever"]
-    suspend, change_replicas, resume = under("docs/runbooks/operations.md", "More or fewer GPUs")
+    *_, suspend, change_replicas, resume = under("docs/runbooks/operations.md", "More or fewer GPUs")
     terminal(suspend, JOB=job.name)
     assert [] == [pod["metadata"]["name"] for role in ROLES for pod in job.pods(role)]
     step = job.step
     terminal(change_replicas, JOB=job.name)
     terminal(resume, JOB=job.name)
     job.wait_for_step(step + 2, deadline_s=START_S)
-    assert ["two-gpu-0"] == [pod.rpartition("-")[0] for pod in job.gpu_pods]
-    after, accounts = job.status, read_accounts(job)
+    assert ["two-gpu-0", "two-gpu-1"] == [pod.rpartition("-")[0] for pod in job.gpu_pods]
+    after = job.status
     assert (before["lineage"] + 1, before["restarts"]) == (after["lineage"], after["restarts"])
+    assert_nothing_is_lost(job, admitted)
+
+
+def assert_nothing_is_lost(job: RunningJob, admitted: int) -> None:
+    """Every sample has a state, and samples that were under way went on. admitted: those before."""
+    accounts = read_accounts(job)
     assert accounts["admitted_ever"] > admitted
     assert accounts["admitted_ever"] == sum(accounts["by_state"].values()) + accounts["retired"]
     assert resumed_samples(job) > 0, "no token was kept"

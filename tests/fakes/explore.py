@@ -49,8 +49,9 @@ class Explored:
 def bounds_of(model: JobModel) -> str:
     """Return the bounds of the search, for people."""
     job, who = model.job, ", ".join(model.mortal) or "nobody"
+    resizes = f", resizes: {model.resizes}" if model.resizes else ""
     pods = f"{'with a reference, ' if job.ladder.scores else ''}pods: {len(job.gpu_seats)}"
-    return f"{job.ladder.placement}, {pods}, deaths: {model.deaths} of {who}, suspensions: {model.suspensions}"
+    return f"{job.ladder.placement}, {pods}, deaths: {model.deaths} of {who}, suspensions: {model.suspensions}{resizes}"
 
 
 def all_must_be_well(explored: Explored) -> None:

@@ -178,12 +178,13 @@ class ModelGroup:
         self.trained_in: dict[int, list[int]] = {}  # by lineage, in order
         self.served: WeightVersion | None = None  # newest version that every engine served at once
         self.stood: dict[int, dict[str, Rung]] = {}  # by epoch and seat: the highest barrier since it was accepted
+        self.seats_in: dict[int, tuple[str, ...]] = {}  # of the group, by epoch; without one: as the job asks
         self._nobody = ModelPod(alive=False, there=False, rules=rules_for(job.spec))
         self._former: dict[str, ModelPod] = {}  # by seat: the last pod, once its object is gone
 
     def resize(self, replicas: int) -> None:
-        """A person writes spec.replicas, which the API server takes while there are no pods."""
-        if not any(pod.alive for pod in self.everybody):
+        """A person writes spec.replicas. The API server takes no more than one replica while there are pods of one."""
+        if self.job.spec.replicas > 1 or not any(pod.alive for pod in self.everybody):
             self.job = replace(self.job, spec=self.job.spec.model_copy(update={"replicas": replicas}))
 
     @property
@@ -194,11 +195,13 @@ class ModelGroup:
     def everybody(self) -> list[SimPod]:
         return [*self.pods, *self.rollouts]
 
-    @property
-    def states(self) -> dict[str, ModelPod]:
-        """Return the truth about the pod in each GPU seat, also about one that is gone or was never there."""
-        found = self._former | {pod.seat: pod.state for pod in self.pods}
-        return {seat: found.get(seat, self._nobody) for seat in self.job.gpu_seats}
+    def states(self, epoch: int) -> dict[str, ModelPod]:
+        """Return the truth about the pod in each seat of an epoch's group, also about one that is gone or never was."""
+        return {seat: self._in(seat) for seat in self.seats_in.get(epoch, self.job.gpu_seats)}
+
+    def _in(self, seat: str) -> ModelPod:
+        found = (pod.state for pod in reversed(self.pods) if pod.seat == seat)
+        return next(found, self._former.get(seat, self._nobody))
 
     def add(self, seat: str, attempt: int, uid: str) -> GpuPod | RolloutPod:
         """A pod begins to run."""
@@ -207,13 +210,13 @@ class ModelGroup:
             rollout = RolloutPod(seat, attempt, uid, sealed=self.sealed, trained=self.store_trained)
             self.rollouts.append(rollout)
             return rollout
-        spec, is_first = self.job.spec, seat == self.job.lineage_seats[0]
+        spec, is_first = self.job.file_spec, seat == self.job.lineage_seats[0]
         state = ModelPod(
             rules=rules_for(spec),
             keeps=kept_tags(spec.rollout.offload),
             role=role_of(seat),
             rank=FIRST if is_first else OTHER,
-            stood=self.states[seat].stood,
+            stood=self._in(seat).stood,
         )
         pod = GpuPod(seat, attempt, uid, state)
         self.pods.append(pod)
@@ -230,7 +233,10 @@ class ModelGroup:
         self.rollouts = [pod for pod in self.rollouts if pod.uid != uid]
 
     def accept(self, pod: GpuPod, target: PodTarget) -> None:
-        """A target arrives; one of an older epoch changes nothing."""
+        """A target arrives; one of an older epoch changes nothing. It tells how many trainers its epoch has."""
+        if target.rendezvous is not None:
+            replicas = target.rendezvous.world_size // self.job.ranks_per_pod
+            self.seats_in.setdefault(target.epoch, self.job.sized(replicas).gpu_seats)
         after = admit(pod.state, Target.of(target), has_fence=True)
         if after.target == Target.of(target):
             pod.target = target
@@ -260,7 +266,7 @@ class ModelGroup:
         return any(self._carry_out(pod, action) for action in actions)
 
     def _carry_out(self, pod: GpuPod, action: do.Action) -> bool:
-        before, pods = pod.state, [*self.states.values()]
+        before, pods = pod.state, [*self.states(pod.state.epoch).values()]
         peers = partial(self._peers, pod)
         check(before, action)
         must_close_late(pods, before, action)
@@ -295,7 +301,9 @@ class ModelGroup:
 
     def _peers(self, pod: GpuPod) -> Iterator[ModelPod]:
         """Other pods with trainers."""
-        return (each for seat, each in self.states.items() if seat != pod.seat and seat in self.job.trainer_seats)
+        role = self.job.trainer_role
+        found = self.states(pod.state.epoch).items()
+        return (each for seat, each in found if seat != pod.seat and role_of(seat) == role)
 
     # -------------------------------------------------------------------------------------- the rollout controller
     def rollout_moves(self, pod: RolloutPod) -> bool:
@@ -392,6 +400,7 @@ class Simulation(ModelGroup):
         self.memory = Memory()
         self.sent = 0
         self.blocked: set[str] = set()  # seats for whose pods there is no node
+        self.room: int | None = None  # for so many GPU pods; None: for all
 
     # -------------------------------------------------------------------------------------------------- the operator
     def operator_pass(self, *, dies_after_record: bool = False) -> Plan:
@@ -401,12 +410,12 @@ class Simulation(ModelGroup):
         decided = plan(seen)
         must(decided.climb is None or self.climb is None or decided.climb.epoch >= self.climb.epoch, "the epoch fell")
         if decided.raises:
-            must(
-                decided.climb is not None and decided.climb.epoch > (self.climb.epoch if self.climb else 0),
-                "not raised",
-            )
-            must_cost_no_step(decided, saved=self.saved)
+            assert decided.climb is not None
+            must(decided.climb.epoch > (self.climb.epoch if self.climb else 0), "not raised")
+            must_cost_no_step(decided, before=self.climb, saved=self.saved)
             self.climb = decided.climb
+            self.job = self.job.led_by(self.climb)
+            self.seats_in[decided.climb.epoch] = self.job.gpu_seats
             self.memory = replace(self.memory, raised=True)
             if dies_after_record:
                 self.memory = Memory()
@@ -418,7 +427,7 @@ class Simulation(ModelGroup):
         for action in decided.pods:
             if isinstance(action, CreatePod):
                 must(len(action.avoids) <= MAX_AVOIDED, "ever more nodes are avoided")
-                if action.seat not in self.blocked:
+                if self._has_room(action.seat):
                     self.add(action.seat, action.attempt, f"uid-{next(self.incarnations)}")
             else:
                 self.remove(action.uid)
@@ -429,6 +438,21 @@ class Simulation(ModelGroup):
                 self.served = seen.climb.version
         self.is_over = decided.is_over
         return decided
+
+    def _has_room(self, seat: str) -> bool:
+        there = sum(pod.alive for pod in self.pods)
+        return seat not in self.blocked and (seat == ROLLOUT_SEAT or self.room is None or there < self.room)
+
+    def node_is_lost(self, pod: GpuPod) -> bool:
+        """The pod is lost, and there is no other node for it."""
+        if not self.pod_is_lost(pod):
+            return False
+        there = len(self.job.asked_seats.gpu) if self.room is None else self.room
+        self.room = max(1, there - 1)
+        return True
+
+    def node_is_back(self) -> None:
+        self.room = None
 
     def _observe(self) -> Observation:
         return Observation(
@@ -476,7 +500,8 @@ class Simulation(ModelGroup):
             return
         if target.goal is Goal.CLIMB:
             below = last_barrier(self.ladder, self.ladder.place(target.rung) - 1)
-            must_have_stood([*self.states.values()], target.epoch, below, f"a target asks for {target.rung}")
+            pods = [*self.states(target.epoch).values()]
+            must_have_stood(pods, target.epoch, below, f"a target asks for {target.rung}")
         for pod in self.pods:
             if pod.alive and name == f"{pod.seat}-{pod.attempt}" and pod.sent != target:
                 pod.sent = target

@@ -103,6 +103,7 @@ MORTAL = ("agent", "connection", "engine", "operator", "pod", "trainer")
 FAILING = ("call", "deadline")  # of an agent: as a death, it costs an engine or a trainer
 FAULTS = (*MORTAL, *FAILING)
 LEAVING = "node"  # which gives notice that it is about to go, and goes or stays
+ROOMLESS = "room"  # for a pod: its node is lost, for as long as there is no other
 GROWING = "memory"  # of a trainer, which is no fault, and matters under failurePolicy.maxTrainerGrowth alone
 WAITS = 4  # one after another, at most: a deadline, and the back-offs that follow it
 
@@ -175,6 +176,9 @@ class ModelState(NamedTuple):
     suspensions: int = 0  # that may still come
     spec_retries: int = 0
     retries: int = 0  # that may still come
+    replicas: int = 0  # spec.replicas
+    resizes: int = 0  # changes of it that may still come
+    lost: int = 0  # nodes, of as many as there are pods
 
     def with_pod(self, index: int, pod: ModelPod) -> ModelState:
         pods = put(self.pods, index, pod)
@@ -222,7 +226,8 @@ class Decided(NamedTuple):
 
 
 class JobModel:
-    """deaths, suspensions, retries: how many may happen. of: what may die or fail. in_all_orders: nothing is left out.
+    """deaths, suspensions, retries, resizes: how many may happen. of: what may die or fail. in_all_orders: nothing is
+    left out, as where the seats of a group are not always the same.
 
     The others are what a seeded defect leaves out.
     """
@@ -235,6 +240,7 @@ class JobModel:
         of: Collection[str] = MORTAL,
         suspensions: int = 0,
         retries: int = 0,
+        resizes: int = 0,
         in_all_orders: bool = False,
         has_journal: bool = True,
         has_fence: bool = True,
@@ -251,12 +257,15 @@ class JobModel:
         self.mortal = of
         self.suspensions = suspensions
         self.retries = retries
+        self.resizes = resizes
+        self._is_resized = bool(resizes) or job.spec.elastic_policy is not None
+        in_all_orders = in_all_orders or self._is_resized
         self.in_all_orders = in_all_orders
         self.may_swap = not (in_all_orders or job.spec.failure_policy.rules or LEAVING in of)
         self._job_as = cache(
-            lambda suspend, retries: replace(
-                job, spec=job.spec.model_copy(update={"suspend": suspend, "retries": retries})
-            )
+            lambda suspend, retries, replicas, climb: replace(
+                job, spec=job.spec.model_copy(update={"suspend": suspend, "retries": retries, "replicas": replicas})
+            ).led_by(climb)
         )
         self.has_journal = has_journal
         self.has_fence = has_fence
@@ -290,6 +299,8 @@ class JobModel:
             stale=nobody,
             suspensions=self.suspensions,
             retries=self.retries,
+            replicas=self.job.spec.replicas,
+            resizes=self.resizes,
         )
 
     @property
@@ -382,6 +393,11 @@ class JobModel:
             found.append(("resumed", state._replace(suspend=False)))
         elif state.suspensions:
             found.append(("suspended", state._replace(suspend=True, suspensions=state.suspensions - 1)))
+        if state.lost:
+            found.append(("node is back", state._replace(lost=0)))
+        if state.resizes and state.operator.climb is not None:
+            others = (size for size in range(1, len(state.pods) + 1) if size != state.replicas)
+            found += [(f"{n} asked for", state._replace(replicas=n, resizes=state.resizes - 1)) for n in others]
         return found
 
     def _retried(self, state: ModelState) -> Iterator[tuple[str, ModelState]]:
@@ -424,7 +440,8 @@ class JobModel:
     def _plan(self, state: ModelState, *, late: bool) -> Decided:
         operator, places = state.operator, tuple((pod.attempt, pod.alive, pod.there, pod.leaves) for pod in state.pods)
         climb = self._climbs.number(operator.climb)
-        key = (climb, operator[1:-1], state.rollout, places, late, state.suspend, state.spec_retries)
+        asked = (state.suspend, state.spec_retries, state.replicas)
+        key = (climb, operator[1:-1], state.rollout, places, late, *asked)
         decided = self._plans.get(key)
         if decided is None:
             self.plans += 1
@@ -476,7 +493,13 @@ class JobModel:
         ]
         rollout = state.rollout
         batch = SealedBatch(step=rollout.sealed, groups=1, samples=2, loss_tokens=1) if rollout.sealed else None
-        facts = RolloutFacts(epoch=rollout.epoch, sealed=batch, trained_step=rollout.trained, stopped=rollout.stopped)
+        facts = RolloutFacts(
+            epoch=rollout.epoch,
+            sealed=batch,
+            trained_step=rollout.trained,
+            stopped=rollout.stopped,
+            deals_anew=True,
+        )
         if rollout.there:
             name = f"rollout-{rollout.attempt}"
             running = (PodPhase.RUNNING, -1000.0)
@@ -485,14 +508,17 @@ class JobModel:
                     ROLLOUT_SEAT, rollout.attempt, name, names.PodUid(name), *running, address="10.0.0.9", facts=facts
                 )
             )
-        job = self._job_as(state.suspend, state.spec_retries)
-        is_awaited = (None in operator.known or not rollout.there) and not rests(job, operator.climb)
+        job = self._job_as(state.suspend, state.spec_retries, state.replicas, operator.climb)
+        group, is_at_rest = self._size(state, operator.climb), rests(job, operator.climb)
+        is_awaited = (None in operator.known[:group] or not rollout.there) and not is_at_rest
+        is_unplaced = not all(pod.there and pod.alive for pod in state.pods[:group]) and not is_at_rest
         memory = Memory(
             epoch=operator.climb.epoch if operator.climb else 0,
             raised=operator.raised,
             reached={job.ladder.top: 0.0},  # when it is reached, its time has been
             unready_since=0.0 if is_awaited else None,
             awaited_since=0.0 if is_awaited else None,
+            unplaced_since=0.0 if is_unplaced else None,
             attempts={seat: pod.attempt for seat, pod in zip(self.job.gpu_seats, state.pods, strict=True)}
             | {ROLLOUT_SEAT: rollout.attempt},
         )
@@ -506,7 +532,7 @@ class JobModel:
         """Record, send, make pods, report. The same state, if all of it has been done."""
         before, made = state.operator, decided.plan
         operator = self._record(before, made)
-        must_cost_no_step(made, saved=state.saved)
+        must_cost_no_step(made, before=before.climb, saved=state.saved)
         state = self._send(state, operator, decided)
         if made.pods:
             state = self._make_pods(state, made)
@@ -514,7 +540,7 @@ class JobModel:
         trained, served = operator.trained_step, operator.served
         if rests(self.job, climb):
             served = None
-        if climb is not None and not made.raises and len(made.standings) == len(state.pods):
+        if climb is not None and not made.raises and len(made.standings) == self._size(state, climb):
             if ladder.reaches(decided.slowest, ladder.finished_at):
                 trained = max(trained, climb.step)
             if decided.slowest is ladder.top:
@@ -550,7 +576,8 @@ class JobModel:
                 continue
             if pod_target.goal is Goal.CLIMB:
                 below = last_barrier(self.job.ladder, self.job.ladder.place(pod_target.rung) - 1)
-                must_have_stood(state.pods, pod_target.epoch, below, f"a target asks for {pod_target.rung}")
+                pods = state.pods[: self._size(state, climb)]
+                must_have_stood(pods, pod_target.epoch, below, f"a target asks for {pod_target.rung}")
             sent = put(sent, index, pod_target)
         if sent is not operator.sent:
             operator = operator._replace(sent=sent)
@@ -571,6 +598,8 @@ class JobModel:
                 continue
             index = self.job.gpu_seats.index(seat)
             if isinstance(action, CreatePod):
+                if sum(pod.alive for pod in pods) >= len(pods) - state.lost:
+                    continue  # it has no node
                 must(not pods[index].alive, f"two pods in {action.seat}")
                 before, rank = pods[index], FIRST if pods[index].is_first else OTHER
                 pods[index] = self._new_pod(seat, rank)._replace(
@@ -628,7 +657,7 @@ class JobModel:
             return
         for action in self._choices(pod):
             self._check(pod, action, exports_of(state))
-            must_close_late(state.pods, pod, action)
+            must_close_late(self._group_of(state, pod), pod, action)
             name = f"{type(action).__name__} {index}"
             if (after := self._effect(state, index, action)) is not None:
                 yield name, after
@@ -651,14 +680,27 @@ class JobModel:
         pod, saved = done
         after = state._replace(saved=saved).with_pod(index, pod)
         served = state.operator.served
-        must_rise_together(state.pods, before, pod, action, served=served, standing_of=self._standing_of)
+        group = self._group_of(state, pod)
+        must_rise_together(group, before, pod, action, served=served, standing_of=self._standing_of)
         return after
 
     def _peers(self, state: ModelState, index: int) -> Iterator[ModelPod]:
         """Other pods with trainers."""
-        for other, (seat, pod) in enumerate(zip(self.job.gpu_seats, state.pods, strict=True)):
+        group = self._group_of(state, state.pods[index])
+        for other, (seat, pod) in enumerate(zip(self.job.gpu_seats, group, strict=False)):
             if other != index and seat in self.job.trainer_seats:
                 yield pod
+
+    def _group_of(self, state: ModelState, pod: ModelPod) -> tuple[ModelPod, ...]:
+        """Return the pods of the group that a pod's target is for: fewer than there are seats, or all."""
+        if pod.target is None or not self._is_resized:
+            return state.pods
+        return state.pods[: pod.target.world_size]
+
+    def _size(self, state: ModelState, climb: Climb | None) -> int:
+        """Return how many GPU pods a climb's group has."""
+        job = self._job_as(state.suspend, state.spec_retries, state.replicas, climb)
+        return len(job.gpu_seats)
 
     # --------------------------------------------------------------------------------------------------------- the rest
     def _rollout_acts(self, state: ModelState) -> Iterator[tuple[str, ModelState]]:
@@ -707,6 +749,9 @@ class JobModel:
         if not pod.leaves:
             yield f"node {index} gives notice", state.with_pod(index, pod._replace(leaves=True))
         yield f"pod {index} dies", unheard.with_pod(index, pod._replace(alive=False))
+        if state.lost + 1 < len(state.pods):
+            lost = unheard._replace(lost=state.lost + 1)
+            yield f"room {index} is lost", lost.with_pod(index, pod._replace(alive=False))
 
     def _next_leader(self, state: ModelState) -> ModelState:
         """It knows what is recorded. The old one was only paused, with a plan in its hands."""

@@ -14,6 +14,7 @@ from colocated_rl_api import names
 from colocated_rl_api.facts import EngineState, TrainerState
 from colocated_rl_api.member_wire import Goal
 from colocated_rl_api.rungs import Rung, WeightVersion
+from colocated_rl_operator.planner.observation import Climb
 from colocated_rl_operator.planner.plan import Plan
 from colocated_rl_operator.planner.reasons import Cause
 from fakes.model_pod import InvariantBroken, ModelPod, ModelRank, act, last_barrier, must, rank_view, standing_of
@@ -119,10 +120,14 @@ def must_close_late(pods: Sequence[ModelPod], pod: ModelPod, action: do.Action) 
         must_have_stood(pods, pod.epoch, Rung.EXPORTED, "a gate closes")
 
 
-def must_cost_no_step(decided: Plan, *, saved: int) -> None:
-    """Check that trainers start again because they have grown only where a checkpoint has all that they did."""
-    climb = decided.climb
-    if decided.raises and climb is not None and climb.cause is Cause.TRAINERS_RECYCLED:
+def must_cost_no_step(decided: Plan, *, before: Climb | None, saved: int) -> None:
+    """Check that trainers start again because they have grown, or as another number of a group that was whole, only
+    where a checkpoint has all that they did. before: the climb that was on record.
+    """
+    climb, was_whole = decided.climb, before is not None and bool(before.group)
+    if not decided.raises or climb is None or not climb.group:
+        return
+    if climb.cause is Cause.TRAINERS_RECYCLED or (climb.cause is Cause.RESIZED and was_whole and climb.step):
         must(saved >= climb.step - 1, f"trainers start again behind step {climb.step - 1}, and {saved} is saved")
 
 

@@ -180,12 +180,14 @@ class Target(NamedTuple):
     saves: bool = False
     weights: WeightVersion | None = None
     checksum: str | None = None
+    world_size: int = 2
 
     @classmethod
     def of(cls, target: PodTarget) -> Target:
         return cls(
             *(target.epoch, target.goal, target.step, target.lineage, target.rung, target.is_last),
             *(target.saves, target.weights, target.checksum),
+            *((target.rendezvous.world_size,) if target.rendezvous else ()),
         )
 
     @property
@@ -412,8 +414,10 @@ def facts_of(pod: ModelPod, *, engine_failures: int = 0) -> PodFacts:
 
 @cache
 def wire_target(target: Target) -> PodTarget:
-    rendezvous, batches = (RENDEZVOUS, BATCHES) if target.goal is Goal.CLIMB else (None, None)
-    return PodTarget(**target._asdict(), rendezvous=rendezvous, batches=batches)
+    parts = target._asdict()
+    rendezvous = RENDEZVOUS.model_copy(update={"world_size": parts.pop("world_size")})
+    parts |= {"rendezvous": rendezvous, "batches": BATCHES} if target.goal is Goal.CLIMB else {}
+    return PodTarget(**parts)
 
 
 def chosen(pod: ModelPod, *, now: float = 0.0) -> tuple[do.Action, ...]:

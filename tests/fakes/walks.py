@@ -68,6 +68,7 @@ def policies(draw: st.DrawFn) -> dict[str, Any]:
 
 
 def fault(group: Simulation, rng: random.Random) -> str:
+    is_elastic = group.job.spec.elastic_policy is not None
     pod = rng.choice(group.pods) if group.pods else None
     rollout = rng.choice(group.rollouts) if group.rollouts else None
     faults: dict[str, Callable[[], object]] = {
@@ -77,7 +78,7 @@ def fault(group: Simulation, rng: random.Random) -> str:
         "resumption": lambda: group.suspend(False),
         "retry": group.retry,
     }
-    if group.job.spec.suspend:
+    if group.job.spec.suspend or is_elastic:
         faults["other replicas"] = partial(group.resize, rng.randint(1, 3))
     if pod is not None:
         faults |= {
@@ -91,6 +92,8 @@ def fault(group: Simulation, rng: random.Random) -> str:
             "notice": partial(group.node_gives_notice, pod),
             "connection": partial(group.connection_breaks, pod),
         }
+        if is_elastic:
+            faults |= {"node": partial(group.node_is_lost, pod), "room": group.node_is_back}
         if group.compares:
             faults["weights"] = partial(group.weights_spoil, pod, rng.randint(1, 2))
     if rollout is not None:
@@ -119,6 +122,7 @@ def move(group: Simulation, rng: random.Random) -> None:
 def settle(group: Simulation) -> int:
     """Everybody moves in turn until the end; returns the rounds it took. Time passes only when nothing else moves."""
     group.suspend(False)
+    group.node_is_back()
     for rounds in range(MOVES_TO_THE_END):
         if group.outcome is not None:
             return rounds
@@ -155,9 +159,10 @@ def walk(
     placement: Placement = Placement.TIME_SLICED,
     reference: bool = False,
     policy: dict[str, Any] | None = None,
+    **more: Any,
 ) -> Simulation:
     rng = random.Random(seed)
-    group = make_group(replicas, placement, reference=reference, policy=policy)
+    group = make_group(replicas, placement, reference=reference, policy=policy, **more)
     at = {rng.randrange(moves) for _ in range(faults)}
     for index in range(moves):
         if index in at:
@@ -199,6 +204,15 @@ RETRIED_WALK: dict[str, st.SearchStrategy[Any]] = {
 }
 
 
+ELASTIC_WALK: dict[str, st.SearchStrategy[Any]] = {
+    "seed": SEEDS,
+    "replicas": st.integers(2, 3),
+    "faults": st.integers(1, 6),
+    "placement": st.sampled_from(IN_ONE_POD),
+    "reference": st.booleans(),
+}
+
+
 def must_end(*, seed: int, faults: int, **more: Any) -> None:
     """Walk, and require an end. more: as for `walk`."""
     group = walk(seed, faults=faults, **more)
@@ -206,6 +220,16 @@ def must_end(*, seed: int, faults: int, **more: Any) -> None:
     event(f"{group.climb.tally.cause}: {group.climb.tally.action}")
     assert group.outcome in ENDS
     if faults <= group.job.spec.backoff_limit:
+        assert str(Cause.ALL_STEPS_DONE) == group.outcome
+
+
+def must_end_elastic(*, seed: int, faults: int, **more: Any) -> None:
+    """Walk a job that loses nodes and gets them back, and whose number of replicas a person changes."""
+    group = walk(seed, faults=faults, elasticPolicy={"minReplicas": 1}, **more)
+    assert group.climb is not None
+    event(f"{group.climb.replicas} of {group.job.spec.replicas} replicas")
+    assert group.outcome in ENDS
+    if 2 * faults <= group.job.spec.backoff_limit:  # weights that two loads spoil may cost two restarts
         assert str(Cause.ALL_STEPS_DONE) == group.outcome
 
 

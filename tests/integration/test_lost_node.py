@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+import yaml
 from cluster import Cluster, CommandFailed
 from e2e.conftest import NAMESPACE, OPERATOR_NAMESPACE, installed, simulated_gpu_image, with_images
 from e2e.running_job import KubectlCall, RunningJob, wait_for
@@ -98,6 +99,40 @@ def nodes(job: RunningJob) -> dict[str, str]:
         for pod in job.pods(names.ROLE_GPU)
         if pod["status"].get("phase") in ("Pending", "Running") and not pod["metadata"].get("deletionTimestamp")
     }
+
+
+def test_an_elastic_job_goes_on_without_the_node_and_with_both_pods_once_it_is_back(
+    cluster: Cluster, kubectl: KubectlCall
+) -> None:
+    """The other node takes no pods yet. Each batch has the samples that it should, whoever trains it."""
+    job = RunningJob(kubectl, namespace=NAMESPACE, name="elastic")
+    manifest = yaml.safe_load(Path(__file__).with_name("lost-node.yaml").read_text().replace("JOB", job.name))
+    manifest["spec"] |= {"elasticPolicy": {"minReplicas": 1}, "failurePolicy": {}}  # no node is avoided
+    kubectl("-n", NAMESPACE, "apply", "-f", "-", stdin=yaml.safe_dump(manifest))
+    job.wait_for_step(2, deadline_s=START_S)
+    assert [HOME, LOST] == sorted(nodes(job).values())
+    with silent(cluster, LOST):
+        step = job.step
+        wait_for(
+            "the job to go on with one pod",
+            lambda: job.status["groupReplicas"] == 1 and job.step > step + 2,
+            deadline_s=SILENCE_S,
+            explain=job.describe,
+        )
+    wait_for(
+        "the job to go on with both",
+        lambda: job.status["groupReplicas"] == 2,
+        deadline_s=ENDED_S,
+        explain=job.describe,
+    )
+    job.wait_for_step(job.step + 2, deadline_s=START_S)
+    assert [HOME, LOST] == sorted(nodes(job).values())
+    assert 0 == job.status["restarts"]
+    sealed = job.rollout_lines("batch sealed")
+    assert [*range(1, len(sealed) + 1)] == [line.fields["step"] for line in sealed], "each batch once"
+    assert {8} == {line.fields["samples"] for line in sealed}
+    kubectl("-n", NAMESPACE, "delete", names.PLURAL, job.name)
+    wait_for("its pods to go", lambda: not job.pods(names.ROLE_GPU), deadline_s=ENDED_S, explain=lambda: "")
 
 
 def test_a_job_goes_on_elsewhere_and_one_without_room_gives_its_devices_back(

@@ -315,6 +315,13 @@ def test_a_seat_without_a_pod_is_reported() -> None:
     assert [("NoPod", None)] == reasons(explained(job(status=running()), pods=PODS[1:]))
 
 
+def test_a_group_that_has_fewer_replicas_than_the_job_asks_for_misses_none_of_them() -> None:
+    found = explained(job(status=running(groupReplicas=1)), pods=[PODS[0], *PODS[2:]])
+    assert [("Resized", None)] == reasons(found)
+    assert "the group has 1 replicas, 2 are asked for" == found.causes[0].message
+    assert [] == reasons(explained(job(status=running(groupReplicas=2))))
+
+
 def test_a_former_attempt_that_ended_is_passed_over() -> None:
     old, new = pod("gpu-0", phase="Failed"), pod("gpu-0")
     new["metadata"] |= {"name": "sums-gpu-0-1", "labels": {**old["metadata"]["labels"], names.ATTEMPT_LABEL: "1"}}

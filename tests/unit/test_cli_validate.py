@@ -356,3 +356,16 @@ def test_wishes_that_make_no_job_are_refused_with_the_reason(wishes: Wishes, mes
 
 def test_the_builders_manifest_is_accepted() -> None:
     assert judge(yaml.safe_dump(make_manifest())).is_accepted
+
+
+@pytest.mark.parametrize("place", ["the job", "the template of its pods"])
+def test_an_elastic_job_in_a_queue_is_refused(place: str) -> None:
+    labels = {"labels": {"kueue.x-k8s.io/queue-name": "research"}}
+    elastic = make_manifest(elasticPolicy={"minReplicas": 1})
+    if place == "the job":
+        elastic["metadata"] |= labels
+    else:
+        elastic["spec"]["podTemplates"] = {"gpu": {"metadata": labels}}
+    [(_, field, message)] = faults(yaml.safe_dump(elastic))
+    assert "spec.elasticPolicy" == field
+    assert "a queue, which admits a group of a fixed number of pods" in message

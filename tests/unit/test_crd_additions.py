@@ -24,7 +24,12 @@ KEPT = (
     *("x-kubernetes-list-type", "x-kubernetes-list-map-keys"),
 )
 
-DECIDED: dict[str, str] = {}
+DECIDED: dict[str, str] = {
+    ".spec.replicas: a rule more: replicas can't change from one to more while the job has pods, nor before it has "
+    "started: set suspend to true, change it once condition Suspended is true, and set suspend to false again": (
+        "it takes the place of one that allowed less"
+    ),
+}
 """A person allows these differences: a rule that binds nobody who was there, a loss that is announced."""
 
 

@@ -78,7 +78,8 @@ RUN: Mapping[str, str] = {
         "e2e/test_upgrade.py::test_a_node_is_drained_and_the_job_goes_on_after_it"
     ),
     "docs/runbooks/operations.md#More or fewer GPUs": (
-        "e2e/test_two_pods.py::test_a_suspended_job_has_no_pods_and_goes_on_in_fewer_with_the_samples_that_it_had"
+        "e2e/test_two_pods.py::test_a_job_that_runs_goes_on_in_fewer_pods_with_the_samples_that_it_had and "
+        "e2e/test_two_pods.py::test_a_suspended_job_has_no_pods_and_goes_on_in_more_with_the_samples_that_it_had"
     ),
     "docs/runbooks/operations.md#A job's deletion hangs": (
         "contract/test_chart_install.py::test_a_job_whose_operator_is_gone_for_good_is_released_as_the_runbook_says"

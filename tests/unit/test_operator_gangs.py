@@ -11,6 +11,7 @@ from builders import OWN_ROLLOUT, UID, make_job, make_manifest
 from colocated_rl_api import names
 from colocated_rl_api.scheduling import Gang
 from colocated_rl_api.seats import ROLLOUT_SEAT, gpu_seat, role_of
+from colocated_rl_operator.clients.errors import JobInvalid
 from colocated_rl_operator.loop.observe import read_job
 from colocated_rl_operator.manifests import belongings, resources
 from colocated_rl_operator.manifests.gangs import NEEDS, Gangs, is_in_gang
@@ -227,3 +228,10 @@ def test_a_required_domain_is_a_required_affinity_where_nothing_else_keeps_it() 
         (term,) = pod(job, gpu_seat(1), *gangs)["spec"]["affinity"]["podAffinity"][REQUIRED]
         (others,) = term["labelSelector"]["matchExpressions"]
         assert (RACK, "NotIn", [role_of(ROLLOUT_SEAT)]) == (term["topologyKey"], others["operator"], others["values"])
+
+
+def test_an_elastic_job_in_a_queue_is_invalid() -> None:
+    manifest = make_manifest(elasticPolicy={"minReplicas": 1}, podTemplates={"gpu": IN_QUEUE})
+    metadata = {"namespace": "default", "uid": UID, "generation": 1, "creationTimestamp": "2026-01-01T00:00:00Z"}
+    with pytest.raises(JobInvalid, match=r"spec\.elasticPolicy: .* fixed number of pods"):
+        read_job(manifest | {"metadata": manifest["metadata"] | metadata})

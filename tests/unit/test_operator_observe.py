@@ -364,6 +364,14 @@ def test_a_pod_with_a_scheduling_gate_waits_in_a_queue(scene: ObserveScene) -> N
 
 
 # -------------------------------------------------------------------------------------------------------------- moments
+def test_a_pod_is_placed_once_kubelet_has_taken_it_on(scene: ObserveScene) -> None:
+    """The scheduler gives pods to a node for as long as nobody has noticed that it is lost."""
+    given = {"spec": {"nodeName": "node-1"}, "status": {"phase": "Pending"}}
+    assert not scene.only(make_pod() | given).is_placed
+    taken = {"status": {"phase": "Pending", "startTime": "2026-01-01T00:00:00Z"}}
+    assert scene.only(make_pod(version=2) | given | taken).is_placed
+
+
 def test_the_grace_of_an_ending_pod_is_counted_from_when_its_end_was_seen(scene: ObserveScene) -> None:
     """A clock that was ahead of the API server's took a pod's grace away from it."""
     assert 50.0 == scene.only(make_pod(), now=50.0).created_at

@@ -207,7 +207,7 @@ def test_no_rule_for_lost_pods_starts_the_trainers_again_for_one_of_engines_alon
         avoids=avoids,
         counted=(1,) * (signs.get("fate") is FailureCause.POD_FAILED),
     )
-    assert replace(whole.climb, epoch=2, cause=Cause.POD_REPLACED, tally=tally) == decided.climb
+    assert replace(whole.climb, epoch=2, cause=Cause.POD_REPLACED, tally=tally, replicas=2) == decided.climb
     assert action == decided.climb.tally.action
     assert set(TRAINERS) < decided.targets.keys()
     assert {(1, 1)} == {

@@ -25,6 +25,7 @@ from fakes.walks import (
     ANY_WALK,
     COMPARING_WALK,
     DISRUPTIONS,
+    ELASTIC_WALK,
     FAULTS,
     MOVES_TO_THE_END,
     RETRIED_WALK,
@@ -33,6 +34,7 @@ from fakes.walks import (
     everybody_moves,
     make_group,
     must_end,
+    must_end_elastic,
     must_go_on_when_told,
     must_heal,
     must_serve_the_same_weights,
@@ -52,6 +54,13 @@ def test_every_walk_ends_and_no_invariant_breaks(**chosen: Any) -> None:
 @settings(max_examples=10)
 def test_f52_every_walk_of_a_job_that_compares_engines_ends_and_none_serves_other_weights(**chosen: Any) -> None:
     must_serve_the_same_weights(**chosen)
+
+
+@given(**ELASTIC_WALK)
+@settings(max_examples=10)
+@example(seed=122, replicas=2, faults=3, placement=Placement.TIME_SLICED, reference=False)
+def test_every_walk_of_an_elastic_job_ends_and_no_invariant_breaks(**chosen: Any) -> None:
+    must_end_elastic(**chosen)
 
 
 @given(**RETRIED_WALK)

@@ -59,7 +59,7 @@ class JobState:
     tried_of: int | None = None  # generation whose pods passed the server's dry run
     parts: StartParts | None = None  # of its pods, as loaded last
     parts_of: str = ""  # the name of their record
-    objects_of: int | None = None  # generation whose objects were applied
+    objects_of: tuple[int, int] | None = None  # generation and replicas whose objects were applied
     applied_at: float = 0.0  # when they were
     failure: str = ""  # the API server's message that ended the last pass
     failing_since: float | None = None  # since when each pass has ended by that failure

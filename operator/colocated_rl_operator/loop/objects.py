@@ -59,7 +59,8 @@ async def apply_plan(state: JobState, seen: Observation, decided: Plan, doors: D
         if state.tried_of != seen.job.generation and not seen.members:
             await _try_pods(seen.job, doors)
             state.tried_of = seen.job.generation
-        is_stale = state.objects_of != seen.job.generation and not (seen.rests or decided.is_over)
+        objects = seen.job.generation, seen.job.replicas
+        is_stale = state.objects_of != objects and not (seen.rests or decided.is_over)
         is_late = _repair_in_s(state, seen, decided, doors) == 0
         if makes_pods:
             await _record_start(state, seen, doors)
@@ -67,7 +68,7 @@ async def apply_plan(state: JobState, seen: Observation, decided: Plan, doors: D
         if is_stale or is_late or makes_pods:
             await _apply_objects(state, seen, doors)
             await _make_client_keys(seen.job, doors, has_begun=bool(state.status.lineage))
-            state.objects_of, state.applied_at = seen.job.generation, doors.clock()
+            state.objects_of, state.applied_at = objects, doors.clock()
         limit = asyncio.Semaphore(AT_ONCE)
         async with asyncio.TaskGroup() as group:
             changes = [group.create_task(_change_pod(state, seen.job, each, limit, doors)) for each in decided.pods]

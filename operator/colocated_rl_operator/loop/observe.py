@@ -12,6 +12,7 @@ from typing import Any
 import pydantic
 
 from colocated_rl_api import names
+from colocated_rl_api.elastic import NOT_QUEUED
 from colocated_rl_api.engines import refusals
 from colocated_rl_api.failure import FailureCause
 from colocated_rl_api.job import ColocatedRLJobSpec
@@ -77,6 +78,7 @@ def observe(
     addresses = () if is_over else tuple(each.address for each in records if each.address is not None)
     members.keep(job_uid, addresses, token_name=job.token_name)
     answers, climb = members.answers(job_uid), _climb(status)
+    job = state.job = job.led_by(climb)  # kept, with its seats
     queue.note(job, is_queued=climb is not None and climb.cause is Cause.PODS_NOT_READY)
     seen = remember(
         Observation(
@@ -149,7 +151,7 @@ def read_job(body: Mapping[str, Any]) -> Job:
         raise JobInvalid("; ".join(_complaint(item) for item in error.errors(include_url=False)[:5])) from error
     if refused := [f"spec.{'.'.join(map(str, field))}: {words}" for field, words in refusals(spec)]:
         raise JobInvalid("; ".join(refused[:5]))
-    return Job(
+    job = Job(
         namespace=metadata["namespace"],
         name=metadata["name"],
         uid=metadata["uid"],
@@ -159,6 +161,9 @@ def read_job(body: Mapping[str, Any]) -> Job:
         token_name=token_name(metadata),
         queue_labels={label: value for label in QUEUE_LABELS if (value := (metadata.get("labels") or {}).get(label))},
     )
+    if job.queue and spec.elastic_policy is not None:
+        raise JobInvalid(f"spec.elasticPolicy: {NOT_QUEUED}")
+    return job
 
 
 def token_name(metadata: Mapping[str, Any]) -> str:
@@ -188,6 +193,7 @@ def _climb(status: ColocatedRLJobStatus) -> Climb | None:
         cause=causes[status.cause],
         tally=_tally(status.failures or FailuresStatus(), restarts=status.restarts or 0, step=status.target_step),
         retries=status.retries or 0,
+        replicas=status.group_replicas,
     )
 
 
@@ -258,6 +264,7 @@ def _read_pod(state: JobState, record: PodRecord, now: float, *, is_heard: bool)
         is_ready=_is_ready(status),
         is_gated=bool(record.pod["spec"].get("schedulingGates")),
         is_in_gang=is_in_gang(record.pod),
+        is_accepted="startTime" in status,
         node=record.pod["spec"].get("nodeName"),
         fate=_fate(status, is_deleted=ends_at is not None),
         ill_device=_bad_device(status),

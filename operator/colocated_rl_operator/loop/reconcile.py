@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from colocated_rl_api.logs import log
@@ -79,6 +80,8 @@ async def _pass(state: JobState, body: Mapping[str, Any], doors: Doors) -> float
         await list_again(state, doors.kube, doors.pods)
         seen = _observe(state, body, doors)
         decided = plan(seen)
+    if decided.raises:  # a new climb may have another number of replicas
+        seen = replace(seen, job=seen.job.led_by(decided.climb))
     state.is_waiting = decided.wait is not None
     again_s = await act(state, seen, decided, doors)
     waits = [

@@ -52,7 +52,7 @@ def applied(job: Job, *, operator_namespace: str, egress: Egress = Egress.NO_MET
 
 def config(job: Job) -> Object:
     """Return the ConfigMap with the job as its members read it, and the trainer's configuration as it was written."""
-    job_file = JobFile(name=job.name, namespace=job.namespace, uid=job.uid, created=job.created, spec=job.spec)
+    job_file = JobFile(name=job.name, namespace=job.namespace, uid=job.uid, created=job.created, spec=job.file_spec)
     return {
         "apiVersion": "v1",
         "kind": "ConfigMap",

@@ -125,13 +125,20 @@ def still_counting(counted: tuple[int, ...], *, step: int, window: int) -> tuple
     return tuple(failed for failed in counted if step - failed < window)
 
 
-def raise_epoch(seen: Observation, climb: Climb | None, cause: Cause, message: str) -> Decision:
-    """Return the next climb. It answers every retry that was asked for, unless the end of a failed job is repeated."""
+def raise_epoch(
+    seen: Observation, climb: Climb | None, cause: Cause, message: str, *, replicas: int | None = None
+) -> Decision:
+    """Return the next climb. It answers every retry that was asked for, unless the end of a failed job is repeated.
+
+    replicas: of the group from now on; None: as before.
+    """
     is_repeated = climb is not None and climb.cause.is_failure and cause.is_failure
     climb = climb or _unstarted(cause)
     tally = replace(climb.tally, counted=_counted(seen, climb))
     retries = climb.retries if is_repeated else seen.job.spec.retries
-    return Decision(replace(climb, epoch=seen.highest_epoch + 1, cause=cause, tally=tally, retries=retries), message)
+    replicas = seen.job.replicas if replicas is None else replicas
+    raised = replace(climb, epoch=seen.highest_epoch + 1, cause=cause, tally=tally, retries=retries, replicas=replicas)
+    return Decision(raised, message)
 
 
 def _unstarted(cause: Cause) -> Climb:

@@ -43,6 +43,19 @@ class Job:
     spec: ColocatedRLJobSpec
     queue_labels: Mapping[str, str] = field(default_factory=dict)  # of the job itself, for pods that wait in a queue
     token_name: str = ""  # which data token it has, see `names.DATA_TOKEN_ANNOTATION`
+    in_force: int | None = None  # replicas of the group; None: as many as the spec asks for
+
+    @property
+    def replicas(self) -> int:
+        """Return the replicas of the group, which may be others than the spec asks for, see `resizing`."""
+        return self.spec.replicas if self.in_force is None else self.in_force
+
+    def led_by(self, climb: Climb | None) -> Job:
+        """Return the job with the climb's number of replicas. At rest it has none: the next start has the spec's."""
+        return self.sized(None if climb is None or climb.cause.rests else climb.replicas)
+
+    def sized(self, replicas: int | None) -> Job:
+        return self if replicas == self.in_force else replace(self, in_force=replicas)
 
     @property
     def queue(self) -> str:
@@ -51,10 +64,13 @@ class Job:
 
     @cached_property
     def seats(self) -> Seats:
+        return self._seats(self.replicas)
+
+    def _seats(self, replicas: int) -> Seats:
         rollout, reference = self.spec.rollout, self.spec.reference
         return seats_for(
             self.spec.mode,
-            replicas=self.spec.replicas,
+            replicas=replicas,
             engines=(rollout.replicas or 0) if rollout.is_apart else None,
             references=(reference and reference.replicas) or 0,
         )
@@ -83,6 +99,28 @@ class Job:
     def lineage_seats(self) -> tuple[str, ...]:
         """Return the seats whose pods form a lineage: the trainers, which start together, or else the engines."""
         return self.trainer_seats or self.engine_seats
+
+    @cached_property
+    def asked_seats(self) -> Seats:
+        """Return the seats of a group with as many replicas as the spec asks for."""
+        return self._seats(self.spec.replicas)
+
+    @cached_property
+    def waiting_seats(self) -> tuple[str, ...]:
+        """Return the GPU seats that the spec asks for beyond those of the group, the next one first."""
+        return tuple(seat for seat in self.asked_seats.gpu if seat not in self.seats.gpu)
+
+    @property
+    def file_spec(self) -> ColocatedRLJobSpec:
+        """Return the spec for the job's file: no pod of a group of several takes itself for the only one."""
+        if self.replicas <= self.spec.replicas:
+            return self.spec
+        return self.spec.model_copy(update={"replicas": self.replicas})
+
+    @property
+    def compares_engines(self) -> bool:
+        """Return whether new weights serve only once the checksums of several engines are equal."""
+        return self.spec.judges_weights and len(self.engine_seats) * self.spec.rollout.engine.per_pod > 1
 
     @property
     def trainer_role(self) -> str:
@@ -133,6 +171,7 @@ class Climb:
     cause: Cause
     tally: FailureTally = FailureTally()
     retries: int = 0  # of spec.retries, those that were acted on
+    replicas: int | None = None  # of the group; None: as many as the spec asks for
 
     @property
     def restarts(self) -> int:
@@ -178,6 +217,7 @@ class Member:
     is_ready: bool = False  # its node reports it ready
     is_gated: bool = False  # a queue holds it back from the scheduler
     is_in_gang: bool = False  # it is placed together with the others or not at all
+    is_accepted: bool = False  # the kubelet of its node has taken it on
     node: str | None = None  # where it runs, or ran
     fate: FailureCause | None = None  # why it is lost, as the cluster reports; None: not lost, or unknown
     ill_device: str | None = None  # which device its node reports as unhealthy; None: none, or nobody reports
@@ -207,6 +247,14 @@ class Member:
     def is_usable(self) -> bool:
         """Return whether the pod has not ended and is not being deleted."""
         return self.ends_at is None and self.phase not in (PodPhase.SUCCEEDED, PodPhase.FAILED)
+
+    @property
+    def is_placed(self) -> bool:
+        """Return whether there is room for the pod: its node has taken it on, or a queue holds it.
+
+        A node alone shows nothing: the scheduler still gives pods to one that was lost a moment ago.
+        """
+        return self.phase is not PodPhase.PENDING or self.is_accepted or self.is_gated
 
     @property
     def answers(self) -> bool:
@@ -281,6 +329,7 @@ class Memory:
     progress_at: float = 0.0
     unready_since: float | None = None  # since when not all members answer; None: they do
     awaited_since: float | None = None  # the same, while that may be their fault: podsReadyDeadlineSeconds runs
+    unplaced_since: float | None = None  # since when a pod of the lineage is not placed; None: all are
     last_switch_s: float | None = None  # None: no whole switch seen yet
     attempts: dict[str, int] = field(default_factory=dict)  # highest attempt seen, by seat
     stopped: frozenset[str] = frozenset()  # UIDs of members that reported that they stopped
@@ -337,6 +386,10 @@ class Observation:
         """Return the reference pods that fill a seat."""
         return self._in(self.job.reference_seats)
 
+    def following(self, climb: Climb | None) -> Observation:
+        """Return the same under another climb, whose group may have another number of replicas."""
+        return replace(self, climb=climb, job=self.job.led_by(climb))
+
     def _in(self, seats: tuple[str, ...]) -> tuple[Member, ...]:
         return tuple(self.current[seat] for seat in seats if seat in self.current)
 
@@ -376,6 +429,13 @@ class Observation:
         """Return the seats without a pod that answers."""
         seats = self.job.reference_seats if self.all_answer else self.job.seats.all
         return tuple(seat for seat in seats if seat not in self.current or not self.current[seat].answers)
+
+    @cached_property
+    def unplaced(self) -> tuple[str, ...]:
+        """Return the seats of the lineage without a pod that is placed: perhaps there is no room for one."""
+        return tuple(
+            seat for seat in self.job.lineage_seats if seat not in self.current or not self.current[seat].is_placed
+        )
 
     @cached_property
     def all_answer(self) -> bool:
@@ -620,6 +680,8 @@ def _remember_rungs(seen: Observation, memory: Memory) -> Memory:
 
 def _remember_absence(seen: Observation, memory: Memory) -> Memory:
     """Record since when members are awaited. Their deadline does not run while the operator or a queue is at fault."""
+    unplaced_since = seen.now if memory.unplaced_since is None else memory.unplaced_since
+    memory = replace(memory, unplaced_since=unplaced_since if seen.unplaced and not seen.rests else None)
     if not seen.absent or seen.rests:
         return replace(memory, unready_since=None, awaited_since=None)
     unready_since = seen.now if memory.unready_since is None else memory.unready_since

@@ -46,7 +46,9 @@ from colocated_rl_operator.planner.observation import (
     PodPhase,
 )
 from colocated_rl_operator.planner.reasons import Cause, Waiting
+from colocated_rl_operator.planner.resizing import resize, shrink_to_fit
 from colocated_rl_operator.planner.roster import clear, muster
+from colocated_rl_operator.planner.size import no_room_at
 from colocated_rl_operator.planner.targets import (
     agreed_checksum,
     checksums,
@@ -84,7 +86,7 @@ def plan(seen: Observation) -> Plan:
     match _decide(seen):
         case Decision(climb, message, pods):
             # facts count under the epoch they were reported in, so the new one starts with every pod unknown
-            found = _follow(replace(seen, climb=climb), raises=True, message=message)
+            found = _follow(seen.following(climb), raises=True, message=message)
             return replace(found, pods=(*pods, *found.pods)) if pods else found
         case Hold(until, message, reason):
             found = _follow(seen, raises=False, message="")
@@ -138,6 +140,8 @@ def _decide(seen: Observation) -> Decision | Hold | None:
         return None if climb is None else raise_epoch(seen, climb, Cause.SUSPENDED, message)
     if (failure := _decide_by_time(seen, climb)) is not None:
         return failure
+    if (smaller := shrink_to_fit(seen, climb)) is not None:
+        return smaller
     if climb is None:
         return _first(seen) if seen.all_answer else None
     found = _decide_when_all_answer(seen, climb) if seen.all_answer else after_loss(seen, climb)
@@ -188,7 +192,7 @@ def _decide_when_all_answer(seen: Observation, climb: Climb) -> Decision | Hold 
         return _first(seen, climb)
     if not climb.group:
         regrouped = replace(climb, lineage=seen.next_lineage, group=seen.group or "")
-        cause = Cause.POD_REPLACED if climb.cause is Cause.POD_REPLACED else Cause.RESUMED
+        cause = climb.cause if climb.cause in (Cause.POD_REPLACED, Cause.RESIZED) else Cause.RESUMED
         return raise_epoch(seen, regrouped, cause, f"every member answers again: {starts(seen)}")
     if seen.group != climb.group:
         return after_replacement(seen, climb)
@@ -217,10 +221,10 @@ def _decide_for_whole_group(seen: Observation, climb: Climb) -> Decision | Hold 
     return after_death(seen, climb) if seen.trainer_died and not _holds_new_weights(seen) else None
 
 
-def _decide_without_trainers(seen: Observation, climb: Climb) -> Decision | None:
+def _decide_without_trainers(seen: Observation, climb: Climb) -> Decision | Hold | None:
     steps = seen.job.spec.steps
     if seen.recorded_step < steps or evaluation_due(seen) is not None:
-        return None
+        return resize(seen, climb, until=seen.now) if seen.is_up else None
     return raise_epoch(seen, climb, Cause.ALL_STEPS_DONE, f"all {steps} batches are recorded")
 
 
@@ -228,7 +232,7 @@ def _difference(seen: Observation, climb: Climb) -> str:
     """Name the engines that serve other weights than the climb's, or hold different ones; "" if none does."""
     if words := _rejections(seen, climb):
         return f"weights {climb.version} are served by none of {words}"
-    if not (seen.job.spec.compares_engines and _holds_new_weights(seen)) or agreed_checksum(seen, climb) is not None:
+    if not (seen.job.compares_engines and _holds_new_weights(seen)) or agreed_checksum(seen, climb) is not None:
         return ""
     held = listed([f"{name} {str(checksum)[:12]}" for name, checksum in checksums(seen, climb).items()])
     return f"engines hold different weights {climb.version} ({held})"
@@ -268,7 +272,11 @@ def _wait_for_engines(seen: Observation) -> Hold | None:
 def _begin_next_step(seen: Observation, following: Climb) -> Decision | Hold | None:
     if seen.trainer_died:
         return after_death(seen, following)
-    found = rest_after_roll_back(seen, following) or _recycle_trainers(seen, following)
+    found = (
+        rest_after_roll_back(seen, following)
+        or resize(seen, following, until=_deadline(seen))
+        or _recycle_trainers(seen, following)
+    )
     return found or raise_epoch(seen, following, Cause.NEXT_STEP, f"step {following.step}")
 
 
@@ -382,6 +390,8 @@ def _climb(seen: Observation) -> Plan:
         wakes.append(_deadline(seen))
     if evaluating := evaluation_due(seen):
         wakes.append(evaluating.ends)
+    if (shrinks_at := no_room_at(seen)) is not None:
+        wakes.append(shrinks_at)
     wakes += [leaves_at(seen, member.notice, member.seat) for member in seen.noticed if member.notice]
     return Plan(
         climb=seen.climb,

@@ -66,6 +66,12 @@ class Cause(DocumentedReason):
         "with the next step, from the checkpoint of the last one. It does not count against backoffLimit.",
         "nothing; colocate_child_memory_growth_bytes shows how fast they grow",
     )
+    RESIZED = (
+        "Resized",
+        "The group goes on with another number of replicas: as many as there is room for (spec.elasticPolicy), or as "
+        "spec.replicas asks for. The trainers start together again, and batches are dealt anew.",
+        "the event states how many and why; condition PodsReady states what is missing",
+    )
     ALL_STEPS_DONE = "AllStepsDone", "The last step is done and saved, its model is left: members are asked to stop."
     BACKOFF_LIMIT = (
         "BackoffLimitExceeded",
@@ -131,7 +137,7 @@ class Waiting(StrEnum):
     STOPPING = "MembersStopping"
     BACKOFF = "BackingOff"  # the answer to a failure has its time
     QUEUE = "Queued"  # the job is tried again later
-    CHECKPOINT = "CheckpointUnderWay"  # trainers that have grown start again from it
+    CHECKPOINT = "CheckpointUnderWay"  # trainers start again from it: they have grown, or will be more or fewer
     ENGINE = "EngineStarting"  # it has failed, and the next step would end it once more
 
 

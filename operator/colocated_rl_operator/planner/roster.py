@@ -12,6 +12,8 @@ would delete the new one as surplus: there the seat waits for as long as the del
 admits one pod, so the rollout seat waits until no container of the old pod can run any more, and that pod is never
 force-deleted. It does not wait until the old pod is gone: a queue keeps a pod that has failed until there is another.
 
+Pods of seats that the group has no longer go. Those of waiting seats (`size`) go if a seat of the group has no room.
+
 A reference with devices of its own is no member: kubelet restarts it, and the loss of its node removes its pod. Nobody
 can send it new keys, so its pod is replaced for them, one after the other.
 """
@@ -21,6 +23,7 @@ from __future__ import annotations
 from colocated_rl_api.seats import ROLLOUT_SEAT
 from colocated_rl_operator.planner.actions import CreatePod, DeletePod, PodAction
 from colocated_rl_operator.planner.observation import Member, Observation, PodPhase
+from colocated_rl_operator.planner.size import has_no_room, seat_to_open
 
 SILENCE_S = 30.0  # a running member may stay silent this long: the network heals
 RESTARTS_S = 300.0  # or this long, while its containers start, or kubelet restarts them again and again
@@ -41,8 +44,10 @@ def muster(seen: Observation) -> tuple[tuple[PodAction, ...], float | None]:
         for pod in seen.current.values()
         if is_silent(seen, pod, wake)
     ]
-    actions += _renewals(seen)
-    vacant = [seat for seat in seen.job.seats.all if seat not in seen.current]
+    actions += [*_renewals(seen), *_surplus(seen)]
+    opened = seat_to_open(seen)
+    wanted = (*seen.job.seats.all, *((opened,) if opened else ()))
+    vacant = [seat for seat in wanted if seat not in seen.current]
     seated: dict[str, list[Member]] = {seat: [] for seat in vacant}
     for pod in seen.members if vacant else ():
         if pod.seat in seated:
@@ -62,6 +67,20 @@ def _renewals(seen: Observation) -> list[PodAction]:
     late = [pod for pod in references if pod.name in seen.outdated]
     return [
         DeletePod(pod.name, pod.uid, None, f"pod {pod.name} is replaced: {why}", is_fault=False) for pod in late[:1]
+    ]
+
+
+def _surplus(seen: Observation) -> list[PodAction]:
+    """Return the deletions of pods that are not of the group, and that nobody waits for or whose room it needs."""
+    job = seen.job
+    waits = () if has_no_room(seen) else job.waiting_seats
+    kept = {*job.seats.all, *waits}
+    return [
+        DeletePod(
+            pod.name, pod.uid, None, f"pod {pod.name} goes: the group has {job.replicas} replicas", is_fault=False
+        )
+        for pod in seen.current.values()
+        if pod.seat not in kept
     ]
 
 

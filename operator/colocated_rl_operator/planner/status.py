@@ -54,6 +54,7 @@ from colocated_rl_operator.planner.reasons import (
     Reason,
     Waiting,
 )
+from colocated_rl_operator.planner.size import is_resizable
 
 PROGRESS_S = 10.0
 BRIEF_OUTAGE_S = 5.0  # a shorter absence (a take-over, a restarted agent) does not change the status
@@ -119,6 +120,7 @@ def report(
         gpu_holder=_holder(found.phase, seen.job.ladder),
         rung=found.slowest.value if plan.climb and not plan.is_over and not found.rests else None,
         replicas=len(seen.job.gpu_seats),
+        group_replicas=seen.job.replicas if plan.climb else None,
         ready_replicas=before.ready_replicas if found.answering and not seen.all_answer else _ready(seen),
         pods_by_rung={rung.value: pods for rung, pods in Counter(plan.standings.values()).items()},
         out_of_line=found.out_of_line,
@@ -288,7 +290,7 @@ def _phase(found: _Pass) -> Phase:
         return Phase.FAILED
     if climb.cause is Cause.ALL_STEPS_DONE:
         return Phase.COMPLETE if plan.is_over else (found.before.phase or Phase.ROLLOUT)
-    if not climb.group and climb.cause is not Cause.POD_REPLACED:
+    if not climb.group and climb.cause not in (Cause.POD_REPLACED, Cause.RESIZED):
         return Phase.PENDING  # resumed, and not all members are back
     return _phase_of_group(found, climb) if found.answering else Phase.RECOVERING
 
@@ -396,9 +398,23 @@ def _pods_ready(found: _Pass) -> tuple[bool, DocumentedReason, str]:
     if found.plan.is_over:
         return False, Reason.JOB_ENDED, ""
     if not found.seen.absent or is_brief_outage(found.seen, found.before):  # a reference on its own devices answers too
-        return True, Reason.MEMBERS_ANSWER, ""
+        return True, Reason.MEMBERS_ANSWER, _size(found.seen)
     reason = Reason.OPERATOR_CUT_OFF if found.seen.is_deaf else Reason.PODS_STARTING
     return False, reason, found.plan.wait.message if found.plan.wait else found.waiting
+
+
+def _size(seen: Observation) -> str:
+    """Describe with how many replicas the group goes on, and what the next one waits for."""
+    job, asked = seen.job, seen.job.spec.replicas
+    if job.replicas == asked:
+        return "every member answers"
+    if not is_resizable(seen):
+        return f"{job.replicas} replicas until the job is suspended and resumed, {asked} are asked for"
+    if job.replicas > asked:
+        return f"{job.replicas} replicas until the next step, which begins with {asked}"
+    pods = (seen.current.get(seat) for seat in job.waiting_seats)
+    trouble = next((f"; {pod.name}: {pod.trouble}" for pod in pods if pod is not None and pod.trouble), "")
+    return f"{job.replicas} of {asked} replicas: others join at a step boundary once there is room for them{trouble}"
 
 
 def _gpu_sharing(found: _Pass) -> tuple[bool, DocumentedReason, str]:

@@ -15,6 +15,7 @@ from colocated_rl_api.member_wire import Goal, PodTarget, Rendezvous, RolloutTar
 from colocated_rl_api.rungs import Placement, Rung, WeightVersion
 from colocated_rl_api.seats import ROLLOUT_SEAT
 from colocated_rl_operator.planner.observation import Climb, Member, Observation
+from colocated_rl_operator.planner.size import size_at_boundary
 
 
 def climb_targets(seen: Observation) -> dict[str, PodTarget | RolloutTarget]:
@@ -36,11 +37,11 @@ def climb_targets(seen: Observation) -> dict[str, PodTarget | RolloutTarget]:
         rendezvous=Rendezvous(
             address=first.address,
             port=names.RENDEZVOUS_PORT + climb.lineage % names.RENDEZVOUS_PORTS,
-            world_size=seen.job.spec.replicas * seen.job.ranks_per_pod,
+            world_size=seen.job.replicas * seen.job.ranks_per_pod,
         ),
         batches=rollout.data_port,
         is_last=climb.step >= seen.job.spec.steps,
-        saves=seen.is_warned,
+        saves=seen.is_warned or size_at_boundary(seen) != seen.job.replicas,
         weights=_weights(seen, climb),
     )
     granted = common.model_copy(update={"rung": _granted(seen), "checksum": agreed_checksum(seen, climb)})
@@ -106,7 +107,7 @@ def agreed_checksum(seen: Observation, climb: Climb) -> str | None:
 
     None before that, without such a majority, or if the job does not compare its engines.
     """
-    if not (seen.job.spec.compares_engines and seen.job.ladder.reaches(seen.slowest, Rung.UPDATED)):
+    if not (seen.job.spec.judges_weights and seen.job.ladder.reaches(seen.slowest, Rung.UPDATED)):
         return None
     held = checksums(seen, climb)
     (checksum, engines), *_ = Counter(held.values()).most_common()

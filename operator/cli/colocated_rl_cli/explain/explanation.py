@@ -167,6 +167,9 @@ def _of_job(job: Object, status: ColocatedRLJobStatus) -> Iterator[Finding]:
             yield Finding(one.reason, one.message)
     if status.phase is Phase.SUSPENDING:
         yield Finding("Suspending", "")
+    asked, replicas = job["spec"].get("replicas", 1), status.group_replicas
+    if replicas not in (None, asked) and not (_is_over(status) or _holds(status, "Suspended")):
+        yield Finding("Resized", f"the group has {replicas} replicas, {asked} are asked for")
 
 
 # ---------------------------------------------------------------------------------------------------------------- pods
@@ -175,7 +178,7 @@ def _of_pods(seen: Evidence, status: ColocatedRLJobStatus) -> Iterator[Finding]:
     if _observed(status) is None:
         return
     current = seats_of(seen.pods)
-    for seat in _seats(seen.job["spec"]):
+    for seat in _seats(seen.job["spec"], replicas=status.group_replicas):
         if seat not in current:
             yield Finding("NoPod", f"seat {seat}")
     for pod in current.values():
@@ -183,11 +186,18 @@ def _of_pods(seen: Evidence, status: ColocatedRLJobStatus) -> Iterator[Finding]:
             yield Finding(*trouble, pod=pod["metadata"]["name"])
 
 
-def _seats(spec: Object) -> tuple[str, ...]:
-    """Return the seats of a spec, even if another version's fields make it unreadable."""
+def _seats(spec: Object, *, replicas: int | None) -> tuple[str, ...]:
+    """Return the seats of a job, even if another version's fields make its spec unreadable.
+
+    replicas: of the group; None: as many as the spec asks for.
+    """
     rollout, reference = spec.get("rollout", {}), spec.get("reference") or {}
     engines = rollout.get("replicas", 0) if rollout.get("placement") == RolePlacement.OWN_DEVICES else None
-    sizes = {"replicas": spec.get("replicas", 1), "engines": engines, "references": reference.get("replicas", 0)}
+    sizes = {
+        "replicas": replicas or spec.get("replicas", 1),
+        "engines": engines,
+        "references": reference.get("replicas", 0),
+    }
     return seats_for(spec.get("mode", ""), **sizes).all
 
 

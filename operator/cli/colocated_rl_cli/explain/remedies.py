@@ -87,6 +87,13 @@ REMEDIES: dict[str, Remedy] = {
     "Suspended": Remedy("spec.suspend is true: the job has no pods, its volumes are kept", "kubectl crlj resume JOB"),
     "Retried": Remedy("a failed job is asked to go on: its former pods go first", "wait", heals=True),
     # --- the operator, of a climb that begins again
+    "Resized": Remedy(
+        "the group has another number of replicas than spec.replicas: there is no room for all (spec.elasticPolicy), "
+        "or the next step begins with the other number",
+        "nothing: it follows by itself at a step boundary, once there is room; see the pods below, and condition "
+        "PodsReady. In a queue suspend the job, and resume it",
+        heals=True,
+    ),
     "PodReplaced": Remedy(
         "a GPU pod was replaced, so the trainers start together again, unless it had engines alone",
         "nothing, unless it goes on happening; it uses up backoffLimit only if the pod failed by itself, or if a rule "

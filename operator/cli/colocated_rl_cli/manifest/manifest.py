@@ -17,8 +17,10 @@ from typing import Any
 import pydantic
 
 from colocated_rl_api import names
+from colocated_rl_api.elastic import NOT_QUEUED
 from colocated_rl_api.engines import refusals
 from colocated_rl_api.job import ColocatedRLJob, Metadata
+from colocated_rl_api.pod_template import QUEUE_LABEL
 from colocated_rl_cli.base.yaml_text import (
     Document,
     Path,
@@ -125,6 +127,11 @@ def faults_of(document: Document) -> list[Fault]:
     for field, words in refusals(job.spec):
         path: Path = ("spec", *field)
         found.append(Fault(document.place(path), spelled(path), words))
+    labels = metadata.get("labels") if isinstance(metadata, Mapping) else None
+    queue = job.spec.pod_templates.gpu.queue or (isinstance(labels, Mapping) and labels.get(QUEUE_LABEL))
+    if queue and job.spec.elastic_policy is not None:
+        path = ("spec", "elasticPolicy")
+        found.append(Fault(document.place(path), spelled(path), NOT_QUEUED))
     return found
 
 

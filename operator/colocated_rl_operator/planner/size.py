@@ -1,0 +1,68 @@
+"""Say what a group of another number of replicas depends on: what is asked for, who waits to join, what has no room.
+
+The seats of a group are always the first ones. The seats that the spec asks for beyond them are *waiting*: their pods
+are made one after the other, and one that no node has taken on holds nothing. When a waiting pod answers there is room
+for it, and the group takes it in at its next step (`resizing`). The module is pure.
+"""
+
+from __future__ import annotations
+
+from itertools import takewhile
+
+from colocated_rl_operator.planner.observation import Observation
+
+SHRINK_AFTER_S = 30.0  # without room, of a job that is asked to have fewer replicas and has no elasticPolicy
+
+
+def is_resizable(seen: Observation) -> bool:
+    """Return whether the group can go on with another number of replicas.
+
+    Not in a queue or a gang, which are of a fixed number of pods. Nor with a rollout controller of an older version,
+    which does not deal a batch to whoever asks.
+    """
+    spec, facts = seen.job.spec, seen.rollout_facts
+    counts = bool(seen.job.trainer_seats) or not spec.rollout.is_apart
+    is_fixed = bool(seen.job.queue) or any(member.is_in_gang for member in seen.members)
+    return counts and not is_fixed and facts is not None and facts.deals_anew
+
+
+def size_at_boundary(seen: Observation) -> int:
+    """Return with how many replicas the group goes on at its next step: of more, those that are there."""
+    job, asked = seen.job, seen.job.spec.replicas
+    if asked == job.replicas or not is_resizable(seen):
+        return job.replicas
+    return min(asked, job.replicas + len(tuple(takewhile(lambda seat: _answers(seen, seat), job.waiting_seats))))
+
+
+def no_room_at(seen: Observation) -> float | None:
+    """Return when pods that are not placed have waited for long enough: then there is no room. None: all are placed."""
+    since, policy = seen.memory.unplaced_since, seen.job.spec.elastic_policy
+    if since is None or not seen.unplaced:
+        return None
+    return since + (SHRINK_AFTER_S if policy is None else policy.shrink_after_seconds)
+
+
+def has_no_room(seen: Observation) -> bool:
+    until = no_room_at(seen)
+    return until is not None and seen.now >= until
+
+
+def seat_to_open(seen: Observation) -> str | None:
+    """Return the waiting seat that is to get a pod: the next one, once the group is whole and those before are placed.
+
+    None: no seat is.
+    """
+    climb = seen.climb
+    if climb is None or not climb.group or not seen.all_answer or not is_resizable(seen):
+        return None
+    for seat in seen.job.waiting_seats:
+        pod = seen.current.get(seat)
+        if pod is None:
+            return seat
+        if not pod.is_placed:
+            return None
+    return None
+
+
+def _answers(seen: Observation, seat: str) -> bool:
+    return seat in seen.current and seen.current[seat].answers

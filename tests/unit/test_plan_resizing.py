@@ -1,0 +1,296 @@
+"""A group goes on with another number of replicas: fewer where there is no room, or as many as are asked for."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from builders import (
+    CREATED,
+    OWN_ROLLOUT,
+    PLACED,
+    TOGETHER,
+    absent_engine,
+    absent_trainer,
+    facts_at,
+    make_climb,
+    make_job,
+    make_member,
+    make_observation,
+    pod_facts,
+    rollout_facts,
+    trainers_at,
+)
+from colocated_rl_api.facts import PodFacts
+from colocated_rl_api.job_status import ColocatedRLJobStatus
+from colocated_rl_api.member_wire import PodTarget
+from colocated_rl_api.rungs import Placement, Rung, WeightVersion
+from colocated_rl_operator.manifests.belongings import config
+from colocated_rl_operator.planner.actions import CreatePod, DeletePod
+from colocated_rl_operator.planner.observation import Climb, Member, Observation, PodPhase, remember
+from colocated_rl_operator.planner.plan import Plan, plan
+from colocated_rl_operator.planner.reasons import Cause, Waiting
+from colocated_rl_operator.planner.status import report
+
+V2 = WeightVersion(2, 1)
+ELASTIC = {"minReplicas": 1, "shrinkAfterSeconds": 30}
+BLANK = pod_facts(absent_engine(), absent_trainer(), epoch=0)
+
+
+def group_of(
+    replicas: int,
+    *,
+    asked: int,
+    saved: int = 2,
+    sealed: int = 3,
+    placement: Placement = Placement.TIME_SLICED,
+    **spec: Any,
+) -> Observation:
+    """A group of so many replicas that serves step 2, while as many as `asked` are asked for."""
+    climb = replace(make_climb(2, epoch=5, cause=Cause.NEXT_STEP), replicas=replicas)
+    job = make_job(steps=5, replicas=asked, **PLACED[placement], **spec).led_by(climb)
+    facts = facts_at(Rung.SERVING, V2, epoch=5, ladder=job.ladder)
+    facts = facts.model_copy(update={"trainers": tuple(_saved(facts, saved))})
+    rollout = rollout_facts(sealed=sealed, trained=2, epoch=5)
+    return make_observation(job, [facts] * replicas, climb=climb, rollout=rollout, trained_step=2)
+
+
+def _saved(facts: PodFacts, step: int) -> Any:
+    return (each.model_copy(update={"saved": step}) for each in facts.trainers)
+
+
+def without(seen: Observation, seat: str) -> Observation:
+    """The seat's pod was lost, and another one was given to the node that is gone."""
+    pending = make_member(seat, 1, phase=PodPhase.PENDING, node="lost", address=None)
+    return with_pod(seen, pending)
+
+
+def with_pod(seen: Observation, pod: Member) -> Observation:
+    others = [member for member in seen.members if member.seat != pod.seat]
+    return remember(replace(seen, members=(*others, pod)))
+
+
+def later(seen: Observation, seconds: float) -> Observation:
+    return remember(replace(seen, now=seen.now + seconds))
+
+
+def followed(seen: Observation, decided: Plan) -> Observation:
+    """Return what is seen once the plan's climb is on record."""
+    return remember(replace(seen.following(decided.climb), memory=replace(seen.memory, raised=True)))
+
+
+def climb_of(decided: Plan) -> Climb:
+    assert decided.climb is not None
+    return decided.climb
+
+
+def made(decided: Plan) -> list[str]:
+    return [action.seat for action in decided.pods if isinstance(action, CreatePod)]
+
+
+def deleted(decided: Plan) -> list[str]:
+    return [action.name for action in decided.pods if isinstance(action, DeletePod)]
+
+
+def world_sizes(decided: Plan) -> set[int]:
+    targets = (target for target in decided.targets.values() if isinstance(target, PodTarget))
+    return {target.rendezvous.world_size for target in targets if target.rendezvous}
+
+
+# --------------------------------------------------------------------------------------------------- there is no room
+def test_a_group_goes_on_with_the_replicas_for_which_there_is_room() -> None:
+    seen = without(group_of(2, asked=2, elasticPolicy=ELASTIC), "gpu-1")
+    waits = plan(later(seen, 29))
+    assert not waits.raises
+    assert seen.now + 30 == waits.wake_at
+    seen = later(seen, 30)
+    decided = plan(seen)
+    climb = climb_of(decided)
+    assert (Cause.RESIZED, 1, "", 0) == (climb.cause, climb.replicas, climb.group, climb.restarts)
+    assert "no node has taken on gpu-1: 1 of 2 replicas go on" == decided.message
+    assert ([], []) == (made(decided), deleted(decided)), "a pod without a node holds nothing, and waits for one"
+    decided = plan(followed(seen, decided))
+    climb = climb_of(decided)
+    assert (Cause.RESIZED, 1, 2) == (climb.cause, climb.replicas, climb.lineage)
+    assert {1} == world_sizes(decided)
+
+
+def test_the_pod_that_is_left_takes_the_first_seat() -> None:
+    """Ranks are counted from the first seat: its new pod needs the room of the last one."""
+    seen = later(without(group_of(2, asked=2, elasticPolicy=ELASTIC), "gpu-0"), 30)
+    decided = plan(seen)
+    assert (1, ["sums-gpu-1-0"]) == (climb_of(decided).replicas, deleted(decided))
+    seen = followed(seen, decided)
+    seen = remember(replace(seen, members=tuple(pod for pod in seen.members if pod.seat != "gpu-1")))
+    assert ([], []) == (made(plan(seen)), deleted(plan(seen))), "the last seat is not filled before the first"
+
+
+def test_pods_that_start_on_their_node_are_waited_for() -> None:
+    seen = group_of(2, asked=2, elasticPolicy=ELASTIC)
+    seen = with_pod(seen, make_member("gpu-1", 1, phase=PodPhase.PENDING, is_accepted=True))
+    assert not plan(later(seen, 300)).raises
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        {},
+        {"elasticPolicy": {"minReplicas": 2}},
+        {
+            "elasticPolicy": ELASTIC,
+            "podTemplates": {"gpu": {"metadata": {"labels": {"kueue.x-k8s.io/queue-name": "q"}}}},
+        },
+    ],
+    ids=["no policy", "too few", "in a queue"],
+)
+def test_a_group_waits_where_it_may_not_be_smaller(spec: dict[str, Any]) -> None:
+    assert not plan(later(without(group_of(2, asked=2, **spec), "gpu-1"), 300)).raises
+
+
+def test_a_gang_keeps_its_size() -> None:
+    """Its scheduler places all of its pods together, or none."""
+    seen = without(group_of(2, asked=2, elasticPolicy=ELASTIC), "gpu-1")
+    members = tuple(replace(member, is_in_gang=member.seat != "rollout") for member in seen.members)
+    assert not plan(later(replace(seen, members=members), 300)).raises
+
+
+def test_a_group_whose_rollout_controller_deals_no_batch_anew_keeps_its_size() -> None:
+    seen = without(group_of(2, asked=2, elasticPolicy=ELASTIC), "gpu-1")
+    seen = with_pod(seen, make_member("rollout", facts=rollout_facts(sealed=3, trained=2, epoch=5, deals_anew=False)))
+    assert not plan(later(seen, 300)).raises
+
+
+def test_a_new_job_starts_with_the_replicas_for_which_there_is_room() -> None:
+    job = make_job(elasticPolicy=ELASTIC)
+    seen = make_observation(job, [BLANK], climb=None, rollout=rollout_facts(epoch=0))
+    seen = later(with_pod(seen, make_member("gpu-1", phase=PodPhase.PENDING)), 30)
+    decided = plan(seen)
+    assert (Cause.RESIZED, 1, 0) == (climb_of(decided).cause, climb_of(decided).replicas, climb_of(decided).lineage)
+    decided = plan(followed(seen, decided))
+    assert (Cause.FIRST_START, 1, 1) == (climb_of(decided).cause, climb_of(decided).replicas, climb_of(decided).lineage)
+
+
+def test_an_operator_that_takes_over_keeps_the_number_on_record() -> None:
+    seen = group_of(1, asked=2, sealed=2, elasticPolicy=ELASTIC)
+    decided = plan(replace(seen, memory=replace(seen.memory, raised=False)))
+    assert (Cause.TAKEOVER, 1) == (climb_of(decided).cause, climb_of(decided).replicas)
+
+
+# ----------------------------------------------------------------------------------------------------- and room again
+def test_waiting_pods_are_made_one_after_the_other_once_the_group_is_whole() -> None:
+    seen = group_of(1, asked=3, sealed=2)
+    assert ["gpu-1"] == made(plan(seen))
+    pending = with_pod(seen, make_member("gpu-1", phase=PodPhase.PENDING))
+    assert [] == made(plan(pending))
+    placed = with_pod(seen, make_member("gpu-1", phase=PodPhase.PENDING, is_accepted=True))
+    assert ["gpu-2"] == made(plan(placed))
+    assert "gpu-1" not in made(plan(without(seen, "gpu-0")))
+
+
+def test_a_pod_that_waits_gives_its_room_to_one_of_the_group_before_that_becomes_smaller() -> None:
+    seen = with_pod(group_of(2, asked=3, elasticPolicy=ELASTIC), make_member("gpu-2", facts=BLANK))
+    seen = without(seen, "gpu-1")
+    assert [] == deleted(plan(later(seen, 29)))
+    decided = plan(later(seen, 30))
+    assert (False, ["sums-gpu-2-0"]) == (decided.raises, deleted(decided))
+    ends = with_pod(seen, make_member("gpu-2", ends_at=200.0))
+    assert not plan(later(ends, 31)).raises, "its room is not free before it has ended"
+    gone = remember(replace(seen, members=tuple(pod for pod in seen.members if pod.seat != "gpu-2")))
+    assert 1 == climb_of(plan(later(gone, 30))).replicas
+
+
+def test_replicas_that_answer_join_at_the_next_step_behind_a_checkpoint() -> None:
+    joining = make_member("gpu-1", facts=BLANK)
+    seen = with_pod(group_of(1, asked=3, saved=1), joining)
+    waits = plan(seen)
+    assert not waits.raises
+    assert waits.wait is not None
+    assert Waiting.CHECKPOINT is waits.wait.reason
+    assert {True} == {target.saves for target in waits.targets.values() if isinstance(target, PodTarget)}
+    decided = plan(with_pod(group_of(1, asked=3, saved=2), joining))
+    climb = climb_of(decided)
+    assert (Cause.RESIZED, 2, 3, 2) == (climb.cause, climb.replicas, climb.step, climb.lineage)
+    assert {2} == world_sizes(decided)
+    assert {"sums-gpu-0-0", "sums-gpu-1-0"} <= decided.targets.keys()
+
+
+def test_a_step_is_not_held_for_ever_by_a_checkpoint() -> None:
+    seen = with_pod(group_of(1, asked=2, saved=1), make_member("gpu-1", facts=BLANK))
+    waits = plan(seen)
+    assert waits.wake_at is not None
+    decided = plan(later(seen, waits.wake_at - seen.now))
+    assert (Cause.RESIZED, 2) == (climb_of(decided).cause, climb_of(decided).replicas)
+
+
+def test_nobody_joins_before_the_next_batch_is_sealed() -> None:
+    assert not plan(with_pod(group_of(1, asked=2, sealed=2), make_member("gpu-1", facts=BLANK))).raises
+
+
+def test_a_recording_takes_replicas_in_at_once() -> None:
+    seen = group_of(1, asked=2, placement=Placement.ROLLOUT_ONLY)
+    assert (Cause.RESIZED, 2) == (lambda climb: (climb.cause, climb.replicas))(
+        climb_of(plan(with_pod(seen, make_member("gpu-1", facts=BLANK))))
+    )
+
+
+# ------------------------------------------------------------------------------------------------- a person asks for it
+@pytest.mark.parametrize("placement", TOGETHER)
+def test_fewer_replicas_that_are_asked_for_are_so_from_the_next_step_on(placement: Placement) -> None:
+    decided = plan(group_of(3, asked=1, placement=placement))
+    climb = climb_of(decided)
+    assert (Cause.RESIZED, 1, 3, 2) == (climb.cause, climb.replicas, climb.step, climb.lineage)
+    assert ["sums-gpu-1-0", "sums-gpu-2-0"] == deleted(decided)
+    assert {1} == world_sizes(decided)
+    assert "sums-gpu-1-0" not in decided.targets
+
+
+def test_fewer_replicas_are_asked_for_where_there_is_no_room_for_more() -> None:
+    seen = without(group_of(2, asked=1), "gpu-1")
+    decided = plan(later(seen, 30))
+    assert (Cause.RESIZED, 1, "") == (climb_of(decided).cause, climb_of(decided).replicas, climb_of(decided).group)
+
+
+def test_a_group_that_forms_has_nothing_to_lose() -> None:
+    seen = group_of(2, asked=1)
+    seen = replace(seen, climb=replace(climb_of(plan(seen)), group="", cause=Cause.RESUMED, replicas=2, step=2))
+    decided = plan(with_pod(seen, make_member("gpu-1", 1, phase=PodPhase.PENDING, is_accepted=True)))
+    assert (Cause.RESIZED, 1, "") == (climb_of(decided).cause, climb_of(decided).replicas, climb_of(decided).group)
+
+
+def test_a_job_is_resumed_with_what_is_asked_for_whatever_it_had() -> None:
+    climb = replace(make_climb(2, epoch=5, cause=Cause.SUSPENDED), replicas=1)
+    seen = make_observation(make_job(replicas=3).led_by(climb), [], climb=climb, rollout=None)
+    decided = plan(replace(seen, members=()))
+    assert (Cause.RESUMED, 3) == (climb_of(decided).cause, climb_of(decided).replicas)
+    assert ["gpu-0", "gpu-1", "gpu-2", "rollout"] == made(decided)
+
+
+def test_trainers_on_devices_of_their_own_are_as_many_as_there_is_room_for() -> None:
+    climb = replace(make_climb(2, epoch=5, cause=Cause.NEXT_STEP), replicas=2)
+    job = make_job(steps=5, rollout=OWN_ROLLOUT, elasticPolicy=ELASTIC).led_by(climb)
+    pods: list[PodFacts | None] = [trainers_at(Rung.SERVING, V2, epoch=5)] * 2
+    seen = make_observation(job, [*pods, None], climb=climb, rollout=rollout_facts(sealed=2, trained=2, epoch=5))
+    assert not plan(later(without(seen, "engine-0"), 30)).raises, "the number of engines is fixed"
+    assert 1 == climb_of(plan(later(without(seen, "trainer-1"), 30))).replicas
+
+
+def test_a_pod_that_is_made_in_a_group_of_several_knows_that_it_has_peers() -> None:
+    """Asked for one alone, it compared no weights, and the others waited for its word in vain."""
+    job = group_of(2, asked=1).job
+    assert (2, 1) == (job.file_spec.replicas, job.spec.replicas)
+    assert '"replicas":2' in config(job)["data"]["job.json"]
+    assert 3 == group_of(2, asked=3).job.file_spec.replicas, "those that come have peers too"
+
+
+# ---------------------------------------------------------------------------------------------------------- the status
+def test_the_status_says_how_many_replicas_the_group_has_and_what_the_next_one_waits_for() -> None:
+    waiting = make_member("gpu-1", phase=PodPhase.PENDING, trouble="not scheduled: 0/3 nodes are available")
+    seen = with_pod(group_of(1, asked=2, sealed=2), waiting)
+    status = report(seen, plan(seen), before=ColocatedRLJobStatus(), at=CREATED)
+    assert (1, 1, 1) == (status.group_replicas, status.replicas, status.ready_replicas)
+    [ready] = [one for one in status.conditions if one.type == "PodsReady"]
+    assert ("True", "MembersAnswer") == (ready.status, ready.reason)
+    assert "1 of 2 replicas" in ready.message
+    assert "0/3 nodes are available" in ready.message
