@@ -114,8 +114,8 @@ e2e-containerd: ## whole jobs in containers of those images, on nodes that run c
 	@pytest tests/containerd
 
 .PHONY: mutants
-mutants: setup-dev ## small changes of the pure core that no fast test notices; ONLY=plan.py, SINCE=COMMIT for what changed, WITHIN_S=600; no part of test
-	@$(BESIDE_DEV) mutants/requirements.txt python -m mutants $(if $(ONLY),--only $(ONLY)) $(if $(SINCE),--since $(SINCE)) $(if $(WITHIN_S),--within $(WITHIN_S))
+mutants: setup-dev ## small changes of the pure core that no fast test notices; ONLY=plan.py, SINCE=COMMIT for what changed, WITHIN_S=600, AT_ONCE=1; no part of test
+	@$(BESIDE_DEV) mutants/requirements.txt python -m mutants $(if $(ONLY),--only $(ONLY)) $(if $(SINCE),--since $(SINCE)) $(if $(WITHIN_S),--within $(WITHIN_S)) $(if $(AT_ONCE),--at-once $(AT_ONCE))
 
 .PHONY: explore
 explore: setup-dev ## every state of a job within BOUNDS="--pods 3 --deaths 1 --of agent", and its number; no part of test
