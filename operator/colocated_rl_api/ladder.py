@@ -131,10 +131,7 @@ def _stands_closed(pod: PodFacts, at: WeightVersion) -> Rung:
 
 
 def _starts_on(pod: PodFacts, at: WeightVersion) -> bool:
-    return _is_offloaded(pod, at) and all(
-        engine.is_absent or engine.is_paused or (not engine.is_ready and engine.starts_on == at)
-        for engine in pod.engines
-    )
+    return _is_offloaded(pod, at) and all(engine.is_starting and engine.starts_on == at for engine in pod.engines)
 
 
 # ----------------------------------------------------------------------------------------------------------- resident
