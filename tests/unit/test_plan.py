@@ -54,6 +54,7 @@ from colocated_rl_operator.planner.plan import (
     Plan,
     patience_s,
     plan,
+    stop,
 )
 from colocated_rl_operator.planner.reasons import Cause, Waiting
 from colocated_rl_operator.planner.roster import (
@@ -145,12 +146,33 @@ def test_a_pod_whose_gpu_container_is_down_is_waited_for() -> None:
 
 
 def test_targets_name_the_meeting_place_of_the_lineage_and_the_batches() -> None:
-    decided = plan(climbing(Rung.RELEASED, Rung.RELEASED, Rung.RELEASED))
+    decided = plan(climbing(*[Rung.RELEASED] * 3, job=make_job(replicas=3, gpus={"count": 2})))
     for target in pod_targets(decided):
         assert target.rendezvous is not None
         assert target.batches is not None
-        assert (3, 29501) == (target.rendezvous.world_size, target.rendezvous.port)
+        assert (6, 29501) == (target.rendezvous.world_size, target.rendezvous.port)
         assert "sums-rollout-0" == target.batches.pod
+
+
+@pytest.mark.parametrize("index", [0, 2])
+def test_no_pod_is_told_anything_before_it_can_meet_the_others(index: int) -> None:
+    """The first pod of the trainers, or the one with the batches, has no address yet."""
+    seen = climbing(Rung.RELEASED, Rung.RELEASED)
+    members = list(seen.members)
+    members[index] = replace(members[index], address=None)
+    assert {"rollout-0"} == goals(plan(replace(seen, members=tuple(members)))).keys()
+
+
+def test_a_pod_is_asked_where_it_stands_while_another_is_silent() -> None:
+    seen = climbing(Rung.RELEASED, Rung.RELEASED)
+    silent, asked = replace(seen.members[0], facts=None), replace(seen.members[1], facts=BLANK)
+    assert {"gpu-1-0", "rollout-0"} == goals(plan(replace(seen, members=(silent, asked, seen.members[2])))).keys()
+
+
+def test_a_rollout_controller_that_is_silent_gets_no_target() -> None:
+    seen = climbing(Rung.RELEASED, Rung.RELEASED)
+    silent = replace(seen, members=(*seen.members[:2], replace(seen.members[2], facts=None)))
+    assert {"gpu-0-0", "gpu-1-0"} == goals(plan(silent)).keys()
 
 
 # --------------------------------------------------------------------------------------------------------- the decision
@@ -180,7 +202,7 @@ def test_a_job_that_goes_on_from_a_former_checkpoint_begins_at_its_step_and_says
 
 def test_a_lost_status_is_rebuilt_from_what_members_know() -> None:
     known = [facts_at(Rung.SERVING, WeightVersion(5, 3), epoch=17) for _ in range(2)]
-    seen = make_observation(make_job(), list(known), climb=None, rollout=rollout_facts(trained=5, epoch=17))
+    seen = make_observation(make_job(), list(known), climb=None, rollout=rollout_facts(trained=4, epoch=17))
     seen = replace(seen, members=tuple(replace(member, highest_epoch=17) for member in seen.members))
     climb = plan(seen).climb
     assert climb is not None
@@ -237,6 +259,12 @@ def test_a_switch_waits_for_an_evaluation_that_is_due_and_asks_for_it() -> None:
     done = rollout_facts(sealed=2, trained=1, evaluated=(EvaluationResult(step=1, samples=4, mean=0.5, stderr=0.1),))
     assert plan(replace(seen, members=(*seen.members[:2], replace(seen.members[2], facts=done)))).raises
     assert plan(later(seen, 60)).raises
+
+
+@pytest.mark.parametrize("rung", [Rung.SEALED, Rung.TRAINED, Rung.UPDATED])
+def test_nothing_is_evaluated_in_a_switch_in_which_engines_release_their_memory(rung: Rung) -> None:
+    job = make_job(evaluation={"everySteps": 1})
+    assert rollout_target(plan(climbing(rung, rung, job=job, served=WeightVersion(0, 1)))).evaluate is None
 
 
 def test_a_switch_waits_for_each_set_of_the_evaluation_and_for_none_that_is_gone() -> None:
@@ -379,13 +407,13 @@ def test_f52_one_engine_agrees_with_itself() -> None:
     assert {(Rung.SERVING, "a")} == {(target.rung, target.checksum) for target in pod_targets(plan(holding("a")))}
 
 
-@pytest.mark.parametrize("checksums", [("a", "b"), ("a", "b", "c"), ("a", "a", "b", "b")])
+@pytest.mark.parametrize("checksums", [("a" * 64, "b"), ("a", "b", "c"), ("a", "a", "b", "b")])
 @pytest.mark.parametrize("rung", [Rung.UPDATED, Rung.SERVING])
 def test_f52_engines_without_a_majority_do_not_serve_and_are_named(checksums: tuple[str, ...], rung: Rung) -> None:
     decided = plan(holding(*checksums, rung=rung))
     assert decided.climb is not None
     assert (Cause.WEIGHTS_DIFFER, 2, 1) == (decided.climb.cause, decided.climb.lineage, decided.climb.restarts)
-    held = ", ".join(f"sums-gpu-{replica}-0 {checksum}" for replica, checksum in enumerate(checksums))
+    held = ", ".join(f"sums-gpu-{replica}-0 {checksum:.12}" for replica, checksum in enumerate(checksums))
     assert f"engines hold different weights 1-1 ({held}): the trainers start together again" == decided.message
     assert {Rung.SEALED} == {target.rung for target in pod_targets(decided)}
     assert {None} == {target.checksum for target in pod_targets(decided)}
@@ -501,7 +529,7 @@ def test_weights_that_a_pod_rejects_again_and_again_end_the_job_with_what_was_fo
 def test_weights_of_another_climb_may_be_rejected() -> None:
     """A resident engine that was lost beside training may reject them: the next weights are under way."""
     seen = climbing(Rung.OFFLOADED, Rung.OFFLOADED)
-    for version in (WeightVersion(0, 1), WeightVersion(1, 0)):
+    for version in (WeightVersion(0, 1), WeightVersion(1, 0), WeightVersion(1, 2)):
         assert not plan(rejecting(seen, 0, version=version)).raises
 
 
@@ -547,11 +575,19 @@ def test_to_climb_again_to_where_a_pod_stood_before_is_progress_in_every_epoch()
 
 def test_members_that_never_answer_fail_the_job() -> None:
     seen = make_observation(make_job(podsReadyDeadlineSeconds=60), [None, None], climb=None, rollout=None)
-    assert not plan(later(seen, 59)).raises
-    climb = plan(later(seen, 60)).climb
-    assert climb is not None
-    assert Cause.PODS_NOT_READY is climb.cause
-    assert "gpu-0 (pod Running, no connection)" in plan(later(seen, 60)).message
+    waiting = plan(later(seen, 59))
+    assert (False, seen.now + 60) == (waiting.raises, waiting.wake_at)
+    for late_s in (60, 61):
+        climb = plan(later(seen, late_s)).climb
+        assert climb is not None
+        assert Cause.PODS_NOT_READY is climb.cause
+    message = plan(later(seen, 60)).message
+    words = (
+        f"within 60 s: {', '.join(f'{seat} (pod Running, no connection)' for seat in ('gpu-0', 'gpu-1', 'rollout'))}"
+    )
+    assert message.startswith(f"not every member answered {words}: all pods go")
+    hindered = replace(later(seen, 60), hindrance="quota exceeded")
+    assert f"{words}; quota exceeded: all pods go" in plan(hindered).message
 
 
 def cut_off(seen: Observation) -> Observation:
@@ -617,9 +653,10 @@ def last(saved: int | None, **options: Any) -> Observation:
     return remember(replace(seen, members=tuple(members)))
 
 
-@pytest.mark.parametrize(("steps", "expected"), [(1, True), (2, False)])
-def test_targets_say_which_step_is_the_last_as_the_spec_says_now(steps: int, expected: bool) -> None:
-    targets = plan(climbing(Rung.SERVING, Rung.SERVING, job=make_job(steps=steps))).targets.values()
+@pytest.mark.parametrize(("step", "steps", "expected"), [(1, 1, True), (1, 2, False), (2, 1, True)])
+def test_targets_say_which_step_is_the_last_as_the_spec_says_now(step: int, steps: int, expected: bool) -> None:
+    climb = make_climb(step, cause=Cause.NEXT_STEP)
+    targets = plan(climbing(Rung.RELEASED, Rung.RELEASED, climb=climb, job=make_job(steps=steps))).targets.values()
     assert {expected} == {target.is_last for target in targets if isinstance(target, PodTarget)}
 
 
@@ -638,8 +675,9 @@ def test_steps_that_are_lowered_end_the_job_where_it_stands_and_raised_ones_let_
     assert not plan(replace(seen, job=make_job(steps=2))).raises, "its checkpoint is not durable yet"
 
 
-def test_a_job_that_is_cut_short_is_evaluated_where_it_ends() -> None:
-    job = make_job(steps=1, evaluation={"everySteps": 10})
+@pytest.mark.parametrize("steps", [1, 3], ids=["cut short", "complete"])
+def test_a_job_is_evaluated_where_it_ends(steps: int) -> None:
+    job = make_job(steps=steps, evaluation={"everySteps": 10})
     seen = climbing(Rung.SERVING, Rung.SERVING, climb=make_climb(3), job=job, rollout=rollout_facts(trained=3))
     assert 3 == rollout_target(plan(seen)).evaluate
 
@@ -697,9 +735,11 @@ def test_a_trainer_that_dies_before_it_has_left_the_model_starts_again() -> None
     assert (1, 2, Cause.TRAINER_DIED) == (climb.step, climb.lineage, climb.cause)
 
 
-def test_a_model_that_is_not_left_in_time_is_named() -> None:
-    late = later(leaving(None), 10_000)
-    assert "the last model is not durable in time" in plan(late).message
+@pytest.mark.parametrize(("seen", "what"), [(last(saved=None), "checkpoint"), (leaving(None), "model")])
+def test_what_is_not_durable_in_time_after_the_last_step_is_named(seen: Observation, what: str) -> None:
+    patience = patience_s(TIME_SLICED, Rung.SERVING, seen.job.spec.switch)
+    assert not plan(later(seen, patience - 1)).raises
+    assert f"the last {what} is not durable in time" in plan(later(seen, patience)).message
 
 
 def test_a_trainer_that_dies_before_the_last_checkpoint_starts_again() -> None:
@@ -755,14 +795,30 @@ def test_a_member_that_has_stopped_is_not_waited_for_when_its_connection_goes_be
 
 
 def test_a_pod_that_never_ran_is_not_waited_for() -> None:
-    assert {"gpu-1-0"} == deleted(plan(without(ending(), 1, phase=PodPhase.PENDING)))
+    decided = plan(without(ending(), 1, phase=PodPhase.PENDING))
+    assert {"gpu-1-0"} == deleted(decided)
+    assert not any(action.is_fault for action in decided.pods if isinstance(action, DeletePod))
 
 
-def test_members_that_do_not_stop_lose_their_pod() -> None:
+def test_members_that_do_not_stop_lose_their_pod_after_a_minute() -> None:
     seen = ending()
-    assert {"gpu-0-0", "gpu-1-0"} == deleted(plan(later(seen, STOP_DEADLINE_S)))
-    assert set() == deleted(plan(later(stopped(seen, 0, 1), STOP_DEADLINE_S)))
-    assert {"rollout-0"} == deleted(plan(later(stopped(seen, 0, 1), 2 * STOP_DEADLINE_S)))
+    assert (set(), seen.now + 60) == (deleted(plan(seen)), plan(seen).wake_at)
+    decided = plan(later(seen, 60))
+    assert ({"gpu-0-0", "gpu-1-0"}, None) == (deleted(decided), decided.wake_at)
+    assert all(action.is_fault for action in decided.pods if isinstance(action, DeletePod))
+    assert set() == deleted(plan(later(stopped(seen, 0, 1), 60)))
+    assert {"rollout-0"} == deleted(plan(later(stopped(seen, 0, 1), 121)))
+
+
+def test_every_member_of_a_deleted_job_stops_in_the_present_epoch() -> None:
+    seen = climbing(Rung.RELEASED, Rung.RELEASED)
+    decided = stop(seen)
+    assert {"gpu-0-0": Goal.STOP, "gpu-1-0": Goal.STOP, "rollout-0": Goal.STOP} == goals(decided)
+    assert (False, seen.climb, {1}) == (
+        *(decided.raises, decided.climb),
+        {target.epoch for target in decided.targets.values()},
+    )
+    assert Plan(climb=None) == stop(replace(seen, climb=None))
 
 
 def test_a_finished_job_is_left_alone() -> None:
@@ -779,9 +835,10 @@ def test_a_job_that_is_active_for_too_long_fails_wherever_it_stands(rung: Rung |
     wake_at = plan(seen).wake_at
     assert wake_at is not None
     assert seen.now + 10 >= wake_at
-    climb = plan(later(seen, 10)).climb
-    assert climb is not None
-    assert (Cause.DEADLINE, True) == (climb.cause, climb.cause.is_failure)
+    for late_s in (10, 11):
+        climb = plan(later(seen, late_s)).climb
+        assert climb is not None
+        assert (Cause.DEADLINE, True) == (climb.cause, climb.cause.is_failure)
 
 
 def test_suspended_time_is_no_active_time() -> None:
@@ -800,7 +857,8 @@ def test_a_job_that_is_ending_is_past_its_deadline() -> None:
 def test_a_finished_job_goes_when_its_time_is_over() -> None:
     seen = replace(ending(), is_over=True, finished_at=100.0, job=make_job(ttlSecondsAfterFinished=30))
     assert (False, 130.0) == (plan(seen).is_expired, plan(seen).wake_at)
-    assert plan(later(seen, 30)).is_expired
+    expired = plan(later(seen, 30)), plan(later(seen, 31))
+    assert [(True, 100.0 + STOP_DEADLINE_S)] * 2 == [(decided.is_expired, decided.wake_at) for decided in expired]
     kept = replace(later(seen, 1_000_000), job=make_job())
     assert not plan(kept).is_expired
 
@@ -811,7 +869,8 @@ def test_a_pod_that_runs_on_after_its_job_has_its_time_too() -> None:
     over = tuple(replace(member, phase=PodPhase.SUCCEEDED) for member in seen.members[1:])
     seen = remember(replace(seen, members=(seen.members[0], *over)))
     assert ((), 100.0 + STOP_DEADLINE_S) == (plan(seen).pods, plan(seen).wake_at)
-    assert {"gpu-0-0"} == deleted(plan(later(seen, STOP_DEADLINE_S)))
+    for late_s in (STOP_DEADLINE_S, STOP_DEADLINE_S + 1):
+        assert {"gpu-0-0"} == deleted(plan(later(seen, late_s)))
     assert plan(later(seen, STOP_DEADLINE_S)).wake_at is None
     ended = remember(replace(seen, members=over))
     assert Plan(climb=seen.climb, is_over=True) == plan(later(ended, STOP_DEADLINE_S))
@@ -968,7 +1027,8 @@ def test_attempts_at_one_seat_are_spaced() -> None:
     seen = without(climbing(Rung.SERVING, Rung.SERVING), 1, phase=PodPhase.FAILED, created_at=100.0, attempt=4)
     assert () == plan(seen).pods
     assert 116.0 == plan(seen).wake_at
-    assert (CreatePod("gpu-1", 5),) == plan(later(seen, 16)).pods
+    for late_s in (16, 17):
+        assert (CreatePod("gpu-1", 5),) == plan(later(seen, late_s)).pods
 
 
 def test_a_silent_member_loses_its_pod_and_gets_another() -> None:

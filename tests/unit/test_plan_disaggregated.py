@@ -15,6 +15,7 @@ from builders import (
     ROLLOUT,
     absent_engine,
     engine_at,
+    facts_at,
     make_climb,
     make_job,
     make_observation,
@@ -26,7 +27,7 @@ from colocated_rl_api.facts import PodFacts
 from colocated_rl_api.failure import FailureCause
 from colocated_rl_api.job_status import ColocatedRLJobStatus, Holder, Phase
 from colocated_rl_api.ladder import DISAGGREGATED, SCORED_DISAGGREGATED
-from colocated_rl_api.member_wire import PodTarget, RolloutTarget
+from colocated_rl_api.member_wire import Goal, PodTarget, RolloutTarget
 from colocated_rl_api.rungs import Placement, Rung, WeightVersion
 from colocated_rl_operator.planner.actions import CreatePod, DeletePod
 from colocated_rl_operator.planner.observation import (
@@ -114,6 +115,13 @@ def test_engines_get_weights_as_target_once_every_trainer_has_written_them() -> 
     assert {(Rung.EXPORTED, V0)} == {(target.rung, target.weights) for target in one.values()}
     both = targets(climbing([Rung.EXPORTED, Rung.EXPORTED], [Rung.TRAINED, Rung.TRAINED]))
     assert {(Rung.EXPORTED, V1)} == {(target.rung, target.weights) for target in both.values()}
+
+
+def test_an_engine_that_joins_while_a_trainer_pod_is_gone_starts_on_the_weights_that_all_served() -> None:
+    joins = engine_at(Rung.TRAINED, V1, epoch=0)
+    whole = climbing([Rung.EXPORTED, Rung.EXPORTED], [Rung.TRAINED, joins])
+    seen = replace(whole, members=tuple(member for member in whole.members if member.seat != "trainer-1"))
+    assert {ENGINES[1]: V0} == {name: target.weights for name, target in targets(seen).items()}
 
 
 def test_no_gate_closes_before_every_engine_pod_has_compared_the_weights() -> None:
@@ -275,6 +283,16 @@ def test_a_lost_pod_of_trainers_begins_a_new_lineage_while_engines_serve_on() ->
     assert (2, Cause.POD_REPLACED) == (decided.climb.lineage, decided.climb.cause)
 
 
+def test_trainer_pods_stop_before_the_rollout_controller() -> None:
+    seen = climbing([Rung.SERVING] * 2, [Rung.SERVING] * 2, climb=make_climb(1, cause=Cause.ALL_STEPS_DONE))
+    for seat in ("engine-0", "engine-1", "trainer-0"):
+        facts = seen.current[seat].pod_facts
+        assert facts is not None
+        seen = changed(seen, seat, facts=facts.model_copy(update={"stopped": True}))
+    asked = {name: target.goal for name, target in plan(seen).targets.items()}
+    assert {TRAINERS[1]: Goal.STOP, "sums-rollout-0": Goal.CLIMB} == asked
+
+
 def test_an_engine_that_joins_a_resting_group_takes_what_the_others_serve() -> None:
     gone = engine_at(Rung.SERVING, V1).model_copy(update={"engines": (absent_engine(),), "export": None})
     joining = climbing([Rung.SERVING, Rung.SERVING], [Rung.SERVING, gone], rollout=rollout_facts(), served=V1)
@@ -282,11 +300,14 @@ def test_an_engine_that_joins_a_resting_group_takes_what_the_others_serve() -> N
     assert {(Rung.EXPORTED, V1)} == {(target.rung, target.weights) for target in targets(joining).values()}
 
 
-def test_other_placements_name_no_weights() -> None:
-    for placement in (Placement.TIME_SLICED, Placement.RESIDENT):
-        job = make_job(replicas=1, **PLACED[placement])
-        assert (names.ROLE_GPU,) == tuple({seat.rpartition("-")[0] for seat in job.gpu_seats})
-        assert job.trainer_seats == job.engine_seats == job.gpu_seats
+@pytest.mark.parametrize("placement", [Placement.TIME_SLICED, Placement.RESIDENT])
+def test_other_placements_name_no_weights(placement: Placement) -> None:
+    job = make_job(replicas=1, **PLACED[placement])
+    assert (names.ROLE_GPU,) == tuple({seat.rpartition("-")[0] for seat in job.gpu_seats})
+    assert job.trainer_seats == job.engine_seats == job.gpu_seats
+    facts = facts_at(Rung.EXPORTED, V1, ladder=job.ladder)
+    seen = make_observation(job, [facts], climb=make_climb(1), rollout=rollout_facts(sealed=1), served=V0)
+    assert {None} == {target.weights for target in targets(seen).values()}
 
 
 def test_a_step_is_done_when_every_engine_holds_its_weights() -> None:

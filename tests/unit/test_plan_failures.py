@@ -1042,6 +1042,7 @@ def test_a_queued_job_that_was_never_started_starts_for_the_first_time() -> None
     seen = make_observation(job, blank, climb=climb, rollout=rollout_facts(epoch=0))
     climb = climb_of(plan(seen))
     assert (Cause.FIRST_START, 1, 1) == (climb.cause, climb.lineage, climb.tally.tries)
+    assert plan(seen).message.startswith("every member answers: ")
 
 
 def test_a_queued_job_can_be_suspended_and_comes_to_its_end_in_time() -> None:

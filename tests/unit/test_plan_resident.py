@@ -178,12 +178,18 @@ def test_an_evaluation_goes_on_beside_training(rung: Rung) -> None:
     assert rollout_target(climbing(rung, rung, job=EVALUATED, rollout=DONE)).evaluate is None
 
 
+@pytest.mark.parametrize("rung", [Rung.CLOSED, Rung.PAUSED, Rung.DRAINED])
+def test_nothing_is_evaluated_once_gates_close_for_new_weights(rung: Rung) -> None:
+    assert rollout_target(climbing(rung, rung, job=EVALUATED)).evaluate is None
+
+
 def test_the_update_waits_for_an_evaluation_until_its_deadline() -> None:
     waiting = climbing(Rung.EXPORTED, Rung.EXPORTED, job=EVALUATED)
     assert ({Rung.EXPORTED}, waiting.now + 60) == (asked_rungs(waiting), plan(waiting).wake_at)
     assert {Rung.PAUSED} == asked_rungs(climbing(Rung.EXPORTED, Rung.EXPORTED, job=EVALUATED, rollout=DONE))
-    late = later(waiting, 60)
-    assert ({Rung.PAUSED}, None) == (asked_rungs(late), rollout_target(late).evaluate)
+    for late_s in (60, 61):
+        late = later(waiting, late_s)
+        assert ({Rung.PAUSED}, None) == (asked_rungs(late), rollout_target(late).evaluate)
 
 
 def test_the_wait_for_an_evaluation_is_no_delay_of_a_pod() -> None:

@@ -133,7 +133,7 @@ def raise_epoch(
     replicas: of the group from now on; None: as before.
     """
     is_repeated = climb is not None and climb.cause.is_failure and cause.is_failure
-    climb = climb or _unstarted(cause)
+    climb = climb or unstarted(cause)
     tally = replace(climb.tally, counted=_counted(seen, climb))
     retries = climb.retries if is_repeated else seen.job.spec.retries
     replicas = seen.job.replicas if replicas is None else replicas
@@ -141,7 +141,7 @@ def raise_epoch(
     return Decision(raised, message)
 
 
-def _unstarted(cause: Cause) -> Climb:
+def unstarted(cause: Cause) -> Climb:
     """Return what a job without a record stands on before its first epoch is raised."""
     return Climb(epoch=0, step=0, lineage=0, group="", cause=cause)
 
@@ -233,7 +233,7 @@ def _replace_pods(seen: Observation, climb: Climb, failure: Failure, message: st
 
 def after_absence(seen: Observation, climb: Climb | None, message: str) -> Decision:
     """Answer pods that did not come: all pods go, so that no device waits for them."""
-    climb = climb or _unstarted(Cause.PODS_NOT_READY)
+    climb = climb or unstarted(Cause.PODS_NOT_READY)
     failure = Failure(FailureCause.PODS_NOT_READY, message, (), seen.now, climb.tally.tries_at(climb.step))
     verdict = judge(seen, failure)
     if verdict.action is FailureAction.FAIL_JOB:

@@ -38,6 +38,7 @@ from colocated_rl_operator.planner.failure_policy import (
     raise_epoch,
     rest_after_roll_back,
     starts,
+    unstarted,
 )
 from colocated_rl_operator.planner.observation import (
     Climb,
@@ -261,7 +262,7 @@ def _wait_for_engines(seen: Observation) -> Hold | None:
         for member in seen.gpu_members
         if member.pod_facts
         for engine in member.pod_facts.engines
-        if engine.is_starting and 0 < engine.failures <= RESTARTS_AWAITED
+        if engine.is_starting and engine.failures <= RESTARTS_AWAITED  # once at least: without it the group is not up
     ]
     if not starting:
         return None
@@ -291,7 +292,7 @@ def _recycle_trainers(seen: Observation, following: Climb) -> Decision | Hold | 
         return None
     message = f"trainers have gained more host memory than {spec.failure_policy.max_trainer_growth} in {listed(grown)}"
     if seen.saved_step >= last:
-        following = replace(following, lineage=seen.next_lineage, group=seen.group or following.group)
+        following = replace(following, lineage=seen.next_lineage)
         message += f": {starts(seen)} together again with step {following.step}, from the checkpoint of step {last}"
         return raise_epoch(seen, following, Cause.TRAINERS_RECYCLED, message)
     is_being_written = last % spec.checkpoint.every_steps == 0 and seen.now < _deadline(seen)
@@ -326,7 +327,7 @@ def _first(seen: Observation, recorded: Climb | None = None) -> Decision:
     """Return the first climb of a job that is new, or whose status was lost: then the members' facts are the record."""
     trained = seen.rollout_facts.trained_step if seen.rollout_facts else 0
     climb = replace(
-        recorded or Climb(epoch=0, step=0, lineage=0, group="", cause=Cause.FIRST_START),
+        recorded or unstarted(Cause.FIRST_START),
         step=max([trained, *(rank.step or 0 for rank in seen.ranks)]),
         lineage=seen.next_lineage,
         group=seen.group or "",
@@ -386,7 +387,7 @@ def _climb(seen: Observation) -> Plan:
     wakes = [wake for wake in (wake_at, _active_until(seen)) if wake is not None]
     if seen.memory.awaited_since is not None:
         wakes.append(seen.memory.awaited_since + seen.job.spec.pods_ready_deadline_seconds)
-    if seen.all_answer and seen.climb is not None:
+    if seen.all_answer:
         wakes.append(_deadline(seen))
     if evaluating := evaluation_due(seen):
         wakes.append(evaluating.ends)

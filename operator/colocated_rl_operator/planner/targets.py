@@ -71,7 +71,7 @@ def _rollout_target(seen: Observation, climb: Climb) -> RolloutTarget:
     return RolloutTarget(
         epoch=climb.epoch,
         goal=Goal.CLIMB,
-        trained_step=max(finished, seen.trained_step, 0),
+        trained_step=max(finished, seen.trained_step),
         saved_step=seen.replay_step,
         engines=tuple(member.data_port for member in engines if member.data_port is not None),
         references=tuple(member.data_port for member in seen.reference_members if member.data_port is not None),

@@ -1,0 +1,70 @@
+"""A group may stand still for as long as its members may take, and the plan says who stood where."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from builders import facts_at, make_climb, make_job, make_observation, rollout_facts
+from colocated_rl_api.facts import Problem
+from colocated_rl_api.ladder import RESIDENT, ROLLOUT_ONLY, SCORED_TIME_SLICED, TIME_SLICED, Ladder
+from colocated_rl_api.rungs import Rung
+from colocated_rl_operator.planner.observation import remember
+from colocated_rl_operator.planner.plan import patience_s, plan
+
+# Deadlines of the members that tell sums apart: one of each in seconds.
+SWITCH = {
+    "settleSeconds": 1,
+    "engineCallSeconds": 10,
+    "engineStartSeconds": 300,
+    "trainerStartSeconds": 1000,
+    "trainerProgressSeconds": 5000,
+}
+
+
+@pytest.mark.parametrize(
+    ("ladder", "barrier", "members_s"),
+    [
+        (TIME_SLICED, Rung.SEALED, 0),
+        (TIME_SLICED, Rung.PAUSED, 1 + 10),
+        (TIME_SLICED, Rung.DRAINED, 30),
+        (TIME_SLICED, Rung.RELEASED, 30),
+        (SCORED_TIME_SLICED, Rung.SCORED, 1000 + 5000),
+        (TIME_SLICED, Rung.TRAINED, 1000 + 5000),
+        (TIME_SLICED, Rung.EXPORTED, 10_000),
+        (RESIDENT, Rung.EXPORTED, 10_000),
+        (TIME_SLICED, Rung.UPDATED, 5000 + 300 + 20),
+        (TIME_SLICED, Rung.SERVING, 5000),
+        (ROLLOUT_ONLY, Rung.SERVING, 300 + 40),
+    ],
+)
+def test_a_group_may_stand_still_for_half_a_minute_longer_than_its_members_wait(
+    ladder: Ladder, barrier: Rung, members_s: int
+) -> None:
+    assert members_s + 30 == patience_s(ladder, barrier, make_job(switch=SWITCH).spec.switch)
+
+
+def test_calls_to_engines_may_take_longer_than_a_save_of_the_trainer() -> None:
+    switch = make_job(switch=SWITCH | {"engineCallSeconds": 2000}).spec.switch
+    assert 4 * 2000 + 30 == patience_s(TIME_SLICED, Rung.SERVING, switch)
+
+
+def test_a_group_that_stood_still_is_named_with_what_its_slowest_pods_report() -> None:
+    climb = make_climb(1)
+    pods = [facts_at(rung, climb.version) for rung in (Rung.RELEASED, Rung.TRAINED, Rung.RELEASED)]
+    pods[0] = pods[0].model_copy(update={"problem": Problem(reason="RankLost", message="x" * 300)})
+    seen = make_observation(make_job(replicas=3), [*pods], climb=climb, rollout=rollout_facts(sealed=1))
+    patience = patience_s(TIME_SLICED, Rung.TRAINED, seen.job.spec.switch)
+    decided = plan(remember(replace(seen, now=seen.now + patience + 5)))
+    assert decided.message.startswith(f"sums-gpu-0-0 ({'x' * 200}), sums-gpu-2-0 stayed at Released for 2735 s")
+
+
+def test_a_group_that_rests_has_no_deadline() -> None:
+    climb = make_climb(1)
+    pods = [facts_at(Rung.SERVING, climb.version)] * 2
+    seen = make_observation(make_job(), [*pods], climb=climb, rollout=rollout_facts(sealed=1))
+    patience = patience_s(TIME_SLICED, Rung.SERVING, seen.job.spec.switch)
+    for late_s in (patience, patience + 1):
+        later = plan(remember(replace(seen, now=seen.now + late_s)))
+        assert (False, None) == (later.raises, later.wake_at)
