@@ -64,7 +64,6 @@ def require_changes(
         sources = _sources(name, old.keys() | new.keys())
         if not sources or name not in held:
             continue
-        judged += 1
         if all(old.get(each) == new.get(each) for each in sources):
             is_right = checksums == held[name]
         elif all(each in new and (new[each].dtype, dtype) in _KEEPS_ALL for each in sources):
@@ -76,6 +75,7 @@ def require_changes(
             )
         else:
             continue
+        judged += 1
         if not is_right:
             wrong.append(name)
     if wrong:
