@@ -163,7 +163,10 @@ async def _until_keyring_is_found(kube: Kube, settings: OperatorSettings) -> Key
     """Return the keyring once it is found: a leader that ended instead would only fail again, and then back off."""
     while True:
         try:
-            return await find_keyring(kube, settings.namespace, settings.issued_authority)
+            keyring = await find_keyring(kube, settings.namespace, settings.issued_authority)
+            ends = keyring.authority.certificate.not_valid_after_utc
+            logs.log(LOG, "authority in force", reason=f"until {ends:%Y-%m-%d}")
+            return keyring
         except ApiError as error:
             logs.log(LOG, "authority not read, trying again", logging.ERROR, reason=str(error))
         await asyncio.sleep(START_RETRY_S)
