@@ -165,7 +165,7 @@ async def _until_keyring_is_found(kube: Kube, settings: OperatorSettings) -> Key
         try:
             keyring = await find_keyring(kube, settings.namespace, settings.issued_authority)
             ends = keyring.authority.certificate.not_valid_after_utc
-            logs.log(LOG, "authority in force", reason=f"until {ends:%Y-%m-%d}")
+            logs.log(LOG, "authority found", reason=f"it is valid until {ends:%Y-%m-%d}")
             return keyring
         except ApiError as error:
             logs.log(LOG, "authority not read, trying again", logging.ERROR, reason=str(error))
