@@ -84,8 +84,9 @@ async def test_pods_that_begin_together_share_one_volume(tmp_path: Path) -> None
     hub = FakeHub(NAME, MODEL)
     async with hub.listening() as endpoint:
         pod = FetchingPod(tmp_path, endpoint)
-        ends = await asyncio.gather(*(pod.run() for _ in range(3)))
-    assert [0, 0, 0] == [code for code, _ in ends]
+        ends = await asyncio.gather(*(pod.run() for _ in range(6)))
+    assert [0] * 6 == [code for code, _ in ends]
+    assert sorted(READ) == sorted(hub.downloads), "each file once: none is removed under another pod"
     assert {name: MODEL[name] for name in READ} | {COMPLETE: b""} == pod.files()
 
 

@@ -2,8 +2,8 @@
 
 Run as `python -m colocated_rl_rollout.fetch_model` by a container that ends before the others start. Each file is
 compared with the hub's own hash of it (SHA-256, or Git's for small files) before the directory counts as complete, so
-that no container ever reads a torn model, nor one that is only partly there. Several pods may fetch into one volume at
-once: the library locks each file, and takes those that are complete as they are.
+that no container ever reads a torn model, nor one that is only partly there. Pods with one volume fetch one after the
+other: the library would remove a file that another process has just fetched, and fetch it again.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import logging
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 
 from colocated_rl_api import durable, logs, names
@@ -21,6 +22,7 @@ from colocated_rl_api.model import HubModel
 from colocated_rl_rollout.hub_calls import HubFailed, call
 
 COMPLETE = ".complete"  # written last
+LOCK = ".cache/fetch.lock"  # beside what the library keeps
 FILES = ("*.safetensors", "*.json", "*.txt", "*.model", "*.tiktoken", "*.jinja")  # no code, and no second format
 FOLDERS = ("original/*", "onnx/*", "*/*.safetensors")  # what many models hold once more
 PATIENCE_S = 1800.0  # then the container ends with a message, and the kubelet starts it again
@@ -40,12 +42,31 @@ def fetch(source: HubModel, *, models: Path, token: str | None, patience_s: floa
     place = models / source.path
     if (place / COMPLETE).exists():
         return False
-    try:
-        damaged = call(lambda: _download(source, place, token), patience_s=patience_s)
-    except HubFailed as error:
-        what = f"model {source.name} at {source.revision} can't be fetched from {source.endpoint}"
-        hint = "" if token else "; a private or gated model needs secretName"
-        raise ModelNotFetched(f"{what}: {error}{hint}") from error
+    with ExitStack() as alone:
+        try:
+            call(lambda: alone.enter_context(_lock(place, patience_s)), patience_s=patience_s)
+            if (place / COMPLETE).exists():
+                return False
+            damaged = call(lambda: _download(source, place, token), patience_s=patience_s)
+        except HubFailed as error:
+            what = f"model {source.name} at {source.revision} can't be fetched from {source.endpoint}"
+            hint = "" if token else "; a private or gated model needs secretName"
+            raise ModelNotFetched(f"{what}: {error}{hint}") from error
+        _complete(source, place, damaged)
+    return True
+
+
+def _lock(place: Path, patience_s: float) -> AbstractContextManager[object]:
+    """Return a lock that a killed process holds no longer. Entering raises OSError after `patience_s`."""
+    from huggingface_hub.utils import WeakFileLock  # type: ignore[attr-defined] # public, and imported there lazily
+
+    lock = place / LOCK
+    lock.parent.mkdir(parents=True, exist_ok=True)
+    return WeakFileLock(lock, timeout=patience_s)
+
+
+def _complete(source: HubModel, place: Path, damaged: Sequence[str]) -> None:
+    """Mark the directory as complete. Raises ModelNotFetched if it isn't: damaged files are removed."""
     for name in damaged:
         (place / name).unlink()
     if damaged:
@@ -56,7 +77,6 @@ def fetch(source: HubModel, *, models: Path, token: str | None, patience_s: floa
         durable.sync(path)
     (place / COMPLETE).touch()
     durable.sync(place)
-    return True
 
 
 def _download(source: HubModel, place: Path, token: str | None) -> Sequence[str]:
