@@ -80,6 +80,15 @@ class Racks:
     async def are_placed(self) -> bool:
         return len(await self.nodes()) == 2
 
+    async def wait_for_room(self) -> None:
+        """Two pods with room for one: none gets a node, and so no device, until there is room for both."""
+        await self.place("a", None)
+        await self.submit()
+        await self.until(self.is_refused, "the scheduler has tried")
+        assert [] == await self.nodes()
+        await self.place("a", "b")
+        await self.until(self.are_placed, "both are placed")
+
 
 @asynccontextmanager
 async def racks_of(access: ClusterAccess, directory: Path, settings: Mapping[str, str]) -> AsyncIterator[Racks]:

@@ -24,6 +24,7 @@ from pydantic_core import from_json, to_json
 
 CONTENT_TYPE = "application/vnd.colocate.columns"
 HEADER, COLUMNS = "Colocate-Answer", "columns"
+HEADER_READ = HEADER.lower().encode()  # as a parser gives it
 _SIZES = struct.Struct("<II")
 _ITEM_BYTES = 4
 

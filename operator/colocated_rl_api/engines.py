@@ -15,7 +15,7 @@ from colocated_rl_api import names
 from colocated_rl_api.job import ColocatedRLJobSpec, EngineType, Mode, Trainer
 
 ARGS = ("rollout", "engine", "args")
-EXPORTED_DTYPES = ("BF16", "F32")  # one of them is that of the default trainer's exports, as safetensors spells it
+WIDER_DTYPES = ("BF16", "F32")  # than float16 in range, as safetensors spells them: the default trainer exports one
 
 
 class RefusedFlag(NamedTuple):
@@ -97,7 +97,7 @@ def refusals(spec: ColocatedRLJobSpec) -> Iterator[RefusedFlag]:
         elif (
             abbreviates(arg, server.dtype)
             and _trains_by_default(spec)
-            and (overflow := overflowing(_value(args, place), EXPORTED_DTYPES))
+            and (overflow := overflowing(_value(args, place), WIDER_DTYPES))
         ):
             yield RefusedFlag((*ARGS, place), overflow)
     if _stay_together(spec) and not any(arg.startswith(server.room) for arg in args):
@@ -109,15 +109,15 @@ def refusals(spec: ColocatedRLJobSpec) -> Iterator[RefusedFlag]:
     yield from _refused_variables(spec, server.variables)
 
 
-def dtype_of(args: Sequence[str], server: Server = SGLANG) -> str | None:
+def dtype_of(args: Sequence[str]) -> str | None:
     """Return the dtype that an engine's flags name, as they spell it; None: it takes the one of its weights."""
-    values = [_value(args, place) for place, arg in enumerate(args) if abbreviates(arg, server.dtype)]
+    values = [_value(args, place) for place, arg in enumerate(args) if abbreviates(arg, SGLANG.dtype)]
     return values[-1] if values else None
 
 
 def overflowing(engine: str | None, exported: Iterable[str]) -> str | None:
     """Return why weights of these dtypes, as safetensors spells them, can't be loaded in the engine's, or None."""
-    if engine not in ("float16", "half") or not (wider := sorted({"BF16", "F32"}.intersection(exported))):
+    if engine not in ("float16", "half") or not (wider := sorted({*WIDER_DTYPES}.intersection(exported))):
         return None
     return (
         f"float16 has not the range of weights exported as {' or '.join(wider)}: small ones become zero, large "

@@ -30,6 +30,15 @@ def test_it_trains_and_every_version_reaches_the_first_engine(job: RunningJob) -
     assert [] == job.agent_lines("engine lost")
 
 
+def test_its_engine_answered_the_probe_of_each_version_and_the_status_has_how_near_it_was(job: RunningJob) -> None:
+    passed = job.agent_lines("probe passed")
+    assert ["0-1", "1-1", "2-1"] == [line.fields["version"] for line in passed]
+    found = job.status["weightSync"]
+    assert found["differenceNats"] == pytest.approx(passed[-1].fields["apart_nats"], rel=0.05)
+    assert found["limitNats"] == pytest.approx(3 * found["differenceNats"], rel=0.05)
+    assert 1e-3 < found["differenceNats"] < 0.5, "the noise of bfloat16"
+
+
 def test_it_answers_as_a_trained_model_does(job: RunningJob) -> None:
     """About a third of its answers end with the right sum; a random model would never write one."""
     rewards = [line.fields["reward_mean"] for line in job.rollout_lines("batch sealed")]

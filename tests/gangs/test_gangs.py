@@ -82,12 +82,7 @@ async def test_a_gang_of_two_with_room_for_one_holds_no_device_and_is_placed_onc
     gang_cluster: ClusterAccess, tmp_path: Path
 ) -> None:
     async with racks_of(gang_cluster, tmp_path, SCHEDULERS | {"GANGS": "Coscheduling"}) as racks:
-        await racks.place("a", None)
-        await racks.submit()
-        await racks.until(racks.is_refused, "the scheduler has tried")
-        assert [] == await racks.nodes()
-        await racks.place("a", "b")
-        await racks.until(racks.are_placed, "both are placed")
+        await racks.wait_for_room()
         (group,) = await racks.api.all(GROUPS["Coscheduling"])
         assert ("ColocatedRLJob", 2) == (group["metadata"]["ownerReferences"][0]["kind"], group["spec"]["minMember"])
 

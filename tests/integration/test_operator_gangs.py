@@ -47,12 +47,7 @@ async def test_without_a_gang_one_of_two_pods_holds_devices_while_the_other_wait
 
 
 async def test_a_gang_of_two_with_room_for_one_holds_no_device_and_is_placed_once_there_is_room(racks: Racks) -> None:
-    await racks.place("a", None)
-    await racks.submit()
-    await racks.until(racks.is_refused, "the scheduler has tried")
-    assert [] == await racks.nodes()
-    await racks.place("a", "b")
-    await racks.until(racks.are_placed, "both are placed")
+    await racks.wait_for_room()
     (group,) = await racks.api.all(GROUPS)
     (owner,) = group["metadata"]["ownerReferences"]
     assert ("ColocatedRLJob", 2) == (owner["kind"], group["spec"]["schedulingPolicy"]["gang"]["minCount"])

@@ -45,6 +45,15 @@ def stay_at_step(world: RealWorld, step: int) -> None:
     )
 
 
+async def resized_at_step_2(world: RealWorld, replicas: int) -> None:
+    """A person edits the job at step 1, and step 2 is done by the group of the other size."""
+    await world.until(lambda: world.status.get("step") == 1)
+    await ask_for(world, replicas)
+    stay_at_step(world, 2)
+    world.kubelet.wake_all()
+    await world.until(lambda: (world.status["step"], world.status["groupReplicas"]) == (2, replicas))
+
+
 def world_sizes(world: RealWorld) -> list[int]:
     """Return the number of trainers in each target of the first pod, each once in a row."""
     targets = (target for target in world.kubelet.of_seat("gpu-0").seen if isinstance(target, PodTarget))
@@ -66,11 +75,7 @@ async def test_a_person_shrinks_a_job_that_runs_and_no_step_is_trained_twice(wor
     """Its checkpoints are due at step 100: those of the steps before a change are made for it."""
     stay_at_step(world, 1)
     async with world.operator():
-        await world.until(lambda: world.status.get("step") == 1)
-        await ask_for(world, 1)
-        stay_at_step(world, 2)
-        world.kubelet.wake_all()
-        await world.until(lambda: (world.status["step"], world.status["groupReplicas"]) == (2, 1))
+        await resized_at_step_2(world, 1)
         assert "Resized" == world.status["cause"]
         await world.until(lambda: "gpu-1" not in {member.pod.seat for member in world.kubelet.members.values()})
         budget = f"{BUDGETS}/sums-{world.job['metadata']['uid']}"
@@ -88,11 +93,7 @@ async def test_a_person_shrinks_a_job_that_runs_and_no_step_is_trained_twice(wor
 async def test_a_job_grows_once_the_pods_that_are_asked_for_are_there(world: RealWorld) -> None:
     stay_at_step(world, 1)
     async with world.operator():
-        await world.until(lambda: world.status.get("step") == 1)
-        await ask_for(world, 2)
-        stay_at_step(world, 2)
-        world.kubelet.wake_all()
-        await world.until(lambda: (world.status["step"], world.status["groupReplicas"]) == (2, 2))
+        await resized_at_step_2(world, 2)
         await ask_for(world, 3)
         await world.until(lambda: is_to_save(world))
         world.kubelet.release("rollout")

@@ -212,6 +212,14 @@ def token_rows(batch: Batch) -> list[tuple[int, float, int]]:
     return rows
 
 
+def must_be_of_their_versions(batch: Batch) -> None:
+    """Each token has the log-probability that its weights gave it."""
+    rows = token_rows(batch)
+    assert rows
+    for token, logp, step in rows:
+        assert logp == pytest.approx(logp_of(WeightVersion(step, 1), token), abs=1e-6)
+
+
 async def test_a_batch_has_the_groups_it_should_and_a_reward_for_each_answer(
     job: JobOnDisk, processes: TaskProcesses
 ) -> None:
@@ -239,8 +247,7 @@ async def test_generations_span_a_switch_and_come_back_as_one_completion(
         batch = await scene.batch(1)
         steps = {step for _, _, step in token_rows(batch)}
         assert {0, 1} == steps
-        for token, logp, step in token_rows(batch):
-            assert logp == pytest.approx(logp_of(WeightVersion(step, 1), token), abs=1e-6)
+        must_be_of_their_versions(batch)
         for shard in batch.columns:
             start = 0
             for end in shard["sample_end"].tolist():
@@ -456,8 +463,7 @@ async def test_what_one_engine_spoils_another_mends(job: JobOnDisk, processes: T
         ]
         assert [True, True] == counted
         assert '\ncolocate_rollout_attempts_total{ending="garbled"} 2.0\n' in figures
-        for token, logp, step in token_rows(await scene.batch(1)):
-            assert logp == pytest.approx(logp_of(WeightVersion(step, 1), token), abs=1e-6), "nothing garbled is in it"
+        must_be_of_their_versions(await scene.batch(1))  # nothing garbled is in it
 
 
 async def test_gates_of_an_older_release_which_know_no_columns_are_read_beside_others(
@@ -469,8 +475,7 @@ async def test_gates_of_an_older_release_which_know_no_columns_are_read_beside_o
         await scene.open(V0)
         await scene.sealed(1)
         assert all(gate.requests for gate in scene.gates)
-        for token, logp, step in token_rows(await scene.batch(1)):
-            assert logp == pytest.approx(logp_of(WeightVersion(step, 1), token), abs=1e-6)
+        must_be_of_their_versions(await scene.batch(1))
 
 
 async def test_what_a_busy_gate_refuses_was_no_attempt(job: JobOnDisk, processes: TaskProcesses) -> None:

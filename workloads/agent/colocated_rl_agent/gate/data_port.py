@@ -27,7 +27,7 @@ from httptools import HttpParserCallbackError, HttpParserError, HttpParserUpgrad
 from colocated_rl_agent.gate.call import Call, Malformed, too_large
 from colocated_rl_agent.gate.deadline import Deadline
 from colocated_rl_api import descriptors
-from colocated_rl_api.columns import HEADER
+from colocated_rl_api.columns import HEADER_READ
 from colocated_rl_api.gate_wire import MAX_REQUEST_BYTES
 from colocated_rl_api.listening import listen
 from colocated_rl_api.logs import failure_of, log
@@ -49,7 +49,7 @@ UNREAD_BYTES = 64 * 1024  # of a body that no handler reads yet
 UNSENT_BYTES = 64 * 1024  # beyond it, a caller has to read before it gets more
 NOTED = {
     *(b"authorization", b"content-encoding", b"content-length", b"expect", b"host", b"transfer-encoding"),
-    HEADER.lower().encode(),
+    HEADER_READ,
 }
 ONLY = {b"content-encoding": "identity", b"expect": "100-continue", b"transfer-encoding": "chunked"}
 

@@ -45,7 +45,7 @@ from colocated_rl_agent.gate.limiter import Limiter
 from colocated_rl_agent.gate.running import Running
 from colocated_rl_agent.gate.upstream import Upstream
 from colocated_rl_api import descriptors
-from colocated_rl_api.columns import COLUMNS, HEADER
+from colocated_rl_api.columns import COLUMNS, HEADER_READ
 from colocated_rl_api.descriptors import Seldom
 from colocated_rl_api.gate_wire import GATE_LINE_S, Closed, GateState
 from colocated_rl_api.logs import failure_of, log
@@ -204,7 +204,7 @@ class Gate:
         body = await self._body(call)
         backend = next((entrance.backend for entrance in self.entrances if entrance.backend), None)
         asked = dialect.request(body, backend.vocabulary if backend else None, keyed=self._affinity is not None)
-        wants_columns = not asked.streams and call.headers.get(HEADER.lower().encode()) == COLUMNS
+        wants_columns = not asked.streams and call.headers.get(HEADER_READ) == COLUMNS
         return replace(asked, wants_columns=True) if wants_columns else asked
 
     async def _body(self, call: Call) -> bytes:
