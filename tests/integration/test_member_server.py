@@ -352,7 +352,7 @@ def test_whatever_comes_over_the_control_port_the_member_goes_on_and_answers_no_
                 )
                 writer.write(request + b"\r\n\r\n")
                 assert b" 500 " not in (await all_of(reader)).split(b"\r\n", 1)[0]
-                writer.close()
+                writer.transport.abort()
             link = await it.link()
             hello = await receive(link)
             assert isinstance(hello, Hello)
@@ -478,10 +478,10 @@ async def test_authorization_that_is_no_ascii_is_a_wrong_token(tmp_path: Path) -
             reader, writer = await asyncio.open_connection(
                 "127.0.0.1", port, ssl=it.tls.client_context(), server_hostname=names.member_server_name(JOB_UID)
             )
-            with closing(writer):
-                writer.write(b"POST /echo HTTP/1.1\r\nHost: a\r\nAuthorization: %b\r\n\r\n" % shown)
-                async with asyncio.timeout(DEADLINE_S):
-                    assert b"HTTP/1.1 401 Unauthorized\r\n" == await reader.readline()
+            writer.write(b"POST /echo HTTP/1.1\r\nHost: a\r\nAuthorization: %b\r\n\r\n" % shown)
+            async with asyncio.timeout(DEADLINE_S):
+                assert b"HTTP/1.1 401 Unauthorized\r\n" == await reader.readline()
+            writer.transport.abort()
 
 
 async def test_data_port_bounds_its_connections_and_says_so(tmp_path: Path) -> None:
@@ -539,9 +539,9 @@ async def test_room_of_a_data_port_is_not_for_those_who_show_no_token(tmp_path: 
             reader, stranger = await in_time(comes)
             stranger.write(sent)
             assert b"" == await all_of(reader)
-            stranger.close()
+            stranger.transport.abort()
         _, writer = await asks(kept)  # who has shown it once has its time
-        writer.close()
+        writer.transport.abort()
 
 
 async def test_data_port_bounds_a_body(tmp_path: Path) -> None:
@@ -577,7 +577,7 @@ async def test_connection_without_a_whole_request_is_closed(tmp_path: Path, sent
         )
         writer.write(sent)
         assert b"" == await all_of(reader)
-        writer.close()
+        writer.transport.abort()
 
 
 @pytest.mark.parametrize("port", ["control", "data"])

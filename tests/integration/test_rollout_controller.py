@@ -953,7 +953,7 @@ async def test_a_job_with_fewer_replicas_has_every_sample_that_it_had(job: JobOn
         await scene.sealed(1)
         former = await scene.batch(1)
         await scene.close()
-        before = (await scene.samples(running=0)).samples
+        before = (await scene.samples(running=0, scoring=0)).samples
     fewer = JobOnDisk.write(job.directory, job.spec.model_copy(update={"replicas": 1}))
     async with running(fewer, processes) as scene:
         facts = await scene.operator.until(lambda facts: facts.sealed is not None)

@@ -96,11 +96,13 @@ async def status(port: int, tls: MemberTls | None, path: str, **headers: str) ->
         "ssl": tls.client_context(), "server_hostname": names.member_server_name(JOB_UID),
     }  # fmt: skip
     reader, writer = await asyncio.open_connection("127.0.0.1", port, **options)  # type: ignore[arg-type]
-    with contextlib.closing(writer):
+    try:
         head = f"GET {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n"
         head += "".join(f"{name}: {value}\r\n" for name, value in headers.items())
         writer.write(head.encode() + b"\r\n")
         return (await reader.readline()).split()[1]
+    finally:
+        writer.transport.abort()  # `close` would wait for the other side to end TLS, perhaps longer than the loop lasts
 
 
 def open_files() -> int:
