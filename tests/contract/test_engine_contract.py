@@ -74,7 +74,7 @@ class ServedExports:
     vocabulary: int
 
     def probe(self, version: WeightVersion) -> Probe:
-        probe = verify_export(self.exports, version).probe
+        probe = verify_export(self.exports, version)[0].probe
         assert probe is not None
         return probe
 

@@ -20,7 +20,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from colocated_rl_agent.drivers.sglang import SGLang
-from colocated_rl_agent.files.exports import tensor_digests
+from colocated_rl_agent.files.exports import read_tensor_file
 from colocated_rl_agent.lanes.probe import ProbeDisagrees, require_agreement
 from colocated_rl_agent.lanes.update_check import Checksums, UpdateDoubted, require_changes
 from colocated_rl_api.rungs import WeightVersion
@@ -93,7 +93,7 @@ async def judge(engine: SGLang, versions: TwoVersions, *, loads: Path) -> tuple[
     await engine.update(loads, NEW)
     _, found = await engine.checksum()
     dtype = (await engine.require_suitable(memory_saver=False, gpus=0)).dtype
-    old, new = tensor_digests(versions.old), tensor_digests(versions.new)
+    old, new = (read_tensor_file(each / FILE).digests for each in (versions.old, versions.new))
     return require_changes(old, new, held, found, before=None, dtype=dtype), found
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import xxhash
 
-from colocated_rl_agent.files.exports import INDEX, ExportTorn, tensor_digests, verify_export
+from colocated_rl_agent.files.exports import INDEX, ExportTorn, read_tensor_file, verify_export
 from colocated_rl_agent.files.journal import FILE, Journal, JournalUnreadable
 from colocated_rl_api.rungs import WeightVersion
 from colocated_rl_api.weights import MANIFEST
@@ -55,14 +55,16 @@ def export(data: bytes) -> None:
         except NotAnExport:
             entries = None
         try:
-            whole = verify_export(Path(made), VERSION)
+            whole, digests = verify_export(Path(made), VERSION)
         except ExportTorn as torn:
             str(torn).encode()
         else:
             assert whole.version == VERSION
             assert whole.tensors == entries
+            assert digests.keys() == entries.keys()
         try:
-            digests = tensor_digests(directory)
+            file = read_tensor_file(directory / WEIGHTS)
         except ExportTorn:
             return
-        assert entries is None or set(digests) == set(entries)
+        assert file.digest.encode() == digest
+        assert file.tensors == entries

@@ -33,8 +33,8 @@ from colocated_rl_agent.files.exports import (
     ExportTorn,
     TensorDigest,
     exports_in,
+    read_tensor_file,
     remove_exports,
-    tensor_digests,
     verify_export,
 )
 from colocated_rl_api import names
@@ -44,6 +44,7 @@ from colocated_rl_api.rungs import WeightVersion
 from colocated_rl_member.data import DataClient, data_application
 from colocated_rl_member.tls import MemberTls
 from colocated_rl_trainer.conformance.ranks import free_port
+from colocated_rl_trainer.protocol.manifest import Exported, write_manifest
 from fakes import serving
 from fakes.authority import FakeAuthority
 from fakes.relay import relayed
@@ -59,29 +60,58 @@ def export(tmp_path: Path) -> Path:
     return tmp_path / "3-1"
 
 
-def test_each_tensor_of_an_export_has_a_digest_of_its_own_bytes(tmp_path: Path) -> None:
-    large = np.arange(300_000, dtype=np.float32)
-    save_file({"a": large, "b": np.zeros(3, dtype=np.float16)}, tmp_path / "1.safetensors")
-    save_file({"c": large}, tmp_path / "2.safetensors")
+def test_each_file_is_read_once_for_its_digest_and_those_of_its_tensors(tmp_path: Path) -> None:
+    """It was read twice, by threads that already had all they needed in hand."""
+    directory = tmp_path / "3-1"
+    directory.mkdir()
+    large = np.arange(3_000_000, dtype=np.float32)
+    save_file({"a": large, "b": np.zeros(3, dtype=np.float16)}, directory / "1.safetensors")
+    save_file({"c": large}, directory / "2.safetensors")
+    write_manifest(directory, VERSION, Exported())
+    size = sum(file.stat().st_size for file in directory.iterdir())
+
+    before = bytes_read()
+    _, digests = verify_export(tmp_path, VERSION)
+
     whole, small = (xxhash.xxh3_128(data).hexdigest() for data in (large.tobytes(), bytes(6)))
     expected = {"a": TensorDigest("F32", whole), "b": TensorDigest("F16", small), "c": TensorDigest("F32", whole)}
-    assert expected == tensor_digests(tmp_path)
+    assert expected == digests
+    assert size <= bytes_read() - before < 1.1 * size
 
 
-@pytest.mark.parametrize("entry", [{"dtype": "F32", "shape": [1]}, {"dtype": "F32", "data_offsets": [0]}, 7])
-def test_a_header_that_names_no_bytes_is_a_torn_export(tmp_path: Path, entry: object) -> None:
+def bytes_read() -> int:
+    """Return how many bytes this process has read so far."""
+    (read,) = re.findall(r"^rchar: (\d+)$", Path("/proc/self/io").read_text(), re.MULTILINE)
+    return int(read)
+
+
+def write_tensor_file(path: Path, header: object, data: bytes = bytes(4)) -> None:
+    text = json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(text)) + text + data)
+
+
+F32 = {"dtype": "F32", "shape": [1]}
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        {"weight": F32},
+        {"weight": F32 | {"data_offsets": [0]}},
+        {"weight": 7},
+        {"weight": F32 | {"data_offsets": [0, 8]}},
+        {"weight": F32 | {"data_offsets": [0, 3]}},
+        {"weight": F32 | {"data_offsets": [4, 0]}},
+        {"weight": F32 | {"data_offsets": [1, 4]}},
+        {"weight": F32 | {"data_offsets": [0, 4]}, "again": F32 | {"data_offsets": [0, 4]}},
+    ],
+    ids=["no place", "half a place", "no entry", "cut off", "bytes left over", "backwards", "gap", "overlapping"],
+)
+def test_header_that_does_not_describe_the_bytes_makes_a_torn_export(tmp_path: Path, header: object) -> None:
     """It ended the agent."""
-    header = json.dumps({"weight": entry}).encode()
-    (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + bytes(4))
+    write_tensor_file(tmp_path / "model.safetensors", header)
     with pytest.raises(ExportTorn, match="is not a safetensors file"):
-        tensor_digests(tmp_path)
-
-
-def test_a_file_that_can_not_be_read_any_more_is_a_torn_export(tmp_path: Path) -> None:
-    """It ended the agent."""
-    (tmp_path / "model.safetensors").mkdir()
-    with pytest.raises(ExportTorn, match="can't be read"):
-        tensor_digests(tmp_path)
+        read_tensor_file(tmp_path / "model.safetensors")
 
 
 def edit_manifest(export: Path, change: Callable[[dict[str, object]], object]) -> None:
@@ -116,7 +146,7 @@ def replace_by_directory(path: Path) -> None:
 
 
 def test_whole_export_is_read_with_its_probe(export: Path) -> None:
-    manifest = verify_export(export.parent, VERSION)
+    manifest, _ = verify_export(export.parent, VERSION)
     assert VERSION == manifest.version
     assert manifest.probe is not None
 
@@ -172,6 +202,39 @@ def test_manifest_can_not_point_outside_of_its_directory(export: Path) -> None:
     edit_manifest(export, lambda it: it.update(digests={"../outside.safetensors": xxh3(outside)}))
     with pytest.raises(ExportTorn):
         verify_export(export.parent, VERSION)
+
+
+def write_parts(directory: Path, weight: float) -> None:
+    """Write an export of two files."""
+    directory.mkdir()
+    for number in (1, 2):
+        tensor = np.full(4, weight + number, dtype=np.float32)
+        save_file({f"layer.{number}": tensor}, directory / f"model-{number:05d}-of-00002.safetensors")
+    write_manifest(directory, WeightVersion.parse(directory.name), Exported())
+
+
+def test_part_of_another_version_makes_an_export_torn(tmp_path: Path) -> None:
+    """It has the tensors that the manifest names, and another version's numbers in them."""
+    for version in ("2-1", "3-1"):
+        write_parts(tmp_path / version, weight=float(version[0]))
+    verify_export(tmp_path, VERSION)
+    stale = "model-00002-of-00002.safetensors"
+    (tmp_path / "3-1" / stale).write_bytes((tmp_path / "2-1" / stale).read_bytes())
+    with pytest.raises(ExportTorn, match=f"{stale} has digest"):
+        verify_export(tmp_path, VERSION)
+
+
+def test_part_that_stands_twice_makes_an_export_torn(tmp_path: Path) -> None:
+    """Its manifest may say so: nobody knows which of the two an engine would load."""
+    write_parts(tmp_path / "3-1", weight=3.0)
+    part = tmp_path / "3-1" / "model-00002-of-00002.safetensors"
+    twin = part.with_name("model-00003-of-00002.safetensors")
+    twin.write_bytes(part.read_bytes())
+    with pytest.raises(ExportTorn, match="its manifest names"):
+        verify_export(tmp_path, VERSION)
+    edit_manifest(tmp_path / "3-1", lambda it: it.update(digests=it["digests"] | {twin.name: xxh3(twin)}))  # type: ignore[operator]
+    with pytest.raises(ExportTorn, match=r"tensor layer\.2 stands in two files"):
+        verify_export(tmp_path, VERSION)
 
 
 def test_only_exports_of_other_versions_are_removed(export: Path) -> None:

@@ -17,7 +17,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from colocated_rl_agent.files.exports import TensorDigest, tensor_digests
+from colocated_rl_agent.files.exports import TensorDigest, read_tensor_file
 from colocated_rl_agent.files.tensor_parts import sample_parts
 from colocated_rl_agent.lanes.update_check import Checksums, UpdateDoubted, require_changes
 
@@ -146,7 +146,7 @@ def write(directory: Path, weights: Weights) -> Mapping[str, TensorDigest]:
     header = json.dumps(entries).encode()
     directory.mkdir(exist_ok=True)
     (directory / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + data)
-    found = tensor_digests(directory, ranks=RANKS)
+    found = read_tensor_file(directory / "model.safetensors", ranks=RANKS).digests
     return {name: replace(tensor, dtype="BF16") for name, tensor in found.items()}
 
 

@@ -14,7 +14,13 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from colocated_rl_agent.files.exports import MAX_HEADER_BYTES, MAX_MANIFEST_BYTES, ExportTorn, _tensors, verify_export
+from colocated_rl_agent.files.exports import (
+    MAX_HEADER_BYTES,
+    MAX_MANIFEST_BYTES,
+    ExportTorn,
+    read_tensor_file,
+    verify_export,
+)
 from colocated_rl_agent.files.journal import FILE, MAX_JOURNAL_BYTES, Journal, JournalUnreadable
 from colocated_rl_agent.gate.upstream import MAX_HEAD_BYTES, Upstream, UpstreamConnection, UpstreamLost
 from colocated_rl_agent.runner.runner_link import MAX_LINE_BYTES, RunnerLink
@@ -134,7 +140,7 @@ def test_header_that_is_too_long_makes_an_export_torn(tmp_path: Path) -> None:
     with pytest.raises(NotAnExport, match=f"its header would have {MAX_HEADER_BYTES + 1} bytes"):
         tensor_entries(file)
     with pytest.raises(ExportTorn, match="is not a safetensors file"):
-        _tensors(file)
+        read_tensor_file(file)
 
 
 def test_journal_that_is_too_long_is_unreadable(tmp_path: Path) -> None:

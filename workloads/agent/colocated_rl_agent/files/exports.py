@@ -11,17 +11,16 @@ the agent lists the volume again only after actions that may change exports.
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import os
 import shutil
 import struct
-import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import xxhash
 from pydantic import ValidationError
@@ -68,17 +67,26 @@ class TensorDigest:
 TensorDigests = Mapping[str, TensorDigest]  # by tensor name
 
 
-class Exports:
-    """The Exports are those that a pod sees. digests: of each tensor, too. ranks: of an engine, which divide tensors.
+@dataclass(frozen=True)
+class TensorFile:
+    """Holds what was found in a safetensors file. digest: of all its bytes."""
 
-    whole: manifest of the newest verified export. tensors: of the newest few, if their digests are taken. there: all
-    versions in the volume; None: unknown since a possible change. verify_after: end of the back-off, on the clock of
+    digest: Digest
+    tensors: Mapping[str, TensorEntry]
+    digests: TensorDigests
+
+
+class Exports:
+    """The Exports are those that a pod sees. ranks: of an engine, which divide tensors.
+
+    whole: manifest of the newest verified export. tensors: of the newest few, by their digests. there: all versions in
+    the volume; None: unknown since a possible change. verify_after: end of the back-off, on the clock of
     `time.monotonic`.
     """
 
-    def __init__(self, volume: VolumeDirectory, *, digests: bool = False, ranks: int = 1) -> None:
+    def __init__(self, volume: VolumeDirectory, *, ranks: int = 1) -> None:
         self._volume = volume
-        self._digests, self._ranks = digests, ranks
+        self._ranks = ranks
         self.tensors: dict[WeightVersion, TensorDigests] = {}
         self._failures = 0  # in a row
         self.verify_after = 0.0
@@ -103,15 +111,11 @@ class Exports:
         return known or await self._compare(version)
 
     async def _compare(self, version: WeightVersion) -> Manifest:
-        root, digests, ranks = self._volume.place, self._digests, self._ranks
-
-        def read(beat: Beat) -> tuple[Manifest, TensorDigests | None]:
-            manifest = verify_export(root, version, beat)
-            return manifest, tensor_digests(export_directory(root, version), beat, ranks=ranks) if digests else None
-
-        manifest, tensors = await self._volume.call(f"read export {version}", read)
-        if tensors is not None:
-            self.tensors = dict([*self.tensors.items(), (version, tensors)][-KNOWN_EXPORTS:])
+        root, ranks = self._volume.place, self._ranks
+        manifest, tensors = await self._volume.call(
+            f"read export {version}", lambda beat: verify_export(root, version, beat, ranks=ranks)
+        )
+        self.tensors = dict([*self.tensors.items(), (version, tensors)][-KNOWN_EXPORTS:])
         return manifest
 
     async def look(self) -> None:
@@ -139,88 +143,124 @@ def export_directory(root: Path, version: WeightVersion) -> Path:
     return root / str(version)
 
 
-def verify_export(root: Path, version: WeightVersion, beat: Beat = lambda: None) -> Manifest:
-    """Compare every file with the manifest; reads all of them, so call it in a thread. Raises ExportTorn."""
+def verify_export(
+    root: Path, version: WeightVersion, beat: Beat = lambda: None, *, ranks: int = 1
+) -> tuple[Manifest, TensorDigests]:
+    """Compare every file with the manifest, and return that with the digest of each tensor. Raises ExportTorn.
+
+    Each file is read once, and all of them are: call it in a thread. ranks: of an engine.
+    """
     directory = export_directory(root, version)
     manifest = _manifest(directory)
     if manifest.version != version:
         raise ExportTorn(f"{directory} holds version {manifest.version}")
     try:
-        tensors = _read_files(directory, manifest, beat)
+        files = _read_files(directory, manifest, beat, ranks)
     except OSError as error:  # a trainer's files may be readable only by itself, or removed meanwhile
         raise ExportTorn(f"{directory} can't be read: {error}; the agent reads it through the pod's group") from error
+    tensors: dict[str, TensorEntry] = {}
+    digests: dict[str, TensorDigest] = {}
+    for file in files:
+        if twice := tensors.keys() & file.tensors:
+            raise ExportTorn(f"tensor {min(twice)} stands in two files of {directory}")
+        tensors |= file.tensors
+        digests |= file.digests
     if tensors != manifest.tensors:
         different = sorted(
             name for name in tensors.keys() | manifest.tensors if tensors.get(name) != manifest.tensors.get(name)
         )
         raise ExportTorn(f"{directory} and its manifest differ in {len(different)} tensors, first {different[0]}")
-    return manifest
+    return manifest, digests
 
 
-def tensor_digests(directory: Path, beat: Beat = lambda: None, *, ranks: int = 1) -> dict[str, TensorDigest]:
-    """Return the digest of each tensor of a whole export. It reads all files. Raises ExportTorn."""
-    files = sorted(directory.glob("*.safetensors"))
-    found: dict[str, TensorDigest] = {}
-    try:
-        for each in in_threads(
-            "digest tensors", partial(_tensor_digests, beat=beat, ranks=ranks), files, at_once=_threads()
-        ):
-            found |= each
-    except OSError as error:  # removed meanwhile, or a disk that fails
-        raise ExportTorn(f"{directory} can't be read: {error}") from error
-    return found
-
-
-def _tensor_digests(path: Path, *, beat: Beat, ranks: int) -> dict[str, TensorDigest]:
-    """Return the digest of each tensor of one file. Raises ExportTorn, OSError."""
-    found: dict[str, TensorDigest] = {}
-    with path.open("rb") as stream:
-        header = _header(stream, path)
-        start, size = stream.tell(), os.fstat(stream.fileno()).st_size
-        for name, entry in header.items():
-            try:
-                begin, end = map(int, entry["data_offsets"])
-                dtype, shape = str(entry["dtype"]), [int(length) for length in entry["shape"]]
-            except (ValueError, KeyError, TypeError, OverflowError) as error:
-                raise ExportTorn(f"{path} is not a safetensors file: {error!r} of tensor {name}") from error
-            if not 0 <= begin <= end <= size - start:
-                raise ExportTorn(f"{path} is not a safetensors file: tensor {name} is not within it")
-            stream.seek(start + begin)
-            digest = xxhash.xxh3_128()
-            _feed(digest, stream, end - begin, beat)
-            parts = sample_parts(stream, start + begin, shape=shape, size_bytes=end - begin, ranks=ranks)
-            found[name] = TensorDigest(dtype, digest.hexdigest(), parts)
-    return found
-
-
-def _feed(digest: Any, stream: Any, size: int, beat: Beat) -> None:
-    """Hash the next `size` bytes of a stream, or as many as there are."""
-    piece = memoryview(bytearray(PIECE_BYTES))
-    while size > 0 and (read := stream.readinto(piece[: min(size, PIECE_BYTES)])):
-        digest.update(piece[:read])
-        size -= read
-        beat()
-
-
-def _threads() -> int:
-    return min(os.cpu_count() or 1, MAX_THREADS)
-
-
-def _read_files(directory: Path, manifest: Manifest, beat: Beat) -> dict[str, TensorEntry]:
-    """Return the tensors in the files once their digests agree. Raises ExportTorn, OSError."""
+def _read_files(directory: Path, manifest: Manifest, beat: Beat, ranks: int) -> list[TensorFile]:
+    """Return the content of all files once their digests agree. Raises ExportTorn, OSError."""
     files = {path.name for path in directory.glob("*.safetensors")}
     if files != set(manifest.digests):
         raise ExportTorn(f"{directory} holds {sorted(files)}, its manifest names {sorted(manifest.digests)}")
     _require_that_index_names(directory, files)
-    named = [(directory / name, digest) for name, digest in manifest.digests.items()]
-    found = in_threads("hash an export", partial(_digest, beat=beat), named, at_once=_threads())
-    tensors: dict[str, TensorEntry] = {}
-    for (path, digest), read in zip(named, found, strict=True):
-        if read != digest:
-            raise ExportTorn(f"{path} has digest {read}, its manifest declares {digest}")
-        tensors |= _tensors(path)
-        beat()
-    return tensors
+
+    def read(name: str) -> TensorFile:
+        declared = manifest.digests[name]
+        file = read_tensor_file(directory / name, algorithm_of(declared), beat, ranks=ranks)
+        if file.digest != declared:
+            raise ExportTorn(f"{directory / name} has digest {file.digest}, its manifest declares {declared}")
+        return file
+
+    return in_threads("read an export", read, sorted(files), at_once=min(os.cpu_count() or 1, MAX_THREADS))
+
+
+def read_tensor_file(
+    path: Path, algorithm: Algorithm = Algorithm.XXH3_128, beat: Beat = lambda: None, *, ranks: int = 1
+) -> TensorFile:
+    """Read a safetensors file once, from begin to end, and then a few rows of each tensor for samples of its parts.
+
+    ranks: of an engine. Raises ExportTorn if it is no such file, OSError.
+    """
+    with path.open("rb") as stream:
+        reader = _Reader(stream, _HASHES[algorithm](), beat)
+        header = _header(reader, path)
+        digests: dict[str, TensorDigest] = {}
+        try:
+            tensors = {
+                name: TensorEntry(dtype=entry["dtype"], shape=tuple(entry["shape"])) for name, entry in header.items()
+            }
+            start = stream.tell()
+            for name, begin, end in _places(header, tensors):
+                shape, digest = tensors[name].shape, reader.digest(end - begin)
+                parts = sample_parts(stream, start + begin, shape=shape, size_bytes=end - begin, ranks=ranks)
+                stream.seek(start + end)
+                digests[name] = TensorDigest(tensors[name].dtype, digest, parts)
+            if reader.read(1):
+                raise ValueError("it goes on after its last tensor")
+        except (ValueError, KeyError, TypeError, OverflowError) as error:
+            raise ExportTorn(f"{path} is not a safetensors file: {error!r}") from error
+        return TensorFile(f"{algorithm}:{reader.whole.hexdigest()}", tensors, digests)
+
+
+def _places(header: Mapping[str, Any], tensors: Mapping[str, TensorEntry]) -> Iterator[tuple[str, int, int]]:
+    """Yield each tensor with its place, in order.
+
+    Raises ValueError if they don't follow one another without a gap, as the format demands, or one has another size
+    than its shape.
+    """
+    places = {name: tuple(map(int, entry["data_offsets"])) for name, entry in header.items()}
+    reached = 0
+    for name, (begin, end) in sorted(places.items(), key=lambda place: place[1]):
+        if begin != reached or end - begin != tensors[name].size_bytes:
+            raise ValueError(f"tensor {name} is at {begin} to {end}, those before it end at {reached}")
+        yield name, begin, end
+        reached = end
+
+
+class _Reader:
+    """Reads a file once for several digests. whole: the hash of all that was read."""
+
+    def __init__(self, stream: io.BufferedReader, whole: Any, beat: Beat) -> None:
+        self._stream = stream
+        self.whole = whole
+        self._beat = beat
+        self._piece = memoryview(bytearray(PIECE_BYTES))
+
+    def read(self, size: int) -> bytes:
+        """Return the next `size` bytes, or as many as there are."""
+        data = self._stream.read(size)
+        self.whole.update(data)
+        return data
+
+    def digest(self, size: int) -> str:
+        """Return the digest of the next `size` bytes. Raises ValueError if there are fewer."""
+        digest = xxhash.xxh3_128()
+        if size < 0:
+            raise ValueError(f"a tensor would have {size} bytes")
+        while size > 0:
+            if not (read := self._stream.readinto(self._piece[: min(size, PIECE_BYTES)])):
+                raise ValueError(f"it ends {size} bytes before its tensors do")
+            for each in (digest, self.whole):
+                each.update(self._piece[:read])
+            size -= read
+            self._beat()
+        return digest.hexdigest()
 
 
 def exports_in(root: Path) -> dict[WeightVersion, Path]:
@@ -274,36 +314,13 @@ def _require_that_index_names(directory: Path, files: set[str]) -> None:
         )
 
 
-def _digest(named: tuple[Path, Digest], *, beat: Beat) -> Digest:
-    """Return the digest of a file, by the algorithm of the digest named with it."""
-    path, other = named
-    algorithm = algorithm_of(other)
-    digest = _HASHES[algorithm]()
-    with path.open("rb", buffering=0) as stream:
-        _feed(digest, stream, sys.maxsize, beat)
-    return f"{algorithm}:{digest.hexdigest()}"
-
-
-def _tensors(path: Path) -> dict[str, TensorEntry]:
-    """Return names, dtypes and shapes of a safetensors file, from its header. Raises ExportTorn, OSError."""
-    with path.open("rb") as stream:
-        header = _header(stream, path)
-    try:
-        return {name: TensorEntry(dtype=entry["dtype"], shape=tuple(entry["shape"])) for name, entry in header.items()}
-    except (ValueError, KeyError, TypeError) as error:
-        raise ExportTorn(f"{path} is not a safetensors file: {error}") from error
-
-
-def _header(stream: BinaryIO, path: Path) -> dict[str, Any]:
-    """Return the entries of a safetensors file by tensor name; the stream then stands where the tensors begin.
-
-    Raises ExportTorn, OSError.
-    """
-    start = stream.read(8)
+def _header(reader: _Reader, path: Path) -> dict[str, Any]:
+    """Return the entries of a safetensors file by tensor name; the tensors come next. Raises ExportTorn, OSError."""
+    start = reader.read(8)
     size = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
     if not 2 <= size <= MAX_HEADER_BYTES:
         raise ExportTorn(f"{path} is not a safetensors file")
     try:
-        return {name: entry for name, entry in json.loads(stream.read(size)).items() if name != "__metadata__"}
+        return {name: entry for name, entry in json.loads(reader.read(size)).items() if name != "__metadata__"}
     except (ValueError, AttributeError, RecursionError) as error:
         raise ExportTorn(f"{path} is not a safetensors file: {error}") from error
