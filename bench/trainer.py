@@ -2,8 +2,8 @@
 
 Each figure is a ratio to something that was measured in turn with it, so that both see the same machine:
 
-* an export into shared memory, to a plain write of the same bytes there; with the manifest, whose digests an engine's
-  agent checks; and reading it back;
+* an export into shared memory by 1, 2 and 4 ranks, an agent's verification of it and a running engine's load, to a
+  plain copy of the same files there (`bench.export`);
 * a checkpoint there, to a plain write of the same bytes: written with its digests, verified, and read back;
 * loading a model of bfloat16 in float32, to transformers' own loading of it, and what the memory check before it takes;
 * offload and onload of parameters and moments, to a copy of the same bytes;
@@ -28,25 +28,23 @@ from typing import Any
 
 import torch
 from peers.resident import peak_bytes, resident_bytes
-from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
+from bench.export import from_gradient_to_engine
 from bench.turns import GIB, TURNS, in_turns, show
 from colocated_rl_api.checkpoint import checkpoint_name
-from colocated_rl_api.rungs import WeightVersion
 from colocated_rl_trainer.conformance.ranks import job_file
 from colocated_rl_trainer.conformance.shards import Example, write_shards
 from colocated_rl_trainer.grpo.loop import GRPOTrainer
-from colocated_rl_trainer.protocol.manifest import Exported, write_manifest
 from colocated_rl_trainer.protocol.rank import Rank
 from colocated_rl_trainer.protocol.settings import RankSettings, TrainerConfig
 from colocated_rl_trainer.state.checkpoint import Checkpoints, Saved
 from colocated_rl_trainer.state.rehearsal import Pass, pass_bytes
 from colocated_rl_trainer.state.residency import Residency
 from colocated_rl_trainer.state.sharding import read_parts, write_parts
-from colocated_rl_trainer.state.weights import load_model, read_config, write_model
+from colocated_rl_trainer.state.weights import load_model, read_config
 from fakes.tiny_model import write_tiny_model
 from setup.environments import PEERS
 from setup.layout import CHECKOUT
@@ -74,8 +72,10 @@ def main(arguments: Sequence[str]) -> int:
     disable_progress_bar()
     parts = given.only or PARTS
     if "export" in parts:
-        with tempfile.TemporaryDirectory(dir=SHARED_MEMORY) as shared, tempfile.TemporaryDirectory() as scratch:
-            beside_a_plain_write(make_model(given.gib), Path(shared), write_tiny_model(Path(scratch) / "origin"))
+        with tempfile.TemporaryDirectory(dir=SHARED_MEMORY) as shared:
+            model = write_tiny_model(Path(shared) / "model")  # for its tokenizer
+            make_model(2 * given.gib).to(torch.bfloat16).save_pretrained(model)
+            from_gradient_to_engine(model, Path(shared))
     if "checkpoint" in parts:
         with tempfile.TemporaryDirectory(dir=SHARED_MEMORY) as shared:
             beside_a_plain_file(make_model(given.gib), Path(shared))
@@ -101,42 +101,6 @@ def make_model(gib: float) -> Qwen3ForCausalLM:
     model = Qwen3ForCausalLM(config)
     model.eval()
     return model
-
-
-# ------------------------------------------------------------------------------------------------------------- exports
-def beside_a_plain_write(model: Qwen3ForCausalLM, shared: Path, origin: Path) -> None:
-    size = sum(parameter.numel() for parameter in model.parameters()) * 4
-    flat = torch.zeros(size // 4)
-    export, plain = shared / "export", shared / "plain"
-
-    def write_plain() -> None:
-        with plain.open("wb") as stream:
-            stream.write(flat.numpy().data)
-
-    def write_export() -> None:
-        """Write an export as the trainer does, with the manifest, without which no agent takes it."""
-        export.mkdir()
-        digests = write_model(model, export, origin=origin, dtype=torch.float32)
-        write_manifest(export, WeightVersion(1, 1), Exported(digests=digests))
-
-    def clear() -> None:
-        plain.unlink(missing_ok=True)
-        for file in export.glob("*"):
-            file.unlink()
-        if export.exists():
-            export.rmdir()
-
-    def read_back() -> None:
-        for file in export.glob("*.safetensors"):
-            for tensor in load_file(file).values():
-                tensor.sum()
-
-    took = in_turns({"plain": write_plain, "export": write_export}, before=clear)
-    took |= in_turns({"read": read_back})
-    print(f"export of {size / GIB:.2f} GiB into shared memory")
-    show("plain write", size, took["plain"])
-    show("Hugging Face format, with the manifest", size, took["export"], beside=took["plain"])
-    show("read back, every byte", size, took["read"])
 
 
 # --------------------------------------------------------------------------------------------------------- checkpoints

@@ -14,13 +14,14 @@ from pathlib import Path
 
 import torch
 import torch.multiprocessing as processes
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from bench.gpu.moves import finish
 from bench.gpu.shapes import random_tensors, shapes_of
 from bench.turns import in_turns, show
 from colocated_rl_trainer.grpo.budget import gib
+from colocated_rl_trainer.state.tensor_file import write_tensors
 
 SHARED_MEMORY = Path("/dev/shm")
 ANSWER_S = 300.0
@@ -41,7 +42,7 @@ def beside_a_copy_on_the_device(name: str, device: torch.device) -> None:
         file = Path(folder) / "model.safetensors"
 
         def by_file() -> None:
-            save_file({name: tensor.cpu() for name, tensor in weights.items()}, file)
+            write_tensors(file, weights)
             ask(file)
 
         took = in_turns({"copy": copy, "file": by_file, "handles": lambda: ask(weights)})

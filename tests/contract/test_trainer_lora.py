@@ -24,9 +24,10 @@ from colocated_rl_trainer.grpo.budget import Budget, gib
 from colocated_rl_trainer.protocol.finished import save_final_model
 from colocated_rl_trainer.protocol.manifest import Exported, write_manifest
 from colocated_rl_trainer.protocol.settings import ConfigError, LoraConfig
+from colocated_rl_trainer.state.export import ADAPTERS
 from colocated_rl_trainer.state.lora import A, B
 from colocated_rl_trainer.state.residency import GRADIENTS, PARAMETERS, Residency
-from colocated_rl_trainer.state.weights import ADAPTERS, count_parameters, load_model
+from colocated_rl_trainer.state.weights import count_parameters, load_model
 from fakes.tiny_model import write_tiny_model
 from setup.layout import CHECKOUT
 

@@ -19,8 +19,10 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from colocated_rl_trainer.conformance.shards import Example, write_shards
 from colocated_rl_trainer.grpo.batch import Shard, divide_into_passes
 from colocated_rl_trainer.protocol.settings import ConfigError
+from colocated_rl_trainer.state.export import write_model
 from colocated_rl_trainer.state.sharding import whole
-from colocated_rl_trainer.state.weights import load_model, write_model, write_tensors
+from colocated_rl_trainer.state.tensor_file import write_tensors
+from colocated_rl_trainer.state.weights import load_model
 from fakes.tiny_model import write_tiny_model
 
 BFLOAT16 = 2  # bytes

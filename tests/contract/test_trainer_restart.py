@@ -1,7 +1,7 @@
 """Whatever rank is killed at whatever place: the run goes on to the parameters of the undisturbed one, bit for bit.
 
-A recorded sequence of sealed batches; two ranks; the tests do what agents and operator do: a rank that dies takes its
-lineage with it, the next one loads what was saved and does the steps since then again.
+A recorded sequence of sealed batches; two ranks of a pod; the tests do what agents and operator do: a rank that dies
+takes its lineage with it, the next one loads what was saved and does the steps since then again.
 """
 
 from __future__ import annotations
@@ -9,12 +9,14 @@ from __future__ import annotations
 import random
 import shutil
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from colocated_rl_api.weights import MANIFEST
 from colocated_rl_trainer.conformance.ranks import (
     Launch,
     RankLost,
@@ -27,7 +29,7 @@ from fakes.tiny_model import VOCABULARY, write_tiny_model
 from fakes.watched_trainer import PLACES, fork
 
 RANKS, STEPS, EVERY, KEEP = 2, 5, 2, 2
-FIRST = ("load", "dirty", "export", "saving")  # the places of which most can go wrong
+FIRST = ("load", "dirty", "exporting", "saving")  # the places of which most can go wrong
 CONFIG: dict[str, object] = {
     "learningRate": 1e-2,
     "minibatches": 2,
@@ -67,7 +69,14 @@ class Run:
                 return fork(environment, log, die=dies)
 
             with TrainerGroup(
-                self.kind, self.folder, size=RANKS, lineage=self.lineage, keep=KEEP, launch=launch, former=self.former
+                self.kind,
+                self.folder,
+                size=RANKS,
+                lineage=self.lineage,
+                keep=KEEP,
+                launch=launch,
+                former=self.former,
+                in_one_pod=True,
             ) as group:
                 try:
                     return self._climb(group, harm=harm if self.lineage == 1 else None)
@@ -154,6 +163,20 @@ def test_run_with_a_killed_rank_goes_on_to_the_same_bits(
 
     assert 2 == run.lineage
     assert _same_bits(undisturbed, weights)
+
+
+@pytest.mark.parametrize(("rank", "place"), [(0, "exporting"), (1, "exporting"), (0, "exported")])
+def test_export_of_which_a_rank_was_killed_is_torn(kind: TrainerKind, tmp_path: Path, rank: int, place: str) -> None:
+    """All its files may be there and whole: without a manifest no engine gets them."""
+    launch = partial(fork, die=(rank, place, 0))
+    with TrainerGroup(kind, tmp_path, size=RANKS, launch=launch, in_one_pod=True) as group:
+        group.wait_loaded()
+        group.onload()
+        with pytest.raises((UnexpectedStatus, OSError)):
+            group.export(0)
+        torn = group.export_directory(0, 0)
+    assert torn.is_dir()
+    assert not (torn / MANIFEST).exists()
 
 
 def test_damaged_checkpoint_is_made_up_for_from_the_one_before_it(

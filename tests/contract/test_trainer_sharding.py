@@ -19,14 +19,14 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from colocated_rl_api.rungs import WeightVersion
-from colocated_rl_api.weights import finished_model
+from colocated_rl_api.weights import Digest, finished_model
 from colocated_rl_trainer.conformance.shards import Example, write_shards
 from colocated_rl_trainer.protocol.finished import save_final_model
-from colocated_rl_trainer.protocol.manifest import Exported, tensor_entries, write_manifest
+from colocated_rl_trainer.protocol.manifest import Exported, digests_of, tensor_entries, write_manifest
 from colocated_rl_trainer.protocol.rank import Refused
+from colocated_rl_trainer.state.export import Writers, write_index
 from colocated_rl_trainer.state.group import GroupLost
 from colocated_rl_trainer.state.sharding import part_of, whole
-from colocated_rl_trainer.state.weights import write_model
 from fakes.tiny_model import write_tiny_model
 
 Tensors = Mapping[str, torch.Tensor]
@@ -124,7 +124,9 @@ def test_ranks_that_compute_in_bfloat16_keep_and_update_the_state_in_float32(tmp
 def export_in_small_files(trainer: UnwatchedTrainer) -> None:
     directory = trainer._settings.checkpoints.parent / f"export-{trainer.rank}"
     directory.mkdir()
-    write_model(trainer.model, directory, origin=trainer._settings.model, dtype=trainer._dtype, file_bytes=20_000)
+    trainer.file_bytes = 20_000
+    trainer.write_weights(directory, apart=True)
+    write_index(directory)
 
 
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
@@ -152,9 +154,10 @@ def export_and_measure(trainer: UnwatchedTrainer) -> int:
     """Growth of this process at its highest, in bytes."""
     directory = trainer._settings.checkpoints.parent / f"export-{trainer.rank}"
     directory.mkdir()
+    trainer.file_bytes = FILE_BYTES
     before = resident("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # the peak is counted from here
-    write_model(trainer.model, directory, origin=trainer._settings.model, dtype=torch.float32, file_bytes=FILE_BYTES)
+    trainer.write_weights(directory, apart=True)
     return resident("VmHWM") - before
 
 
@@ -168,9 +171,52 @@ def test_memory_of_an_export_is_bounded_by_its_files_not_by_the_model(tmp_path: 
     size = (model / "model.safetensors").stat().st_size
     assert 32 * FILE_BYTES < size
 
+    held = 6 + 2 * Writers().threads  # each thread has one file; allocators keep as much again
+    assert held < 16
+
     for grown in in_ranks(2, tmp_path, model, export_and_measure):
         assert isinstance(grown, int), grown
-        assert grown < 8 * FILE_BYTES
+        assert grown < held * FILE_BYTES
+
+
+def export_divided(trainer: UnwatchedTrainer) -> tuple[list[str], Exported | None]:
+    """Return the names of the files that this rank wrote, and what it returned."""
+    trainer.file_bytes = 20_000
+    settings, write, mine = trainer._settings, trainer._write_weights, list[str]()
+
+    def write_and_tell(directory: Path, writers: Writers) -> Mapping[str, Digest]:
+        written = write(directory, writers)
+        mine.extend(written)
+        return written
+
+    trainer._write_weights = write_and_tell  # type: ignore[method-assign]
+    directory = settings.checkpoints.parent / f"pod-{settings.first_of_pod}-of-{settings.world_size}/1-1"
+    if settings.writes_weights:  # the others wait for that
+        directory.mkdir(parents=True)
+    return mine, trainer.export(directory)
+
+
+@pytest.mark.parametrize("config", [{}, {"dtype": "bfloat16"}, {"trainingState": "Replicated"}], ids=str)
+def test_ranks_of_a_pod_write_the_export_of_one_rank_each_its_own_files(
+    tmp_path: Path, config: dict[str, object]
+) -> None:
+    """One of them wrote all files, and the others waited. The second pod has one rank."""
+    origin = write_tiny_model(tmp_path / "model", tied=False)
+    [(_, alone)] = in_ranks(1, tmp_path, origin, export_divided, **config)
+    expected = {file.name: file.read_bytes() for file in (tmp_path / "pod-0-of-1/1-1").iterdir()}
+    assert alone is not None
+
+    (one, exported), (other, nothing), (last, exported_too) = in_ranks(
+        3, tmp_path, origin, export_divided, in_pod=2, **config
+    )
+
+    assert sorted([*one, *other]) == sorted(last) == sorted(alone.digests)
+    assert min(len(one), len(other)) >= len(last) // 3
+    assert nothing is None
+    for pod, found in (("pod-0-of-3", exported), ("pod-2-of-3", exported_too)):
+        assert alone.digests == found.digests
+        assert expected == {file.name: file.read_bytes() for file in (tmp_path / pod / "1-1").iterdir()}
+        assert found.digests == digests_of(sorted((tmp_path / pod / "1-1").glob("*.safetensors")))
 
 
 def disk_of(trainer: UnwatchedTrainer) -> AbstractContextManager[None]:
@@ -181,10 +227,10 @@ def disk_of(trainer: UnwatchedTrainer) -> AbstractContextManager[None]:
 def export_beside_a_full_volume(trainer: UnwatchedTrainer) -> str:
     directory = trainer._settings.checkpoints.parent / f"export-{trainer.rank}"
     directory.mkdir()
-    origin = trainer._settings.model
+    trainer.file_bytes = 20_000
     try:
         with disk_of(trainer):
-            write_model(trainer.model, directory, origin=origin, dtype=torch.float32, file_bytes=20_000)
+            trainer.write_weights(directory, apart=True)
     except OSError as error:
         return errno.errorcode[error.errno or 0]
     return f"{len(list(directory.glob('*.safetensors')))} files"
@@ -206,6 +252,8 @@ def export_beside_a_full_volume_and_go_on(trainer: UnwatchedTrainer) -> str:
             trainer.export(directory)
     except OSError as error:
         outcome = errno.errorcode[error.errno or 0]
+    except Refused as error:
+        outcome = str(error)
     train(trainer)
     return outcome
 
@@ -214,7 +262,44 @@ def test_rank_whose_volume_is_full_keeps_no_peer_waiting(tmp_path: Path) -> None
     """Its peers went on to the probe, and waited there for its part of every layer."""
     outcomes = in_ranks(2, tmp_path, write_tiny_model(tmp_path / "model"), export_beside_a_full_volume_and_go_on)
 
-    assert ["exported", "EFBIG"] == outcomes
+    assert "EFBIG" == outcomes[1]
+    assert "rank 1: [Errno 27] File too large" in outcomes[0]
+
+
+def export_into_a_full_volume_and_go_on(trainer: UnwatchedTrainer, *, full_for: int) -> tuple[str, str]:
+    """Return how an export ended for which one rank had no room, and a second one into an empty directory."""
+    trainer.file_bytes = 20_000
+    outcomes = []
+    for name in ("full", "empty"):
+        directory = trainer._settings.checkpoints.parent / name
+        if trainer._settings.writes_weights:
+            directory.mkdir()
+        is_full = name == "full" and trainer.rank == full_for
+        try:
+            with no_file_above(10_000) if is_full else nullcontext():
+                trainer.export(directory)
+        except (OSError, Refused) as error:
+            outcomes.append(str(error))
+        else:
+            outcomes.append("exported")
+    train(trainer)
+    return outcomes[0], outcomes[1]
+
+
+@pytest.mark.parametrize("full_for", [0, 1])
+@pytest.mark.parametrize("state", ["Sharded", "Replicated"])
+def test_export_that_one_rank_of_a_pod_can_not_write_fails_on_all_of_them(
+    tmp_path: Path, full_for: int, state: str
+) -> None:
+    """Nobody writes a manifest then, and the next export finds all of them."""
+    model = write_tiny_model(tmp_path / "model")
+    export = partial(export_into_a_full_volume_and_go_on, full_for=full_for)
+
+    outcomes = in_ranks(2, tmp_path, model, export, in_pod=2, trainingState=state)
+
+    assert all("[Errno 27] File too large" in first for first, _ in outcomes), outcomes
+    assert f"rank {full_for}: " in outcomes[1 - full_for][0]
+    assert ["exported", "exported"] == [second for _, second in outcomes]
 
 
 # ---------------------------------------------------------------------------------------------------- what a job leaves

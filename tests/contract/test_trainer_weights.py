@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -14,22 +15,19 @@ import torch
 import transformers
 from full_disk import no_file_above
 from safetensors import safe_open
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from colocated_rl_api.checkpoint import CONTENTS
 from colocated_rl_api.weights import MANIFEST
-from colocated_rl_trainer.protocol.manifest import tensor_entries
+from colocated_rl_trainer.protocol.manifest import digest_of, tensor_entries
 from colocated_rl_trainer.protocol.settings import ConfigError
 from colocated_rl_trainer.state.checkpoint import OPTIMIZER
+from colocated_rl_trainer.state.export import Writers, _File, write_model
 from colocated_rl_trainer.state.packing import ends_of
 from colocated_rl_trainer.state.residency import Residency
-from colocated_rl_trainer.state.weights import (
-    load_model,
-    probe,
-    write_model,
-    write_tensors,
-)
+from colocated_rl_trainer.state.tensor_file import PIECE_BYTES, write_tensors
+from colocated_rl_trainer.state.weights import load_model, probe
 from fakes.tiny_model import write_tiny_model
 
 
@@ -320,6 +318,68 @@ def test_numbers_that_are_no_weights_keep_their_type_in_half_precision(origin: P
 def test_directory_that_holds_no_model_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=rf"{tmp_path} holds no model in Hugging Face format"):
         load_model(tmp_path)
+
+
+MIXED = {
+    "norm": torch.arange(7, dtype=torch.float32),
+    "scalar": torch.tensor(2.5),
+    "embedding": torch.randn(300, 1200),
+    "turned": torch.randn(40, 30).T,
+    "half": torch.randn(5, 5, dtype=torch.bfloat16),
+    "seen": torch.tensor([2**40]),
+    "none": torch.zeros(0, 3),
+}
+
+
+@pytest.mark.parametrize("dtype", [None, torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_file_has_the_bytes_that_safetensors_writes_and_the_digest_is_of_them(
+    out: Path, dtype: torch.dtype | None
+) -> None:
+    """Sizes from nothing to more than a piece."""
+    file = out / "model.safetensors"
+
+    digest = write_tensors(file, MIXED, dtype=dtype)
+
+    in_dtype = {
+        name: tensor.to(dtype) if dtype and tensor.is_floating_point() else tensor for name, tensor in MIXED.items()
+    }
+    save_file(
+        {name: tensor.contiguous() for name, tensor in in_dtype.items()}, out / "other", metadata={"format": "pt"}
+    )
+    assert PIECE_BYTES < MIXED["embedding"].nbytes
+    assert (out / "other").read_bytes() == file.read_bytes()
+    assert digest == digest_of(file)
+
+
+def test_file_that_is_written_again_stays_as_it_was_for_those_who_have_mapped_it(out: Path) -> None:
+    """An engine may have an older file in its memory."""
+    file = out / "model.safetensors"
+    write_tensors(file, {"a": torch.ones(10_000)})
+    mapped = load_file(file)
+
+    write_tensors(file, {"a": torch.zeros(3)})
+
+    assert torch.equal(torch.ones(10_000), mapped["a"])
+    assert torch.equal(torch.zeros(3), load_file(file)["a"])
+
+
+@pytest.mark.parametrize("writers", [1, 2, 3, 4, 8])
+def test_files_are_divided_so_that_every_writer_has_as_much_to_do(writers: int) -> None:
+    """A model of 7 billion parameters: two large files at its ends, and over a hundred between them."""
+    files = [
+        _File("first", [], 1090),
+        *(_File(f"layer {number}", [], 128) for number in range(102)),
+        _File("last", [], 1090),
+    ]
+
+    loads: Counter[int] = Counter()
+    for file, ranks in Writers(0, [range(writers), [writers]]).assign(files):
+        loads.update(dict.fromkeys(ranks, file.size))
+
+    whole = sum(file.size for file in files)
+    assert whole == loads.pop(writers), "a pod of one rank"
+    assert (writers, whole) == (len(loads), loads.total())
+    assert max(loads.values()) - min(loads.values()) <= 128
 
 
 def test_what_the_volume_refuses_is_an_error_of_the_system(out: Path) -> None:

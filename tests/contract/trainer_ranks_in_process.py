@@ -12,9 +12,11 @@ from typing import Any
 
 from contract.trainer_in_process import only_rank
 
+from colocated_rl_api.weights import Digest
 from colocated_rl_trainer.conformance.ranks import free_port
 from colocated_rl_trainer.grpo.loop import GRPOTrainer
 from colocated_rl_trainer.protocol.settings import RankSettings, TrainerConfig
+from colocated_rl_trainer.state.export import Writers
 from fakes.watched_trainer import forking
 
 ANSWER_S = 300.0
@@ -26,8 +28,15 @@ class UnwatchedTrainer(GRPOTrainer):
     def __init__(self, settings: RankSettings, config: Mapping[str, object]) -> None:
         super().__init__(settings, TrainerConfig.model_validate({"threads": 1} | dict(config)))
         self.rank = settings.rank
+        self.folder = settings.checkpoints.parent
         self.step = self.load()
+        self.group = self._group
         self.onload()
+
+    def write_weights(self, directory: Path, *, apart: bool = False) -> Mapping[str, Digest]:
+        """Write this rank's part of an export, as if all ranks were in one pod. apart: as if each had its own."""
+        ranks = range(self.group.size)
+        return self._write_weights(directory, Writers(self.rank, [[rank] for rank in ranks] if apart else [ranks]))
 
     def progress(self) -> None:
         pass
@@ -43,14 +52,20 @@ def in_ranks(
     do: Callable[[UnwatchedTrainer], object],
     *,
     replays: object = False,
+    in_pod: object = 1,
     **config: object,
 ) -> list[Any]:
-    """Return what `do`, a function of a module, returned or raised on each rank. replays: as for `only_rank`."""
+    """Return what `do`, a function of a module, returned or raised on each rank.
+
+    replays: as for `only_rank`. in_pod: ranks of each pod.
+    """
+    assert isinstance(in_pod, int)
     settings = replace(
         only_rank(folder, model, config, replays=bool(replays)), world_size=size, master_port=free_port()
     )
     with contextlib.ExitStack() as stack:
-        pipes = [stack.enter_context(_started(replace(settings, rank=rank), do, config)) for rank in range(size)]
+        ranks = [replace(settings, rank=rank, local_rank=rank % in_pod) for rank in range(size)]
+        pipes = [stack.enter_context(_started(each, do, config)) for each in ranks]
         return [_answer(pipe) for pipe in pipes]
 
 

@@ -17,17 +17,19 @@ from pathlib import Path
 
 from safetensors.torch import save_file
 
+from colocated_rl_api.weights import Digest
 from colocated_rl_trainer.grpo.loop import GRPOTrainer
 from colocated_rl_trainer.protocol.manifest import Exported
 from colocated_rl_trainer.protocol.rank import Watch
 from colocated_rl_trainer.protocol.rank_server import serve
 from colocated_rl_trainer.protocol.settings import RankSettings, TrainerConfig
+from colocated_rl_trainer.state.export import Writers
 from colocated_rl_trainer.state.residency import GRADIENTS
 from colocated_rl_trainer.state.sharding import whole
 
 PLACES = (
     "load", "loaded", "onload", "onloaded", "score", "scored", "train", "dirty", "trained", "export",
-    "exported", "offload", "offloaded", "save", "saving", "saved",
+    "exporting", "exported", "offload", "offloaded", "save", "saving", "saved",
 )  # fmt: skip
 """In the order of a step: before and after each request, and where a half of it is done."""
 
@@ -109,6 +111,11 @@ class WatchedTrainer(GRPOTrainer):
         exported = super().export(directory)
         self._pass("exported")  # without its manifest
         return exported
+
+    def _write_weights(self, directory: Path, writers: Writers) -> Mapping[str, Digest]:
+        written = super()._write_weights(directory, writers)
+        self._pass("exporting")  # its peers don't know of its files
+        return written
 
     def save(self, step: int, keep: int) -> None:
         self._pass("save")

@@ -35,7 +35,8 @@ from colocated_rl_trainer.conformance.shards import Example
 from colocated_rl_trainer.grpo.loss import token_logp
 from colocated_rl_trainer.protocol.finished import save_final_model
 from colocated_rl_trainer.protocol.manifest import Exported, write_manifest
-from colocated_rl_trainer.state.weights import ADAPTERS, load_model, write_model
+from colocated_rl_trainer.state.export import ADAPTERS, write_model
+from colocated_rl_trainer.state.weights import load_model
 from engines import ADMIN_KEY, engine_process
 from fakes.engine_model import write_engine_export
 

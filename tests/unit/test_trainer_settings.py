@@ -201,12 +201,17 @@ def _file(folder: Path, config: object) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("mode", "placement", "writers"),
-    [("Full", "WithTrainer", [0, 2]), ("Full", "OwnDevices", [0]), ("TrainOnly", "OwnDevices", [0, 2])],
+    ("mode", "placement", "writers", "of_pods"),
+    [
+        ("Full", "WithTrainer", [0, 2], [0, 1, 2, 3]),
+        ("Full", "OwnDevices", [0], [0, 1]),
+        ("TrainOnly", "OwnDevices", [0, 2], [0, 1, 2, 3]),
+    ],
 )
-def test_one_rank_of_each_pod_writes_weights_and_rank_0_alone_where_pods_share_a_volume(
-    tmp_path: Path, mode: str, placement: str, writers: list[int]
+def test_each_pod_writes_weights_and_that_of_rank_0_alone_where_pods_share_a_volume(
+    tmp_path: Path, mode: str, placement: str, writers: list[int], of_pods: list[int]
 ) -> None:
+    """One rank of each such pod, of `writers`, completes the exports; `of_pods` has all ranks of these pods."""
     job: Any = job_file()
     job["spec"]["mode"] = mode
     job["spec"]["rollout"]["placement"] = placement
@@ -224,3 +229,5 @@ def test_one_rank_of_each_pod_writes_weights_and_rank_0_alone_where_pods_share_a
     ]
 
     assert writers == [settings.rank for settings in ranks if settings.writes_weights]
+    assert of_pods == [settings.rank for settings in ranks if settings.pod_writes_weights]
+    assert [0, 0, 2, 2] == [settings.first_of_pod for settings in ranks]

@@ -164,9 +164,10 @@ class TrainerKind:
 
 
 class TrainerGroup:
-    """Runs all ranks of one lineage, each in a pod of its own, until the `with` block ends; `checkpoints` outlives it.
+    """Runs all ranks of one lineage until the `with` block ends; `checkpoints` outlives it.
 
-    former: checkpoints of another job that this one goes on from.
+    former: checkpoints of another job that this one goes on from. in_one_pod: the ranks share one; otherwise each has
+    its own.
     """
 
     def __init__(
@@ -180,8 +181,10 @@ class TrainerGroup:
         device: str = "cpu",
         launch: Launcher | None = None,
         former: Path | None = None,
+        in_one_pod: bool = False,
     ) -> None:
         self.kind = kind
+        self._in_one_pod = in_one_pod
         self.former = former
         self._launch = launch or self._run_command
         self.folder = folder
@@ -218,7 +221,7 @@ class TrainerGroup:
             TrainerEnvironment.LINEAGE: self.lineage,
             TrainerEnvironment.RANK: rank,
             TrainerEnvironment.WORLD_SIZE: self.size,
-            TrainerEnvironment.LOCAL_RANK: 0,
+            TrainerEnvironment.LOCAL_RANK: rank if self._in_one_pod else 0,
             TrainerEnvironment.MASTER_ADDR: "127.0.0.1",
             TrainerEnvironment.MASTER_PORT: port,
             TrainerEnvironment.DEVICE: self.device,
@@ -259,13 +262,14 @@ class TrainerGroup:
         return self.all(lambda number, rank: rank.train(step, shards[number]))
 
     def export(self, step: int) -> list[Path]:
-        """Export on all ranks and return each pod's directory."""
+        """Export on all ranks and return the directory of each one's pod."""
         version = WeightVersion(step, self.lineage)
         folders = [self.export_directory(number, step) for number in range(self.size)]
         self.all(lambda number, rank: rank.export(version, folders[number]))
         return folders
 
-    def export_directory(self, pod: int, step: int) -> Path:
+    def export_directory(self, rank: int, step: int) -> Path:
+        pod = 0 if self._in_one_pod else rank
         return self.folder / f"pod-{pod}" / str(WeightVersion(step, self.lineage))
 
     def save(self, step: int, keep: int = 2) -> list[TrainerStatus]:

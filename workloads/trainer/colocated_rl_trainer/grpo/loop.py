@@ -25,6 +25,7 @@ from colocated_rl_api.logs import log
 from colocated_rl_api.names import PromptPosition
 from colocated_rl_api.parts import size_in_bytes
 from colocated_rl_api.rungs import Placement
+from colocated_rl_api.weights import Digest
 from colocated_rl_trainer.grpo.batch import (
     MicroBatch,
     Shard,
@@ -44,6 +45,7 @@ from colocated_rl_trainer.protocol.rank import Refused, Watch
 from colocated_rl_trainer.protocol.settings import ConfigError, LoraConfig, RankSettings, TrainerConfig
 from colocated_rl_trainer.state.checkpoint import Checkpoints
 from colocated_rl_trainer.state.experts import RouterReplay
+from colocated_rl_trainer.state.export import FILE_BYTES, Writers, write_files, write_index
 from colocated_rl_trainer.state.group import Collectives, join_group
 from colocated_rl_trainer.state.head import ScoringForward
 from colocated_rl_trainer.state.lora import AdapterOrigin, Adapters
@@ -63,7 +65,6 @@ from colocated_rl_trainer.state.weights import (
     load_model,
     probe,
     read_config,
-    write_model,
 )
 
 ORIGIN = "adapter.json"  # of a checkpoint, where adapters are trained
@@ -97,6 +98,8 @@ class _Known:
 
 class GRPOTrainer:
     """Trains on one rank. The methods are those of `rank.ScoringLoop`."""
+
+    file_bytes = FILE_BYTES  # most of one file of weights
 
     def __init__(self, settings: RankSettings, config: TrainerConfig) -> None:
         self._settings = settings
@@ -313,21 +316,24 @@ class GRPOTrainer:
         return ratio, kept
 
     def export(self, directory: Path) -> Exported | None:
-        writes = self._settings.writes_weights
-        if not (writes or self._is_shared):
-            return None
+        """Write this rank's files; the ranks of a pod write at once into one directory. Raises on all ranks or none."""
+        settings, group = self._settings, self._group
+        pods: dict[int, list[int]] = {}
+        # from here on every rank is in this method, so every directory is there
+        for rank, first in enumerate(group.gather(settings.first_of_pod if settings.pod_writes_weights else None)):
+            if first is not None:
+                pods.setdefault(first, []).append(rank)
+        writers = Writers(group.rank, list(pods.values()))
         with self._passing("export"):
-            # first: it needs every rank, also one that has no room for files
-            with self._adapters.merged() if self._adapters else nullcontext():
-                made = probe(self.model, self._dtype, float32_head=self._config.fp32_lm_head)
-            digests = write_model(
-                self.model,
-                directory if writes else None,
-                origin=self._settings.model,
-                dtype=self._dtype,
-                adapters=self._adapters,
-            )
-            return Exported(made, digests)
+            made = None
+            if settings.writes_weights or self._is_shared:  # a pass of ranks that share the model needs all of them
+                with self._adapters.merged() if self._adapters else nullcontext():
+                    made = probe(self.model, self._dtype, float32_head=self._config.fp32_lm_head)
+            written = group.each(lambda: self._write_weights(directory, writers))
+        if not settings.writes_weights:
+            return None
+        write_index(directory)
+        return Exported(made, {name: digest for rank in writers.of_pod for name, digest in written[rank].items()})
 
     def save(self, step: int, keep: int) -> None:
         """Write this rank's part of the state; rank 0 completes the checkpoint, durable for every rank on return."""
@@ -520,6 +526,17 @@ class GRPOTrainer:
         return (
             f"the trainer's state is {state / 2**30:.1f} GiB, the logits of a pass take up to "
             f"{logits / 2**30:.1f} GiB: {lower}"
+        )
+
+    def _write_weights(self, directory: Path, writers: Writers) -> Mapping[str, Digest]:
+        return write_files(
+            self.model,
+            directory,
+            origin=self._settings.model,
+            dtype=self._dtype,
+            writers=writers,
+            adapters=self._adapters,
+            file_bytes=self.file_bytes,
         )
 
     def _write_checkpoint(self, directory: Path) -> None:

@@ -13,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from colocated_rl_api.weights import Digest
-from colocated_rl_trainer.state.weights import write_tensors
+from colocated_rl_trainer.state.tensor_file import write_tensors
 
 _LOGP = "reference_logp"
 _SHARD = "shard"
@@ -25,7 +25,7 @@ def write_scores(file: Path, logp: Tensor, *, shard: Digest) -> None:
     logp: [T] float32, nats, as long as the shard's columns; NaN for tokens that no step needs.
     """
     draft = file.with_name(f"{file.name}.draft")
-    write_tensors(draft, {_LOGP: logp}, {_SHARD: shard})
+    write_tensors(draft, {_LOGP: logp}, metadata={_SHARD: shard})
     draft.replace(file)
 
 

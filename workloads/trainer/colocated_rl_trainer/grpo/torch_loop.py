@@ -22,8 +22,9 @@ from colocated_rl_trainer.protocol.manifest import Exported
 from colocated_rl_trainer.protocol.rank import Watch
 from colocated_rl_trainer.protocol.settings import ConfigError, RankSettings
 from colocated_rl_trainer.state.checkpoint import OPTIMIZER, Checkpoints
+from colocated_rl_trainer.state.export import write_model
 from colocated_rl_trainer.state.group import Collectives, join_group
-from colocated_rl_trainer.state.weights import count_parameters, load_model, probe, write_model
+from colocated_rl_trainer.state.weights import count_parameters, load_model, probe
 
 
 class TorchLoop:

@@ -10,10 +10,10 @@ import json
 import os
 import struct
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO, Self
+from typing import Any, BinaryIO
 
 import xxhash
 
@@ -84,35 +84,18 @@ def read_header(stream: BinaryIO) -> dict[str, Any]:
     return header
 
 
-class Hashing:
-    """Hashes files in the background, several at once."""
-
-    def __init__(self) -> None:
-        self._pool = ThreadPoolExecutor(min(os.cpu_count() or 1, MAX_THREADS))
-        self._pending: dict[str, Future[Digest]] = {}
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._pool.shutdown(cancel_futures=True)
-
-    def begin(self, file: Path, algorithm: Algorithm = Algorithm.XXH3_128) -> None:
-        """Start to hash a file that is complete and will not change."""
-        self._pending[file.name] = self._pool.submit(digest_of, file, algorithm)
-
-    def wait(self) -> dict[str, Digest]:
-        """Wait for all digests and return them by file name."""
-        return {name: digest.result() for name, digest in self._pending.items()}
-
-
 def digests_of(files: Sequence[Path], *, like: Mapping[str, Digest] | None = None) -> dict[str, Digest]:
-    """Return digests by file name. like: digests to compare with, by file name, which choose each algorithm."""
-    with Hashing() as hashing:
-        for file in files:
-            known = (like or {}).get(file.name)
-            hashing.begin(file, algorithm_of(known) if known else Algorithm.XXH3_128)
-        return hashing.wait()
+    """Return digests by file name, of several files at once.
+
+    like: digests to compare with, by file name, which choose each algorithm.
+    """
+
+    def digest(file: Path) -> Digest:
+        known = (like or {}).get(file.name)
+        return digest_of(file, algorithm_of(known) if known else Algorithm.XXH3_128)
+
+    with ThreadPoolExecutor(min(os.cpu_count() or 1, MAX_THREADS)) as pool:
+        return {file.name: found for file, found in zip(files, pool.map(digest, files), strict=True)}
 
 
 def digest_of(file: Path, algorithm: Algorithm = Algorithm.XXH3_128) -> Digest:

@@ -103,8 +103,9 @@ class Loop(Protocol):
     def export(self, directory: Path) -> Exported | Probe | None:
         """Write the weights and what an engine needs beside them, in Hugging Face format.
 
-        `directory` exists and is empty. Only a rank with `settings.writes_weights` may write. The manifest is added
-        afterwards, with the returned probe and digests; files without a digest are hashed then.
+        `directory` exists and is empty once the rank with `settings.writes_weights` is in this method; another rank of
+        its pod must not write before it knows that. What the first returns counts: the manifest is added afterwards,
+        with its probe and digests; files without a digest are hashed then.
         """
 
     def save(self, step: int, keep: int) -> None:

@@ -75,12 +75,20 @@ class RankSettings:
         except (OSError, ValidationError) as error:
             raise ConfigError(f"{Variable.JOB}={self.job} is not a readable job file: {error}") from error
 
+    @property
+    def first_of_pod(self) -> int:
+        """Return the rank of the first one in this pod."""
+        return self.rank - self.local_rank
+
     @cached_property
+    def pod_writes_weights(self) -> bool:
+        """Return whether exports are written by this pod: all do, or rank 0's alone where pods share a volume."""
+        return self.first_of_pod == 0 or self.read_job().spec.placement is not Placement.DISAGGREGATED
+
+    @property
     def writes_weights(self) -> bool:
-        """Return whether this rank writes exports: one of each pod does, or one of all where pods share a volume."""
-        if self.rank == 0 or self.local_rank != 0:
-            return self.rank == 0
-        return self.read_job().spec.placement is not Placement.DISAGGREGATED
+        """Return whether this rank writes exports, or completes those that all ranks of its pod write."""
+        return self.local_rank == 0 and self.pod_writes_weights
 
 
 KL = Literal["K1", "K2", "K3"]  # estimators: `loss.kl_penalty`

@@ -14,16 +14,17 @@ from __future__ import annotations
 import contextlib
 import functools
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -95,6 +96,11 @@ def is_divided(model: nn.Module) -> bool:
     return isinstance(model, FSDPModule)
 
 
+def is_part(tensor: Tensor) -> bool:
+    """Return True for a tensor of which this rank holds a part."""
+    return isinstance(tensor, DTensor)
+
+
 def part_of(tensor: Tensor) -> Tensor:
     """Return this rank's part, in the same memory."""
     tensor = tensor.detach()
@@ -113,6 +119,36 @@ def whole(tensor: Tensor) -> Tensor:
     """Return the whole tensor, on every rank. Collective if it is divided."""
     tensor = tensor.detach()
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def whole_on(ranks: Collection[int], tensor: Tensor) -> Tensor | None:
+    """Return the whole tensor on these ranks, None on the others. Collective if it is divided.
+
+    On the host, parts are sent to those ranks alone, into their place: it takes a fraction of an all-gather's time.
+    Devices gather on all ranks: they do it fast, and for messages between two of them NCCL would keep further buffers.
+    """
+    tensor = tensor.detach()
+    if isinstance(tensor, DTensor) and tensor.device.type == "cpu":
+        return _collected(ranks, tensor)
+    found = whole(tensor)
+    return found if not isinstance(tensor, DTensor) or dist.get_rank() in ranks else None
+
+
+def _collected(ranks: Collection[int], tensor: DTensor) -> Tensor | None:
+    assert tensor.placements == (Shard(0),), "as FSDP2 divides"
+    rank, mine, collected = dist.get_rank(), tensor.to_local(), None
+    under_way = [dist.isend(mine, other) for other in ranks if other != rank and mine.numel()]
+    if rank in ranks:
+        collected = torch.empty(tensor.shape, dtype=tensor.dtype)
+        for other, place in enumerate(collected.split(-(-len(tensor) // tensor.device_mesh.size()))):
+            if other == rank:
+                place.copy_(mine)
+            else:
+                under_way.append(dist.irecv(place, other))
+    for each in under_way:
+        if each is not None:
+            each.wait()
+    return collected
 
 
 def write_parts(parts: Mapping[str, Tensor], directory: Path) -> None:
@@ -150,7 +186,7 @@ def pretended_mesh(ranks: int) -> Iterator[None]:
 @functools.cache
 def _mesh(device_type: str, ranks: int) -> DeviceMesh:
     # torch keeps what it worked out for a mesh by its name, rank and all: one of pretended ranks has to have its own
-    names = ("pretended",) if torch.distributed.get_backend() == "fake" else None
+    names = ("pretended",) if dist.get_backend() == "fake" else None
     return init_device_mesh(device_type, (ranks,), mesh_dim_names=names)
 
 

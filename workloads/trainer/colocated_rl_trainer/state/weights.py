@@ -1,17 +1,12 @@
-"""Read and write weights as files in Hugging Face format: read at the start, written for engines and into checkpoints.
+"""Read a model in Hugging Face format, whole or a rank's part of it, and refuse one that can't be trained.
 
-All other files (config, tokenizer, chat template) are copied from the model's own directory, byte by byte, so that the
-engine reads what the person gave; only `dtype` is adjusted. Tied tensors are written once, under the name that loaders
-look for. The rank server adds the manifest last: a manifest in the model's directory, which is then an export or a
-checkpoint of another job, is not copied.
+`export` writes it.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
-import re
-import shutil
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +15,6 @@ from typing import Any
 import torch
 import transformers
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 from transformers import (
     AutoConfig,
@@ -32,27 +26,26 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
     WeightConverter,
     convert_and_load_state_dict_in_model,
-    revert_weight_conversion,
 )
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import LoadStateDictConfig
 from transformers.utils import logging as transformers_logging
 
-from colocated_rl_api.checkpoint import CONTENTS
-from colocated_rl_api.weights import MANIFEST, Digest, Probe
-from colocated_rl_trainer.protocol.manifest import Hashing
+from colocated_rl_api.weights import Probe
 from colocated_rl_trainer.protocol.settings import ConfigError, LoraConfig
-from colocated_rl_trainer.state.checkpoint import OPTIMIZER
 from colocated_rl_trainer.state.head import ScoringForward, score_without_logits
-from colocated_rl_trainer.state.lora import CONFIG, TENSORS, Adapters, count_adapters, is_of_adapter
+from colocated_rl_trainer.state.lora import count_adapters
 from colocated_rl_trainer.state.packing import PACKED_ATTENTION, check_packing
-from colocated_rl_trainer.state.sharding import computing_in, device_of, leaves_a_rank_empty, take_over_parts, whole
+from colocated_rl_trainer.state.sharding import (
+    computing_in,
+    device_of,
+    leaves_a_rank_empty,
+    take_over_parts,
+)
 
-ADAPTERS = "adapter"  # directory in an export
-FILE_BYTES = 128 * 1024**2  # most of one safetensors file, unless one tensor is larger: whole in memory at a time
+INDEX = "model.safetensors.index.json"
 PROBE_TOKENS = 64  # the more, the steadier is the mean of differences
-_WEIGHT_FILES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".npz", ".index.json")
-_OURS = (MANIFEST, CONTENTS, OPTIMIZER)
+WEIGHT_FILES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".npz", ".index.json")
 _PROBE_STRIDE = 7919  # prime: ids all over the vocabulary
 
 _Loading = Mapping[str, Collection[Any]]  # what transformers reports of a load
@@ -166,7 +159,7 @@ class _Stored:
 
 def _weight_files(directory: Path) -> Sequence[Path]:
     """Return the files that hold the model. Raises OSError if one is not there."""
-    index = directory / "model.safetensors.index.json"
+    index = directory / INDEX
     if not index.is_file():
         if not (only := directory / "model.safetensors").is_file():
             raise FileNotFoundError(f"no file named model.safetensors, and no index, in {directory}")
@@ -180,7 +173,7 @@ def _weight_files(directory: Path) -> Sequence[Path]:
 def files_of_model(directory: Path) -> Sequence[Path]:
     """Return config and weights of a model: the files that make it another model if they change."""
     files = sorted(path for path in directory.iterdir() if path.is_file())
-    return [path for path in files if path.name == "config.json" or path.name.endswith(_WEIGHT_FILES)]
+    return [path for path in files if path.name == "config.json" or path.name.endswith(WEIGHT_FILES)]
 
 
 def _check_loaded(model: PreTrainedModel, loading: _Loading, directory: Path) -> None:
@@ -235,72 +228,6 @@ def checkpoint_activations(model: PreTrainedModel) -> None:
             layer.training = True  # that module alone: those below it still drop nothing out
 
 
-def write_model(
-    model: PreTrainedModel,
-    directory: Path | None,
-    *,
-    origin: Path,
-    dtype: torch.dtype,
-    adapters: Adapters | None = None,
-    file_bytes: int = FILE_BYTES,
-) -> dict[str, Digest]:
-    """Write the model's weights in `dtype`, and the other files of `origin`, into the empty `directory`.
-
-    adapters: are merged, tensor by tensor, and written by themselves into the directory `ADAPTERS` in it.
-    Returns the digests of the weights by file name: each file is hashed while the next one is written.
-
-    Collective where ranks share the model: a rank without a directory only gives its part. No more of the model is
-    whole at any time than one file and one tensor. Raises OSError when there is no space.
-    """
-    parts = _whole_parts(model, dtype, file_bytes, adapters, are_wanted=directory is not None)
-    try:
-        if directory is None:
-            return {}
-        if adapters is not None:
-            _write_adapters(adapters, directory / ADAPTERS)
-        return _write_files(parts, directory, origin=origin, dtype=dtype)
-    finally:
-        for _ in parts:
-            pass  # even if this rank's files failed, its peers wait for its part of theirs
-
-
-def _write_files(parts: Iterator[_Part], directory: Path, *, origin: Path, dtype: torch.dtype) -> dict[str, Digest]:
-    for file in sorted(origin.iterdir()):
-        if file.is_file() and not file.name.endswith(_WEIGHT_FILES) and file.name not in _OURS:
-            shutil.copyfile(file, directory / file.name)
-    _set_dtype(directory / "config.json", dtype)
-    weight_map: dict[str, str] = {}
-    total_size = 0
-    with Hashing() as hashing:
-        for part in parts:
-            write_tensors(directory / part.file, part.tensors)
-            hashing.begin(directory / part.file)
-            weight_map |= dict.fromkeys(part.tensors, part.file)
-            total_size += sum(tensor.nbytes for tensor in part.tensors.values())
-            del part  # before the next is gathered
-        if len(set(weight_map.values())) > 1:
-            index = {"metadata": {"total_size": total_size}, "weight_map": weight_map}
-            (directory / "model.safetensors.index.json").write_text(json.dumps(index, indent=2, sort_keys=True))
-        return hashing.wait()
-
-
-def _write_adapters(adapters: Adapters, directory: Path) -> None:
-    tensors, config = adapters.files()
-    directory.mkdir()
-    write_tensors(directory / TENSORS, tensors)
-    (directory / CONFIG).write_text(json.dumps(config, indent=2))
-
-
-def write_tensors(file: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> None:
-    """Write one safetensors file. Raises OSError when there is no space."""
-    with _as_os_error():
-        save_file(
-            {name: tensor.contiguous() for name, tensor in tensors.items()},
-            file,
-            metadata={"format": "pt"} | dict(metadata or {}),
-        )
-
-
 def probe(model: PreTrainedModel, dtype: torch.dtype, *, float32_head: bool = False) -> Probe:
     """Compute log-probabilities of a fixed sequence at temperature 1, as training computes them."""
     embedding: Any = model.get_input_embeddings()
@@ -352,74 +279,3 @@ def _explaining_load_errors(directory: Path) -> Iterator[None]:
             f"no language model can be loaded from {directory}: {words}: copy it again, or take one of an architecture "
             f"that transformers {transformers.__version__} has"
         ) from error
-
-
-@dataclass(frozen=True)
-class _Part:
-    """Holds the whole tensors of one file."""
-
-    file: str
-    tensors: Mapping[str, Tensor]
-
-
-def _whole_parts(
-    model: PreTrainedModel, dtype: torch.dtype, file_bytes: int, adapters: Adapters | None, *, are_wanted: bool
-) -> Iterator[_Part]:
-    """Yield the model as loaders of its architecture expect it: no tied duplicate, and names as in the original files.
-
-    are_wanted: this rank needs the parts; if not, it yields none and only gives its peers what they need.
-    """
-    tied = model.all_tied_weights_keys
-    tensors = {
-        name: tensor
-        for name, tensor in model.state_dict().items()
-        if name not in tied and not (adapters and is_of_adapter(name))
-    }
-    divided = _divide(tensors, dtype, file_bytes)
-    for number, names in enumerate(divided, start=1):
-        file = f"model-{number:05d}-of-{len(divided):05d}" if len(divided) > 1 else "model"
-        gathered = {}
-        for name in names:
-            tensor = whole(tensors[name])
-            if are_wanted:
-                if adapters is not None:
-                    tensor = adapters.merge(name, tensor)
-                gathered[name] = (tensor.to(dtype) if tensor.is_floating_point() else tensor).cpu()
-            del tensor
-        if are_wanted:
-            yield _Part(f"{file}.safetensors", revert_weight_conversion(model, gathered))
-        del gathered  # before the next one is
-
-
-def _divide(tensors: Mapping[str, Tensor], dtype: torch.dtype, file_bytes: int) -> Sequence[Sequence[str]]:
-    """Return the tensor names of each file, in the model's order."""
-    parts: list[list[str]] = [[]]
-    room = file_bytes
-    for name, tensor in tensors.items():
-        size = tensor.numel() * dtype.itemsize
-        if parts[-1] and size > room:
-            parts.append([])
-            room = file_bytes
-        parts[-1].append(name)
-        room -= size
-    return parts
-
-
-def _set_dtype(config_file: Path, dtype: torch.dtype) -> None:
-    config = json.loads(config_file.read_bytes())
-    wanted = str(dtype).removeprefix("torch.")
-    key = "torch_dtype" if "torch_dtype" in config else "dtype"
-    if config.get(key) != wanted:
-        config[key] = wanted
-        config_file.write_text(json.dumps(config, indent=2))
-
-
-@contextlib.contextmanager
-def _as_os_error() -> Iterator[None]:
-    """Raise OSError for errors of the system, which safetensors reports as text: a full volume is no broken trainer."""
-    try:
-        yield
-    except SafetensorError as error:
-        if code := re.search(r"os error (\d+)", str(error)):
-            raise OSError(int(code[1]), str(error)) from error
-        raise

@@ -1,0 +1,236 @@
+"""Write a model as files in Hugging Face format, for engines and into checkpoints.
+
+All files but the weights (config, tokenizer, chat template) are copied from the model's own directory, byte by byte, so
+that the engine reads what the person gave; only `dtype` is adjusted. Tied tensors are written once, under the name that
+loaders look for. The rank server adds the manifest last: a manifest in the model's directory, which is then an export
+or a checkpoint of another job, is not copied.
+
+The ranks of a pod divide the files among themselves and write at once; each gets the whole tensors of its own files.
+Several threads write, because a core fills memory more slowly than a device empties it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import threading
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
+
+from colocated_rl_api.checkpoint import CONTENTS
+from colocated_rl_api.weights import MANIFEST, Digest
+from colocated_rl_trainer.protocol.manifest import tensor_entries
+from colocated_rl_trainer.state.checkpoint import OPTIMIZER
+from colocated_rl_trainer.state.lora import CONFIG, TENSORS, Adapters, is_of_adapter
+from colocated_rl_trainer.state.sharding import is_part, whole_on
+from colocated_rl_trainer.state.tensor_file import write_tensors
+from colocated_rl_trainer.state.weights import INDEX, WEIGHT_FILES
+
+ADAPTERS = "adapter"  # directory in an export
+FILE_BYTES = 128 * 1024**2  # most of one safetensors file, unless one tensor is larger
+AT_ONCE = 4  # most files that a pod writes at a time, unless it has more ranks
+_OURS = (MANIFEST, CONTENTS, OPTIMIZER)
+
+Written = dict[str, Digest]  # by file name
+
+
+@dataclass(frozen=True)
+class Writers:
+    """Says which ranks write. rank: this one. pods: the ranks that write into one directory, for each directory."""
+
+    rank: int = 0
+    pods: Sequence[Sequence[int]] = ((0,),)
+
+    @property
+    def of_pod(self) -> Sequence[int]:
+        """Return the ranks that write into this rank's directory; none if nobody does."""
+        return next((ranks for ranks in self.pods if self.rank in ranks), ())
+
+    @property
+    def threads(self) -> int:
+        """Return how many files this rank writes at once."""
+        return max(1, min(AT_ONCE, os.cpu_count() or 1) // max(1, len(self.of_pod)))
+
+    def assign(self, files: Sequence[_File]) -> Iterator[tuple[_File, set[int]]]:
+        """Yield the files in the order in which they are gathered, each with the ranks that write it, one of each pod.
+
+        The ranks of a pod have equally much to write. The largest files come first: all would wait for one at the end.
+        """
+        loads = [dict.fromkeys(ranks, 0) for ranks in self.pods]
+        for file in sorted(files, key=lambda file: -file.size):
+            ranks = [min(load, key=load.__getitem__) for load in loads]
+            for load, rank in zip(loads, ranks, strict=True):
+                load[rank] += file.size
+            yield file, set(ranks)
+
+
+def write_model(
+    model: PreTrainedModel,
+    directory: Path,
+    *,
+    origin: Path,
+    dtype: torch.dtype,
+    adapters: Adapters | None = None,
+    file_bytes: int = FILE_BYTES,
+) -> Written:
+    """Write the weights of a model that this rank has whole, in `dtype`, and the other files of `origin`.
+
+    directory: empty. adapters: are merged, tensor by tensor, and written by themselves into the directory `ADAPTERS`.
+    Returns the digests of the weights. Raises OSError if there is no space.
+    """
+    written = write_files(
+        model, directory, origin=origin, dtype=dtype, writers=Writers(), adapters=adapters, file_bytes=file_bytes
+    )
+    write_index(directory)
+    return written
+
+
+def write_files(
+    model: PreTrainedModel,
+    directory: Path,
+    *,
+    origin: Path,
+    dtype: torch.dtype,
+    writers: Writers,
+    adapters: Adapters | None = None,
+    file_bytes: int = FILE_BYTES,
+) -> Written:
+    """Write this rank's part of what `write_model` writes, all but the index, and return the digests of its files.
+
+    Collective where ranks share the model. A rank that writes nothing only gives its part, and so does one whose write
+    has failed, until it raises OSError at the end. Besides the files that it writes at the time, and which are whole
+    only where ranks share the model, a rank holds one whole tensor.
+    """
+    tensors = _tensors_of(model, adapters)
+    may_hold = threading.Semaphore(writers.threads)
+    writes: list[Future[Written]] = []
+    set_device = (torch.cuda.set_device, (model.device,)) if model.device.type == "cuda" else (None, ())
+    with ThreadPoolExecutor(writers.threads, "write weights", *set_device) as pool:
+        if writers.rank in writers.of_pod[:1]:
+            writes.append(pool.submit(_write_others, directory, origin, dtype, adapters))
+        for file, ranks in writers.assign(_divide(tensors, dtype, file_bytes)):
+            if writers.rank not in ranks or any(map(_has_failed, writes)):
+                _gather(tensors, file.tensors, dtype, ranks)
+                continue
+            may_hold.acquire()
+            gathered = _gather(tensors, file.tensors, dtype, ranks, adapters)
+            named = revert_weight_conversion(model, gathered)
+            write = pool.submit(_write_file, directory / file.name, named, dtype)
+            write.add_done_callback(lambda _: may_hold.release())
+            writes.append(write)
+            del gathered, named  # before the next ones are gathered
+    return {name: digest for write in writes for name, digest in write.result().items()}
+
+
+def write_index(directory: Path) -> None:
+    """Write the index of a model of several files, from their headers. Raises OSError."""
+    found = {file.name: tensor_entries(file) for file in sorted(directory.glob("*.safetensors"))}
+    if len(found) > 1:
+        size = sum(entry.size_bytes for entries in found.values() for entry in entries.values())
+        weight_map = {name: file for file, entries in found.items() for name in entries}
+        index = {"metadata": {"total_size": size}, "weight_map": weight_map}
+        (directory / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True))
+
+
+@dataclass(frozen=True)
+class _File:
+    """Describes a file of weights. tensors: by their names in the model. size: in bytes."""
+
+    name: str
+    tensors: Sequence[str]
+    size: int
+
+
+def _tensors_of(model: PreTrainedModel, adapters: Adapters | None) -> Mapping[str, Tensor]:
+    """Return the tensors to write, by their names in the model: no tied duplicate, and nothing of adapters."""
+    tied = model.all_tied_weights_keys
+    return {
+        name: tensor
+        for name, tensor in model.state_dict().items()
+        if name not in tied and not (adapters is not None and is_of_adapter(name))
+    }
+
+
+def _divide(tensors: Mapping[str, Tensor], dtype: torch.dtype, file_bytes: int) -> Sequence[_File]:
+    """Divide the tensors among files, in the model's order."""
+    parts: list[tuple[list[str], int]] = [([], 0)]
+    for name, tensor in tensors.items():
+        size = tensor.numel() * dtype.itemsize
+        names, filled = parts[-1]
+        if names and filled + size > file_bytes:
+            parts.append(([name], size))
+        else:
+            parts[-1] = ([*names, name], filled + size)
+    if len(parts) == 1:
+        return [_File("model.safetensors", *parts[0])]
+    return [
+        _File(f"model-{number:05d}-of-{len(parts):05d}.safetensors", *part)
+        for number, part in enumerate(parts, start=1)
+    ]
+
+
+def _gather(
+    tensors: Mapping[str, Tensor],
+    names: Sequence[str],
+    dtype: torch.dtype,
+    ranks: Collection[int],
+    adapters: Adapters | None = None,
+) -> dict[str, Tensor]:
+    """Return the whole tensors on these ranks, merged with adapters. Collective where they are divided.
+
+    Those that had to be made are in `dtype`; those that are there already stay as they are until they are written.
+    """
+    gathered = {}
+    for name in names:
+        part = tensors[name]
+        if is_part(part) and part.is_floating_point():
+            part = part.to(dtype)  # so that fewer bytes are gathered; frozen weights are in it already
+        tensor = whole_on(ranks, part)
+        if tensor is not None:
+            merged = tensor if adapters is None else adapters.merge(name, tensor)
+            gathered[name] = tensor if merged is tensor else merged.to(dtype)
+            del merged
+        del part, tensor  # before the next one is gathered
+    return gathered
+
+
+def _has_failed(write: Future[Written]) -> bool:
+    return write.done() and write.exception() is not None
+
+
+def _write_file(file: Path, tensors: dict[str, Tensor], dtype: torch.dtype) -> Written:
+    try:
+        return {file.name: write_tensors(file, tensors, dtype=dtype)}
+    finally:
+        tensors.clear()  # the pool keeps its arguments for a moment longer
+
+
+def _write_others(directory: Path, origin: Path, dtype: torch.dtype, adapters: Adapters | None) -> Written:
+    """Write everything but the model's weights and their index."""
+    for file in sorted(origin.iterdir()):
+        if file.is_file() and not file.name.endswith(WEIGHT_FILES) and file.name not in _OURS:
+            shutil.copyfile(file, directory / file.name)
+    _set_dtype(directory / "config.json", dtype)
+    if adapters is not None:
+        tensors, config = adapters.files()
+        (directory / ADAPTERS).mkdir()
+        write_tensors(directory / ADAPTERS / TENSORS, tensors)
+        (directory / ADAPTERS / CONFIG).write_text(json.dumps(config, indent=2))
+    return {}
+
+
+def _set_dtype(config_file: Path, dtype: torch.dtype) -> None:
+    config = json.loads(config_file.read_bytes())
+    wanted = str(dtype).removeprefix("torch.")
+    key = "torch_dtype" if "torch_dtype" in config else "dtype"
+    if config.get(key) != wanted:
+        config[key] = wanted
+        config_file.write_text(json.dumps(config, indent=2))
