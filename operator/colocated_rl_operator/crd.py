@@ -2,9 +2,9 @@
 
 pydantic writes JSON Schema; an API server takes only *structural* schemas: no `$ref`, no `anyOf` with null, no title,
 nothing that can't be pruned by. `structural_schema` translates, and refuses what it can't translate faithfully: a
-keyword it doesn't know; a pattern, for which the server has no words (a rule has); and a string, list, map or number
-of the spec without bounds (the server estimates the cost of CEL rules from them). Optional fields are absent, never
-null.
+keyword it doesn't know; a pattern, for which the server has no words (a rule has), but that of a quantity; and a
+string, list, map or number of the spec without bounds (the server estimates the cost of CEL rules from them). Optional
+fields are absent, never null.
 
 `python -m colocated_rl_operator.crd` writes the files, `--check` fails when they are out of date.
 """
@@ -146,7 +146,8 @@ def _translate(raw: Schema, definitions: dict[str, Schema], *, path: str) -> Sch
     if "$ref" in raw:
         reference = raw.pop("$ref").removeprefix("#/$defs/")
         raw = definitions[reference] | raw  # what stands beside a reference is about this use of it
-    if unknown := raw.keys() - {*_KEPT} - _TRANSLATED:
+    kept = (*_KEPT, "pattern") if raw.get("x-kubernetes-int-or-string") else _KEPT
+    if unknown := raw.keys() - {*kept} - _TRANSLATED:
         raise UntranslatableSchema(
             f"{path or 'root'}: {', '.join(sorted(unknown))} has no place in a structural schema"
         )
@@ -155,7 +156,7 @@ def _translate(raw: Schema, definitions: dict[str, Schema], *, path: str) -> Sch
         raw["enum"] = [raw["const"]]
     if raw.get("x-kubernetes-int-or-string"):
         del raw["type"]
-    schema: Schema = {key: raw[key] for key in _KEPT if key in raw}
+    schema: Schema = {key: raw[key] for key in kept if key in raw}
     if "description" in raw:  # of a docstring, its summary
         schema["description"] = raw["description"].split("\n\n")[0]
     if "properties" in raw:
@@ -252,7 +253,7 @@ def _bounds_of(field: Schema) -> str:
     if "enum" in field:
         return "one of " + ", ".join(field["enum"]) if len(field["enum"]) > 1 else f"only {field['enum'][0]}"
     if field.get("x-kubernetes-int-or-string"):
-        return ""
+        return "a number, then m, k, M, G, T, P, E, Ki, Mi, Gi, Ti, Pi, Ei or nothing: 500m, 4Gi, 2"
     if "minimum" in field and "maximum" in field:
         return f"{field['minimum']:,} to {field['maximum']:,}"
     if "minimum" in field:

@@ -20,7 +20,8 @@ from setup.layout import CHECKOUT
 LOWER = ("minimum", "minLength", "minItems", "minProperties")
 UPPER = ("maximum", "maxLength", "maxItems", "maxProperties")
 KEPT = (
-    *("type", "format", "default", "nullable", "x-kubernetes-int-or-string", "x-kubernetes-preserve-unknown-fields"),
+    *("type", "format", "pattern", "default", "nullable"),
+    *("x-kubernetes-int-or-string", "x-kubernetes-preserve-unknown-fields"),
     *("x-kubernetes-list-type", "x-kubernetes-list-map-keys"),
 )
 
