@@ -11,7 +11,7 @@ import asyncio
 import itertools
 import json
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from datetime import UTC, datetime, timedelta
 from types import TracebackType
 from typing import Any, Self
@@ -41,6 +41,7 @@ class FakeApiServer:
         self.panics: Callable[[str, str], bool] = lambda method, path: False  # answered with 500, and no object
         self.is_over_quota: Callable[[Body], bool] = lambda body: False  # what is made; the server asks this first
         self.refused_trial: Callable[[Body], str | None] = lambda body: None  # words for who asks with a dry run
+        self.left_out: Collection[str] = ()  # fields of a pod that it does not have
         self._held: Callable[[str, Any], bool] = lambda path, body: False
         self._released = asyncio.Event()
         app = web.Application()
@@ -158,6 +159,8 @@ class FakeApiServer:
             is_ending = "deletionTimestamp" in self.objects[full]["metadata"]
             words = f"{'object is being deleted: ' if is_ending else ''}{full} already exists"
             return _status(409, words, reason="AlreadyExists")
+        if path.endswith("/pods"):
+            body["spec"] = {field: value for field, value in body["spec"].items() if field not in self.left_out}
         if is_trial:
             return web.json_response(body, status=201)
         return web.json_response(self.put(full, body), status=201)

@@ -1065,6 +1065,25 @@ async def test_pods_come_by_the_paths_of_their_nodes_that_an_admin_allows(world:
         assert "sums-gpu-1-1" not in {pod["metadata"]["name"] for pod in world.api.all("pods")}
 
 
+OF_NEWER_SERVERS = {
+    "claims": ({"gpus": {"count": 1, "resourceClaimTemplateName": "one"}}, "no dynamic resource allocation"),
+    "image": ({"model": {"image": {"reference": "registry.example.com/small"}}}, "no image volumes"),
+}
+
+
+@pytest.mark.parametrize(("spec", "words"), OF_NEWER_SERVERS.values(), ids=OF_NEWER_SERVERS)
+async def test_a_job_that_needs_a_newer_server_says_so_before_any_pod_is_made(
+    world: FakeWorld, spec: dict[str, Any], words: str
+) -> None:
+    """It leaves claims and image volumes out of a pod, which ran without its devices or its model, and failed later."""
+    change(world, **spec)
+    world.api.left_out = ("resourceClaims", "volumes")
+    async with world.operator():
+        await world.until(lambda: world.status.get("conditions") and condition(world, "Stalled")[0] == "True")
+        assert words in condition_message(world, "Stalled")
+        assert [] == world.api.all("pods")
+
+
 async def test_pods_that_are_there_are_not_tried_again_where_a_quota_has_room_for_no_more(world: FakeWorld) -> None:
     """A new leader's trial was refused, and a job that ran was told to be stalled until the quota grew."""
     change(world, podTemplates={"rollout": {"spec": {"priorityClassName": "high"}}})

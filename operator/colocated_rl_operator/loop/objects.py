@@ -49,6 +49,14 @@ FAILS_S = 30.0  # a failure of the API server that lasts so long is reported lik
 NAME_RETRY_S = 1.0
 IS_ENDING = "object is being deleted"  # the server's message for a name that will be free
 NO_DRY_RUN = "does not support dry run"  # its message where it may not call a webhook, which then judges the pod itself
+NO_IMAGE_VOLUMES = (
+    "this cluster has no image volumes, which need Kubernetes 1.35, or the feature gate ImageVolume before: its API "
+    "server leaves them out of pods. Make a job without them, whose model is on a claim"
+)
+NO_CLAIMS = (
+    "this cluster has no dynamic resource allocation, which needs Kubernetes 1.34: its API server leaves claims out of "
+    "pods, which would get no device. Make a job without gpus.resourceClaimTemplateName, whose devices are counted"
+)
 
 
 async def apply_plan(state: JobState, seen: Observation, decided: Plan, doors: Doors) -> float | None:
@@ -189,21 +197,33 @@ async def _try_pods(job: Job, doors: Doors) -> None:
     """Have the server judge one pod of each role in a dry run. Raises NotAdmitted.
 
     This happens before any pod is made, also while the job is suspended. Later a quota would have no room for it.
+    What an older server leaves out of the answer would be missing in each pod.
     """
     if objection := doors.images.gangs.objection(job):
         raise NotAdmitted(objection)
     for role, seat in {role_of(seat): seat for seat in job.seats.all}.items():
-        if job.spec.pod_templates.of(role) == PodTemplate() and not doors.images.defaults:
-            continue  # all of it is the operator's own
         body = resources.pod(job, seat, 0, doors.images)
+        newer = _newer_parts(body)
+        if job.spec.pod_templates.of(role) == PodTemplate() and not doors.images.defaults and not newer:
+            continue  # all of it is the operator's own, and every server has it
         _check_access(role, body, doors)
         try:
-            await doors.kube.create_pod(job.namespace, body, dry_run=True)
+            kept = await doors.kube.create_pod(job.namespace, body, dry_run=True)
         except Conflict:
-            pass  # such a pod exists: it was judged before
+            continue  # such a pod exists: it was judged before
         except NotAdmitted as error:
             if NO_DRY_RUN not in str(error):
                 raise
+            continue
+        for lacks in newer - _newer_parts(kept):
+            raise NotAdmitted(lacks)
+
+
+def _newer_parts(pod: Body) -> set[str]:
+    """Return, for each part of the pod that an older server leaves out without a word, what such a server lacks."""
+    spec = pod["spec"]
+    claims = {NO_CLAIMS for _ in spec.get("resourceClaims", ())}
+    return claims | {NO_IMAGE_VOLUMES for volume in spec.get("volumes", ()) if "image" in volume}
 
 
 def _check_access(role: str, body: Body, doors: Doors) -> None:
