@@ -82,6 +82,13 @@ test-contract: ## against the real engine, the real API server, real processes
 e2e: ## whole jobs on the local cluster; on any other with `make e2e KUBECONFIG=...`
 	@$(SETUP) --then all,frameworks,trained-model e2e-layer
 
+.PHONY: test-kubernetes
+test-kubernetes: export LOCALCLUSTER_KUBERNETES = $(CURDIR)/.build/kubernetes/$(VERSION)
+test-kubernetes: setup ## the tests that need a cluster, and whole jobs, on an older Kubernetes, built from its module: VERSION=1.33; no part of test
+	@tests/localcluster/release.sh '$(VERSION)' $(LOCALCLUSTER_KUBERNETES)
+	@$(CLUSTER_TESTS) --ignore-glob='*/test_localcluster_*'
+	@pytest $(TWO_JOBS) -m 'not slow' tests/e2e/test_demo.py tests/e2e/test_two_pods.py tests/e2e/test_upgrade.py
+
 .PHONY: e2e-kueue
 e2e-kueue: setup ## jobs in a queue of the real Kueue, built from its module, 10 minutes the first time; no part of test
 	@tests/kueue/build.sh .build/kueue
@@ -261,10 +268,12 @@ unit-layer:
 contract-layer:
 	@pytest --numprocesses=3 --dist=loadfile -m 'not cluster and not slow' tests/contract tests/integration # while an engine starts, two cores have room for a third
 
+CLUSTER_TESTS = pytest --numprocesses=2 --dist=loadfile --no-loadscope-reorder -m 'cluster and not slow' tests/integration tests/contract # the longest first
+
 .PHONY: cluster-layer
 cluster-layer: vet-layer
 	@$(GO) test -vet=off ./... # vet-layer has done that
-	@pytest --numprocesses=2 --dist=loadfile --no-loadscope-reorder -m 'cluster and not slow' tests/integration tests/contract # the longest first
+	@$(CLUSTER_TESTS)
 
 TWO_JOBS = $(if $(KUBECONFIG),,--numprocesses=2 --dist=loadfile --no-loadscope-reorder) # each on a cluster of its own: one loads libraries while another computes
 

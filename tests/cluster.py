@@ -2,17 +2,34 @@
 
 from __future__ import annotations
 
+import functools
 import json
+import os
+import re
 import subprocess
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from examples.arithmetic.cluster import COMMAND_DEADLINE_S, POLL_S, CommandFailed, LocalCluster, binary
+from setup.layout import CHECKOUT
 
 __all__ = ["Cluster", "CommandFailed", "NotInTime", "binary"]
 
 Seen = TypeVar("Seen")
+
+
+@functools.cache
+def kubernetes_release() -> tuple[int, ...]:
+    """Return the release of Kubernetes in clusters of tests: what LOCALCLUSTER_KUBERNETES names, or the binary's."""
+    if programs := os.environ.get("LOCALCLUSTER_KUBERNETES"):
+        command = [f"{programs}/kubelet", "--version"]
+        text = subprocess.run(command, capture_output=True, text=True, timeout=COMMAND_DEADLINE_S, check=True).stdout
+    else:
+        text = (CHECKOUT.root / "tests/localcluster/go.mod").read_text()
+    release = re.search(r"^(?:Kubernetes|require k8s.io/kubernetes) v(\d+)\.(\d+)\.(\d+)$", text, re.MULTILINE)
+    assert release is not None, text
+    return tuple(map(int, release.groups()))
 
 
 class NotInTime(AssertionError):

@@ -6,6 +6,7 @@ import signal
 from typing import TYPE_CHECKING
 
 import pytest
+from cluster import kubernetes_release
 from hypothesis import HealthCheck, settings
 
 if TYPE_CHECKING:
@@ -18,6 +19,13 @@ settings.load_profile("unhurried")  # how long an example takes says how busy th
 def pytest_sessionstart(session: pytest.Session) -> None:
     """Tests interrupt programs. Who is started in the background ignores that signal, and so would all it starts."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """`make test-kubernetes` leaves out what its release of Kubernetes doesn't have yet."""
+    for marker in item.iter_markers("since_kubernetes"):
+        if kubernetes_release() < marker.args:
+            pytest.skip(f"Kubernetes {'.'.join(map(str, marker.args))} is the first that has it")
 
 
 @pytest.fixture

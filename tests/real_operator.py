@@ -111,7 +111,7 @@ class AdminApi:
             await asyncio.sleep(0.1)
 
     async def _watch(self, path: str, note: Callable[[str, Body], None]) -> None:
-        url = f"{self.access.server}{path}?watch=true&sendInitialEvents=true&resourceVersionMatch=NotOlderThan"
+        url = f"{self.access.server}{path}?watch=true"  # without a version it begins with all that is there
         async with self.session.get(url, headers=self.access.headers(), timeout=aiohttp.ClientTimeout()) as answer:
             if answer.status != 200 or answer.connection is None:
                 raise NotYet

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from cluster import Cluster
+from cluster import Cluster, kubernetes_release
 from contract.api_server import ApiServer, Kubectl
 
 from colocated_rl_api import names
@@ -19,9 +19,10 @@ CRD_FILE = CHECKOUT.root / "crds/colocatedrljobs.yaml"
 
 @pytest.fixture(scope="session")
 def plain_cluster() -> Iterator[Cluster]:
+    devices = ("--devices=2",) if kubernetes_release() >= (1, 34) else ()
     with (
         tempfile.TemporaryDirectory(prefix="cluster-") as place,  # short, as the cluster's sockets lie in it
-        Cluster.up(Path(place), images=CHECKOUT.images, options=("--devices=2",)) as cluster,
+        Cluster.up(Path(place), images=CHECKOUT.images, options=devices) as cluster,
     ):
         yield cluster
 

@@ -107,12 +107,18 @@ def of_this_server(body: Document) -> Document:
 @pytest.fixture(scope="module", autouse=True)
 def world(kubectl: Kubectl) -> Iterator[None]:
     """Create the objects that an admin has prepared, and the claims of a job."""
-    kubectl("apply", "-f", "-", stdin=yaml.safe_dump_all([*CLUSTER, *GATES]))
+    kubectl("apply", "-f", "-", stdin=yaml.safe_dump_all(CLUSTER))
     for namespace in (NAMESPACE, OPEN_NAMESPACE):
         kubectl.wait_until_pods_may_come(namespace)
     yield
-    for objects in (CLUSTER, GATES):
-        kubectl("delete", "--wait=false", "-f", "-", stdin=yaml.safe_dump_all(objects))
+    kubectl("delete", "--wait=false", "-f", "-", stdin=yaml.safe_dump_all(CLUSTER))
+
+
+@pytest.fixture
+def queue(kubectl: Kubectl) -> Iterator[None]:
+    kubectl("apply", "-f", "-", stdin=yaml.safe_dump_all(GATES))
+    yield
+    kubectl("delete", "--wait=false", "-f", "-", stdin=yaml.safe_dump_all(GATES))
 
 
 def dry_run(api: ApiServer, body: Document) -> str:
@@ -122,7 +128,13 @@ def dry_run(api: ApiServer, body: Document) -> str:
 
 
 @pytest.mark.parametrize("seat", [gpu_seat(0), "reference-0", ROLLOUT_SEAT])
-@pytest.mark.parametrize("file", ["crds/examples/full.yaml", "tests/scenarios/manifests/good/pod-templates.yaml"])
+@pytest.mark.parametrize(
+    "file",
+    [
+        pytest.param("crds/examples/full.yaml", marks=pytest.mark.since_kubernetes(1, 36)),  # its gang
+        "tests/scenarios/manifests/good/pod-templates.yaml",
+    ],
+)
 def test_pods_with_everything_that_a_template_may_say_are_admitted(api: ApiServer, file: str, seat: str) -> None:
     spec = yaml.safe_load((CHECKOUT.root / file).read_text())["spec"]
     assert "" == dry_run(api, rendered("templated", seat, **spec))
@@ -150,7 +162,10 @@ def test_what_an_admin_lets_pods_have_of_their_node_their_namespace_has_to_let_i
     [
         {"huggingFace": {"name": "us/small", "revision": "a" * 40, "secretName": "hub"}},
         {"huggingFace": {"name": "us/small", "revision": "a" * 40, "cacheClaimName": "models"}},
-        {"image": {"reference": "registry.example.com/models/small:1", "pullPolicy": "IfNotPresent"}},
+        pytest.param(
+            {"image": {"reference": "registry.example.com/models/small:1", "pullPolicy": "IfNotPresent"}},
+            marks=pytest.mark.since_kubernetes(1, 35),
+        ),
     ],
     ids=["hub", "hub-with-cache", "image"],
 )
@@ -235,6 +250,7 @@ def test_every_pod_of_the_jobs_for_gpu_nodes_is_accepted(api: ApiServer, example
         assert answer.is_accepted, f"{seat}: {answer.message}"
 
 
+@pytest.mark.since_kubernetes(1, 34)
 def test_devices_of_a_claim_come_to_the_pod_by_the_scheduler(plain_cluster: Cluster, api: ApiServer) -> None:
     """No device plugin is there: an admin has written a ResourceClaimTemplate, for GPUs and for what is beside them."""
     template = {
@@ -297,6 +313,8 @@ def test_a_name_that_will_be_free_is_distinguished_from_one_that_is_taken(api: A
     ]
 
 
+@pytest.mark.since_kubernetes(1, 36)  # policies that mutate
+@pytest.mark.usefixtures("queue")
 def test_pods_in_a_queue_wait_for_admission_and_others_do_not(plain_cluster: Cluster, api: ApiServer) -> None:
     """The gate is what Kueue puts on a pod with that label; nothing of the operator's takes it off."""
     queued = {"gpu": {"metadata": {"labels": {"kueue.x-k8s.io/queue-name": "research"}}}}

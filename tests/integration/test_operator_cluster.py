@@ -26,6 +26,7 @@ from typing import Any
 import aiohttp
 import pytest
 import yaml
+from cluster import kubernetes_release
 from contract.api_server import Helm, Kubectl
 from documents.blocks import under
 from real_world import CANDIDATE, DEADLINE_S, LEASE, LEASE_PATH, SECRETS, RealWorld, open_real_world
@@ -601,6 +602,7 @@ async def in_force(world: RealWorld, is_so: Callable[[Body], bool]) -> None:
                     return
 
 
+@pytest.mark.since_kubernetes(1, 36)  # policies that mutate
 async def test_what_a_policy_puts_into_pods_is_left_there(world: RealWorld) -> None:
     """Labels, annotations, tolerations and containers, of a mesh or a queue: nothing is made again for them."""
     mutation = {"patchType": "JSONPatch", "jsonPatch": {"expression": INJECTED}}
@@ -652,6 +654,25 @@ async def test_a_policy_that_denies_pods_is_quoted_and_the_job_goes_on_without_i
         await world.api.call("PATCH", f"{JOBS}/sums", patch, MERGE)
         await world.until(lambda: world.is_complete)
     assert ("False", 0) == (world.condition("Stalled")["status"], world.status["restarts"])
+
+
+CLAIMED = {"gpus": {"count": 1, "resourceClaimTemplateName": "one"}}
+FROM_IMAGE = {"model": {"image": {"reference": "registry.example.com/small"}}}
+
+
+@pytest.mark.parametrize(
+    ("world", "since", "words"),
+    [(CLAIMED, (1, 34), "no dynamic resource allocation"), (FROM_IMAGE, (1, 35), "no image volumes")],
+    ids=["claims", "image"],
+    indirect=["world"],
+)
+async def test_a_job_runs_or_says_what_its_release_of_kubernetes_does_not_have(
+    world: RealWorld, since: tuple[int, int], words: str
+) -> None:
+    async with world.operator():
+        await world.until(lambda: world.is_complete or world.condition("Stalled").get("status") == "True")
+    assert (kubernetes_release() >= since) == world.is_complete
+    assert world.is_complete or (words in world.condition("Stalled")["message"] and not await world.api.all(PODS))
 
 
 async def test_a_job_comes_back_with_fewer_pods(world: RealWorld, kubectl: AsyncKubectl) -> None:
@@ -845,6 +866,7 @@ async def test_a_pod_leaves_a_node_that_gives_notice_and_no_step_is_trained_twic
 ONE_GPU = {"backoffLimit": 0, "gpus": {"count": 1, "resources": {"limits": {"memory": "8Gi"}}}}
 
 
+@pytest.mark.since_kubernetes(1, 36)
 @pytest.mark.parametrize("world", [ONE_GPU], indirect=True, ids=["backoffLimit 0"])
 async def test_a_pod_whose_device_its_node_reports_as_unhealthy_is_replaced(world: RealWorld) -> None:
     device = {"resourceID": "GPU-1", "health": "Unhealthy", "message": "XID 79"}

@@ -13,6 +13,7 @@ from colocated_rl_operator.clients.cluster import ClusterAccess
 from real_operator import JOBS, NAMESPACE, PODS, Body, cluster_without_nodes
 
 pytestmark = pytest.mark.cluster
+SINCE_1_36 = pytest.mark.since_kubernetes(1, 36)  # the API of gangs as the operator speaks it
 
 GATES = "GenericWorkload=true,GangScheduling=true,TopologyAwareWorkloadScheduling=true"
 VERSION = "scheduling.k8s.io/v1alpha2"
@@ -34,6 +35,7 @@ async def racks(gang_cluster: ClusterAccess, tmp_path: Path) -> AsyncIterator[Ra
         yield racks
 
 
+@SINCE_1_36
 async def test_without_a_gang_one_of_two_pods_holds_devices_while_the_other_waits(racks: Racks) -> None:
     """The case that a gang is for."""
     await racks.place("a", None)
@@ -46,6 +48,7 @@ async def test_without_a_gang_one_of_two_pods_holds_devices_while_the_other_wait
     assert [] == await racks.api.all(GROUPS)
 
 
+@SINCE_1_36
 async def test_a_gang_of_two_with_room_for_one_holds_no_device_and_is_placed_once_there_is_room(racks: Racks) -> None:
     await racks.wait_for_room()
     (group,) = await racks.api.all(GROUPS)
@@ -53,6 +56,7 @@ async def test_a_gang_of_two_with_room_for_one_holds_no_device_and_is_placed_onc
     assert ("ColocatedRLJob", 2) == (owner["kind"], group["spec"]["schedulingPolicy"]["gang"]["minCount"])
 
 
+@SINCE_1_36
 async def test_a_pod_of_a_placed_gang_that_is_made_again_joins_the_others(racks: Racks) -> None:
     await racks.place("a", "b")
     await racks.submit()
@@ -67,6 +71,7 @@ async def test_a_pod_of_a_placed_gang_that_is_made_again_joins_the_others(racks:
     await racks.until(has_come_back, "it is placed again")
 
 
+@SINCE_1_36
 async def test_a_gang_waits_for_a_rack_that_has_room_for_all_of_it(racks: Racks) -> None:
     await racks.place("a", "b")
     await racks.submit(scheduling={"topology": {"required": RACK}})
@@ -83,6 +88,7 @@ async def native(gang_cluster: ClusterAccess, tmp_path: Path) -> AsyncIterator[R
         yield world
 
 
+@SINCE_1_36
 async def test_a_start_with_other_pods_has_another_group_and_the_former_goes(native: RealWorld) -> None:
     native.stay_in_rollout()
     path = f"{JOBS}/sums"
@@ -127,6 +133,7 @@ async def test_a_gang_that_the_cluster_does_not_have_stalls_its_job_with_what_is
         assert [] == await world.api.all(PODS)
 
 
+@SINCE_1_36
 async def test_a_topology_that_the_server_drops_is_no_start_without_it(tmp_path: Path) -> None:
     """An API server whose gate is off takes the PodGroup and forgets its constraints."""
     options = ("--feature-gates=GenericWorkload=true,GangScheduling=true", f"--runtime-config={VERSION}=true")

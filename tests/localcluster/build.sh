@@ -11,14 +11,10 @@ if ! [[ $have =~ ^go1\.([0-9]+) ]] || ((BASH_REMATCH[1] < 26)); then
   exit 1
 fi
 
-# without these, helm and kubectl can't parse the server's version
-kubernetes=$(sed -n 's/^require k8s.io\/kubernetes v//p' go.mod)
-IFS=. read -r major minor _ <<<"$kubernetes"
-version=k8s.io/component-base/version
-flags="-s -w -X $version.gitVersion=v$kubernetes -X $version.gitMajor=$major -X $version.gitMinor=$minor -X $version.gitTreeState=clean"
-
 # shellcheck source=tests/localcluster/go-env.sh
 . ./go-env.sh
+kubernetes=$(sed -n 's/^require k8s.io\/kubernetes v//p' go.mod)
+flags=$(linker_flags "$kubernetes")
 echo "build.sh: $have builds Kubernetes $kubernetes: about 5 minutes on 2 cores the first time (and 5 GB of disk), 30 s with a warm cache"
 SECONDS=0
 "$GO" mod download

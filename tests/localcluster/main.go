@@ -18,8 +18,9 @@ import (
 )
 
 const (
-	dirVariable = "LOCALCLUSTER_DIR"
-	defaultDir  = ".build/localcluster"
+	dirVariable        = "LOCALCLUSTER_DIR"
+	defaultDir         = ".build/localcluster"
+	kubernetesVariable = "LOCALCLUSTER_KUBERNETES"
 )
 
 // tools are the clients that can be pointed to a cluster.
@@ -86,6 +87,7 @@ func upCommand(dir *string) *cobra.Command {
 	f.IntVar(&o.Nodes, "nodes", 1, "number of nodes, each a kubelet with its runtime")
 	f.StringVar(&o.Containerd, "containerd", "", "directory of containerd's programs: nodes run it in place of the runtime of our own")
 	f.BoolVar(&o.Services, "services", false, "Service addresses and names, by kube-proxy and CoreDNS; with --containerd")
+	f.StringVar(&o.Kubernetes, "kubernetes", os.Getenv(kubernetesVariable), "directory of another release's programs; also "+kubernetesVariable)
 	f.StringSliceVar(&resources, "extended-resource", nil, "NAME=NUMBER simulated on each node, as nvidia.com/gpu=8")
 	f.IntVar(&o.Devices, "devices", 0, "number of fake DRA devices on each node")
 	f.StringVar(&o.Driver, "driver", "gpu.example.com", "name of their DRA driver and DeviceClass")

@@ -37,7 +37,7 @@ func bringUp(ctx context.Context, o Options, nodes []layout.Node, p *processes) 
 		return err
 	}
 	p.asked <- &component{name: "etcd", args: []string{"etcd", dir.Path("etcd"), etcdClientURL, etcdPeerURL}}
-	p.asked <- &component{name: "kube-apiserver", args: append([]string{"kube-apiserver"}, apiServerFlags(o)...)}
+	p.asked <- o.kubernetes("kube-apiserver", apiServerFlags(o))
 	client, err := pki.Client(dir, pki.Admin)
 	if err != nil {
 		return err
@@ -52,8 +52,8 @@ func bringUp(ctx context.Context, o Options, nodes []layout.Node, p *processes) 
 	if err := forgetNodes(ctx, client, nodes); err != nil {
 		return err
 	}
-	p.asked <- &component{name: "kube-controller-manager", args: append([]string{"kube-controller-manager"}, controllerManagerFlags(o)...)}
-	p.asked <- &component{name: "kube-scheduler", args: append([]string{"kube-scheduler"}, schedulerFlags(o)...)}
+	p.asked <- o.kubernetes("kube-controller-manager", controllerManagerFlags(o))
+	p.asked <- o.kubernetes("kube-scheduler", schedulerFlags(o))
 	p.asked <- &component{name: "provisioner", args: []string{"provisioner", "--dir=" + string(dir)}}
 	for _, n := range nodes {
 		if err := startNode(ctx, o, n, p); err != nil {
@@ -152,7 +152,9 @@ func startNode(ctx context.Context, o Options, n layout.Node, p *processes) erro
 	if err := os.WriteFile(n.Path("kubelet.yaml"), []byte(kubeletConfig(n, o.Containerd != "")), 0o600); err != nil {
 		return err
 	}
-	p.asked <- &component{name: n.ComponentName("kubelet"), node: ns, args: append([]string{"kubelet"}, kubeletFlags(n)...)}
+	kubelet := o.kubernetes("kubelet", kubeletFlags(n))
+	kubelet.name, kubelet.node = n.ComponentName("kubelet"), ns
+	p.asked <- kubelet
 	return nil
 }
 

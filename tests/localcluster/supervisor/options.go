@@ -22,6 +22,7 @@ type Options struct {
 	Nodes      int
 	Containerd string // directory of containerd's programs, "": nodes run the runtime of our own
 	Services   bool   // kube-proxy and CoreDNS
+	Kubernetes string // directory of another release's programs, "": those of this binary
 	// ExtendedResources of each node by name, simulated: nothing but the number is there.
 	ExtendedResources map[string]string
 	Devices           int    // fake devices of a DRA driver, on each node
@@ -79,6 +80,9 @@ func (o *Options) Complete() error {
 	if err := o.checkContainerd(); err != nil {
 		return err
 	}
+	if err := o.checkKubernetes(); err != nil {
+		return err
+	}
 	return o.Dir.CheckLength(o.Driver)
 }
 
@@ -93,6 +97,7 @@ func (o *Options) differences(running Options) (out []string) {
 	add("--nodes", running.Nodes, o.Nodes)
 	add("--containerd", running.Containerd, o.Containerd)
 	add("--services", running.Services, o.Services)
+	add("--kubernetes", running.Kubernetes, o.Kubernetes)
 	add("--devices", running.Devices, o.Devices)
 	add("--driver", running.Driver, o.Driver)
 	add("--feature-gates", running.FeatureGates, o.FeatureGates)

@@ -35,6 +35,7 @@ func TestOptionsThatCanNotWorkAreRefused(t *testing.T) {
 		"a colon":            func(o *Options) { o.Dir = "/srv/a:b" },
 		"no containerd":      func(o *Options) { o.Containerd = "/no/such/directory" },
 		"only Services":      func(o *Options) { o.Services = true },
+		"no such release":    func(o *Options) { o.Kubernetes = "/no/such/directory" },
 	} {
 		bad := good
 		change(&bad)
@@ -59,8 +60,9 @@ func TestRunningClusterIsComparedWithTheOneAskedFor(t *testing.T) {
 	if d := same.differences(running); len(d) > 0 {
 		t.Errorf("found %q", d)
 	}
-	other := Options{Dir: "/c", Nodes: 2, Port: 1, FeatureGates: "A=true", RuntimeConfig: "a/v1=true", Containerd: "/opt/containerd", Services: true, ExtendedResources: map[string]string{"nvidia.com/gpu": "8"}}
-	if d := other.differences(running); len(d) != 7 {
+	other := Options{Dir: "/c", Nodes: 2, Port: 1, FeatureGates: "A=true", RuntimeConfig: "a/v1=true", Containerd: "/opt/containerd", Services: true,
+		Kubernetes: "/opt/kubernetes", ExtendedResources: map[string]string{"nvidia.com/gpu": "8"}}
+	if d := other.differences(running); len(d) != 8 {
 		t.Errorf("found %q", d)
 	}
 }

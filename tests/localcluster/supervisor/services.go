@@ -53,7 +53,7 @@ func services(o Options, nodes []layout.Node) ([]*component, error) {
 		}
 	}
 	return []*component{
-		{name: "kube-proxy", args: []string{"kube-proxy", "--config=" + proxy}},
+		o.kubernetes("kube-proxy", []string{"--config=" + proxy}),
 		{name: "coredns", program: filepath.Join(o.Containerd, "coredns"), args: []string{"-conf=" + dns}},
 	}, nil
 }
