@@ -10,11 +10,12 @@ import asyncio
 import functools
 import hashlib
 import os
+import random
 import signal
 import socket
 import sys
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -54,6 +55,7 @@ DEADLINE_S = 60.0
 PATIENT_S = 300  # deadline of what happens, however slow the machine: a test that waits for one sets its own
 DEADLINES = ("settleSeconds", "engineCallSeconds", "engineStartSeconds", "trainerProgressSeconds")
 TRIES = 100
+PORTS = range(20_000, 30_000)  # below those that the kernel gives to whoever connects: of these, few are free in a row
 TESTS = Path(fakes.__path__[0]).parent
 ENGINE = """
 import sys
@@ -93,25 +95,22 @@ def make_job(**changes: Any) -> JobFile:
 def kept_port(port: int = 0) -> socket.socket:
     """A port, or this one, that nobody else is given until it is closed. Who reuses addresses may listen on it."""
     kept = socket.socket()
-    kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         kept.bind(("127.0.0.1", port))
     except OSError:
         kept.close()
         raise
+    kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # from now on: two that bind so may get the same port
     return kept
 
 
 def kept_ports(count: int) -> list[socket.socket]:
     """Likewise so many, one after the other."""
     for _ in range(TRIES):
-        kept = [kept_port()]
-        try:
-            kept.extend(map(kept_port, range(number(kept[0]) + 1, number(kept[0]) + count)))
-        except OSError:
-            for each in kept:
-                each.close()
-        else:
+        first = random.choice(PORTS)
+        with ExitStack() as stack, suppress(OSError):
+            kept = [stack.enter_context(kept_port(port)) for port in range(first, first + count)]
+            stack.pop_all()
             return kept
     raise AssertionError(f"no {count} ports in a row after {TRIES} tries")
 
