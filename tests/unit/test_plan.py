@@ -739,7 +739,8 @@ def test_a_trainer_that_dies_before_it_has_left_the_model_starts_again() -> None
 def test_what_is_not_durable_in_time_after_the_last_step_is_named(seen: Observation, what: str) -> None:
     patience = patience_s(TIME_SLICED, Rung.SERVING, seen.job.spec.switch)
     assert not plan(later(seen, patience - 1)).raises
-    assert f"the last {what} is not durable in time" in plan(later(seen, patience)).message
+    for late_s in (0, 1):
+        assert f"the last {what} is not durable in time" in plan(later(seen, patience + late_s)).message
 
 
 def test_a_trainer_that_dies_before_the_last_checkpoint_starts_again() -> None:
@@ -1109,15 +1110,19 @@ def test_a_pod_that_does_not_end_is_forgotten_after_its_grace_and_replaced_befor
         (0, PodPhase.FAILED, True),
         (60 + FORCE_AFTER_S - 1, PodPhase.RUNNING, False),
         (60 + FORCE_AFTER_S, PodPhase.RUNNING, True),
+        (60 + FORCE_AFTER_S + 1, PodPhase.RUNNING, True),
     ],
 )
 def test_a_seat_in_a_queues_group_waits_for_the_pod_that_ends(after_s: float, phase: PodPhase, is_filled: bool) -> None:
-    """The queue counts a pod until it has failed, and deletes the newest of those that are too many."""
+    """The queue counts a pod until it has failed, and deletes the newest of those that are too many.
+
+    The operator looked again without a pause once the wait was over, until it could make the next attempt.
+    """
     job = replace(make_job(), queue_labels={"kueue.x-k8s.io/queue-name": "research"})
     seen = without(climbing(Rung.SERVING, Rung.SERVING, job=job), 1, ends_at=160.0, phase=phase)
-    decided = plan(later(seen, after_s))
-    assert is_filled == (CreatePod("gpu-1", 1) in decided.pods)
-    assert decided.wake_at is not None
+    actions, wake_at = muster(later(seen, after_s))
+    assert is_filled == (CreatePod("gpu-1", 1) in actions)
+    assert (160 + FORCE_AFTER_S if after_s < 60 + FORCE_AFTER_S else None) == wake_at
 
 
 def test_pods_that_a_queue_holds_back_are_waited_for_as_long_as_it_takes() -> None:

@@ -195,6 +195,13 @@ def recorded(seen: Observation, decided: Plan) -> Observation:
     return remember(replace(seen, climb=decided.climb))
 
 
+@pytest.mark.parametrize("seat", ["trainer-0", "engine-0"])
+def test_pods_of_either_side_avoid_the_nodes_that_the_job_avoids(seat: str) -> None:
+    climb = replace(make_climb(1, cause=Cause.NEXT_STEP), tally=FailureTally(avoids=("node-2",)))
+    seen = changed(climbing([Rung.SERVING] * 2, [Rung.SERVING] * 2, climb=climb), seat, phase=PodPhase.FAILED)
+    assert CreatePod(seat, 1, avoids=("node-2",)) in plan(seen).pods
+
+
 @pytest.mark.parametrize(("cause", "signs"), PODS, ids=lambda value: value if isinstance(value, str) else "")
 @pytest.mark.parametrize(("action", "avoids"), [("RestartPod", ()), ("ReplacePodElsewhere", ("node-3",))])
 def test_no_rule_for_lost_pods_starts_the_trainers_again_for_one_of_engines_alone(

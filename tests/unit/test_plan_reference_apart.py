@@ -328,7 +328,9 @@ def test_references_get_new_keys_with_new_pods_one_after_the_other() -> None:
 
     def replaced(*references: Member, outdated: frozenset[str] = both) -> list[str]:
         seen = replace(seen_with(*references), outdated=outdated)
-        return [each.name for each in plan(seen).pods if isinstance(each, DeletePod)]
+        deletions = [each for each in plan(seen).pods if isinstance(each, DeletePod)]
+        assert not any(each.is_fault for each in deletions)
+        return [each.name for each in deletions]
 
     assert ["sums-reference-0-0"] == replaced(*READY)
     assert ["sums-reference-1-0"] == replaced(*READY, outdated=both - {"sums-reference-0-0"})

@@ -134,8 +134,10 @@ def _is_held(seat: str, pods: list[Member], seen: Observation, wake: list[float]
     if not ending or not seen.job.queue:
         return False
     until = max(ends_at for _, ends_at in ending) + FORCE_AFTER_S
+    if seen.now >= until or all(pod.phase is PodPhase.FAILED for pod, _ in ending):
+        return False
     wake.append(until)
-    return seen.now < until and any(pod.phase is not PodPhase.FAILED for pod, _ in ending)
+    return True
 
 
 def _may_run(pod: Member) -> bool:
@@ -152,7 +154,7 @@ def _fill(seat: str, pods: list[Member], seen: Observation, actions: list[PodAct
         actions.append(CreatePod(seat, attempt=0, avoids=avoids))
         return
     delay_s = min(2.0 ** min(last, MAX_DOUBLINGS), MAX_DELAY_S)
-    due = max((pod.created_at for pod in pods), default=seen.now - MAX_DELAY_S) + delay_s
+    due = max(pod.created_at for pod in pods) + delay_s if pods else seen.now
     if seen.now >= due:
         actions.append(CreatePod(seat, attempt=last + 1, avoids=avoids))
     else:
