@@ -81,6 +81,28 @@ def test_a_mutant_survives_if_no_test_notices_it(tmp_path: Path) -> None:
     assert dict.fromkeys(killed, False) | dict.fromkeys(survive, True) == found
 
 
+SLOW_TEST = """
+
+def test_what_ends_now_is_late():
+    began = process_time()
+    while process_time() < began + 0.4:
+        pass
+    assert is_late(1, 1)
+"""
+
+
+def test_an_accepted_mutant_is_tried_by_quick_tests_alone(tmp_path: Path) -> None:
+    mutants = [
+        mutant("now >= ends", "now > ends"),  # the slow test would notice it
+        mutant("LIMIT = 3", "LIMIT = 4"),  # a new process would
+        mutant("now >= ends", "now <= ends"),
+    ]
+    checkout = repository(tmp_path, f"from time import process_time\n{TESTS}{SLOW_TEST}")
+    tried = trials(checkout, mutants, ["test_*.py"], at_once=1, accepted=frozenset({0, 1, 2}))
+    assert [True, True, False] == [survives for _, survives in tried]
+    assert [(mutants[0], False)] == [*trials(checkout, mutants[:1], ["test_*.py"], at_once=1)]
+
+
 def test_no_mutant_is_tried_with_tests_that_fail_without_one(tmp_path: Path) -> None:
     checkout = repository(tmp_path, TESTS + "    assert LIMIT == 4\n")
     with pytest.raises(SystemExit, match=r"fail without a mutant[\s\S]*assert LIMIT == 4"):

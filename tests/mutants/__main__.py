@@ -2,24 +2,26 @@
 
 The tests that are named here for a file run with each mutant, those first that are quick and ran the changed statement.
 A survivor that can't be told from the original is in `accepted.toml` with its reason; any other one fails the run, as
-does an accepted one that is killed by now or can't be made any more.
+does an accepted one that a quick test notices by now, or that can't be made any more.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import subprocess
 import sys
 import time
 import tomllib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 from mutants.changed import lines_since
 from mutants.making import mutants_of
 from mutants.trials import trials
+from mutants.work import Mutant
 from setup.layout import CHECKOUT
 
 ACCEPTED = Path(__file__).with_name("accepted.toml")
@@ -31,11 +33,15 @@ _PLANNER = "operator/colocated_rl_operator/planner"
 _AGENT = "workloads/agent/colocated_rl_agent"
 _ROLLOUT = "workloads/rollout/colocated_rl_rollout"
 TARGETS: dict[str, tuple[str, ...]] = {  # file of the core -> the tests that must notice
+    "operator/colocated_rl_api/holders.py": ("unit/test_holders.py",),
     "operator/colocated_rl_api/ladder.py": _OF_PLAN,
     f"{_PLANNER}/failure_policy.py": _OF_PLAN,
     f"{_PLANNER}/plan.py": _OF_PLAN,
+    f"{_PLANNER}/resizing.py": _OF_PLAN,
     f"{_PLANNER}/roster.py": _OF_PLAN,
+    f"{_PLANNER}/size.py": _OF_PLAN,
     f"{_PLANNER}/targets.py": _OF_PLAN,
+    f"{_AGENT}/lanes/update_check.py": ("unit/test_agent_update_check.py",),
     f"{_AGENT}/planner/engines.py": _OF_AGENT,
     f"{_AGENT}/planner/next_actions.py": _OF_AGENT,
     f"{_ROLLOUT}/rules/filters.py": ("unit/test_rollout_filters.py",),
@@ -52,6 +58,10 @@ class Survivor(NamedTuple):
     file: str
     was: str
     now: str
+
+    @classmethod
+    def of(cls, mutant: Mutant) -> Self:
+        return cls(mutant.file, mutant.was, mutant.now)
 
     def __str__(self) -> str:
         return f"{self.file}\n  - {self.was}\n  + {self.now}"
@@ -77,7 +87,7 @@ def main(words: Sequence[str]) -> int:
     found: set[Survivor] = set()
     for tests in dict.fromkeys(TARGETS[file] for file in files):
         together = [file for file in files if TARGETS[file] == tests]
-        for survivor in run(together, tests, options.since, options.at_once, until):
+        for survivor in run(together, tests, accepted, options.since, options.at_once, until):
             found.add(survivor)
             if survivor not in accepted:
                 print(f"survived: {survivor}", flush=True)
@@ -88,13 +98,18 @@ def main(words: Sequence[str]) -> int:
 
 
 def run(
-    files: Sequence[str], tests: Sequence[str], since: str | None, at_once: int, until: float | None
+    files: Sequence[str],
+    tests: Sequence[str],
+    accepted: Set[Survivor],
+    since: str | None,
+    at_once: int,
+    until: float | None,
 ) -> Iterator[Survivor]:
     """Yield the mutants of some files that their tests let pass. Raises SystemExit where they fail without a mutant.
 
-    until: on the monotonic clock; what is not tried by then is counted and left.
+    accepted: expected to survive. until: on the monotonic clock; what is not tried by then is counted and left.
     """
-    began = time.monotonic()
+    began, cpu_began = time.monotonic(), processor_s()
     with TemporaryDirectory() as place:
         checkout = Path(place) / "checkout"
         changed = {file: None if since is None else lines_since(since, file, root=CHECKOUT.root) for file in files}
@@ -105,13 +120,24 @@ def run(
         if not mutants:
             return
         print(f"{', '.join(files)}: {len(mutants)} mutants", flush=True)
+        expected = frozenset(number for number, mutant in enumerate(mutants) if Survivor.of(mutant) in accepted)
         tried = survived = 0
-        for mutant, survives in trials(checkout, mutants, tests, at_once=at_once, until=until):
+        for mutant, survives in trials(checkout, mutants, tests, at_once=at_once, until=until, accepted=expected):
             tried, survived = tried + 1, survived + survives
             if survives:
-                yield Survivor(mutant.file, mutant.was, mutant.now)
-        took_s = time.monotonic() - began
-        print(f"{tried} tried, {survived} survived, {len(mutants) - tried} not tried, {took_s:.0f} s", flush=True)
+                yield Survivor.of(mutant)
+        took_s, cpu_s = time.monotonic() - began, processor_s() - cpu_began
+        print(
+            f"{tried} tried, {survived} survived, {len(mutants) - tried} not tried, "
+            f"{took_s:.0f} s, {cpu_s:.0f} s of processor time",
+            flush=True,
+        )
+
+
+def processor_s() -> float:
+    """Return the processor time of this process and of all that it has waited for."""
+    used = os.times()
+    return used.user + used.system + used.children_user + used.children_system
 
 
 def copy_checkout(into: Path) -> None:

@@ -25,16 +25,17 @@ def trials(
     *,
     at_once: int,
     until: float | None = None,
+    accepted: frozenset[int] = frozenset(),
     spare_s: int = 5,
 ) -> Iterator[tuple[Mutant, bool]]:
     """Yield each mutant that was tried, and whether it survived. Raises SystemExit if the tests fail without a mutant.
 
     checkout: a copy of the repository, in a directory of its own. tests: patterns of files. until: on the monotonic
-    clock; later no mutant is begun. spare_s: see Work.
+    clock; later no mutant is begun. accepted, spare_s: see Work.
     """
     read, write = os.pipe()
     file, log = checkout.with_name("work"), checkout.with_name("log")
-    file.write_bytes(pickle.dumps(Work(checkout, mutants, at_once, until, spare_s, results=write)))
+    file.write_bytes(pickle.dumps(Work(checkout, mutants, at_once, until, accepted, spare_s, results=write)))
     paths = sorted({path for pattern in tests for path in (checkout / "tests").glob(pattern)})
     # the copy's packages, not those that are installed
     path = os.pathsep.join([*(str(checkout / part) for part in PARTS), str(CHECKOUT.root / "tests")])

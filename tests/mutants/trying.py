@@ -3,7 +3,8 @@
 At first the tests run without a mutant, and which statements each of them ran is recorded. In a fork the functions of
 the mutant's file get its code, and the tests that ran the changed statement run, up to the first that fails. What ran
 while the tests were imported (a constant, a decorator, a table) can't be changed afterwards: if no test fails in the
-fork of such a mutant, all tests run in a new process, which imports it.
+fork of such a mutant, all tests run in a new process, which imports it. A mutant that is accepted would run every test:
+it is tried in a fork alone, by the quick ones.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import ast
 import builtins
 import gc
+import math
 import os
 import pickle
 import resource
@@ -35,6 +37,7 @@ from mutants.work import FILE, Mutant, Work
 MEMORY_BYTES = 4 << 30  # of one mutant
 BROKEN = 70  # exit code: this plugin has failed, not a test
 START_S = 20  # of processor time, for a new process to import everything
+QUICK_S = 0.25  # of processor time, for one test
 STUCK_S = 3600.0  # of the clock, on a machine that is busy: past it, a mutant waits for ever
 
 ERRORS = os.fdopen(os.dup(2), "w")  # of this plugin: pytest is about to take the former one for those of tests
@@ -119,7 +122,8 @@ class Trying:
         if session.testsfailed:
             return True
         gc.unfreeze()
-        functions = (each for each in gc.get_objects() if isinstance(each, FunctionType))
+        # not isinstance, which asks an object for its class: some of torch answer with a warning
+        functions = (each for each in gc.get_objects() if type(each) is FunctionType)
         self._functions = [each for each in functions if each.__code__.co_filename in self._files]
         gc.freeze()
         measured = in_fork(lambda: self._measure(session))
@@ -160,7 +164,7 @@ class Trying:
                 read, write = os.pipe()
                 if not (process := os.fork()):
                     with must_exit():
-                        self._try_here(session, self._work.mutants[number], write)
+                        self._try_here(session, number, write)
                 os.close(write)
                 running[process] = number, read
             if not running:
@@ -176,11 +180,17 @@ class Trying:
     def _is_late(self) -> bool:
         return self._work.until is not None and time.monotonic() > self._work.until
 
-    def _try_here(self, session: pytest.Session, mutant: Mutant, noticed: int) -> NoReturn:
+    def _try_here(self, session: pytest.Session, number: int, noticed: int) -> NoReturn:
         """Run the tests with a mutant, and end this process: with 0 if all pass."""
+        mutant, is_accepted = self._work.mutants[number], number in self._work.accepted
         file = self._path(mutant)
         is_installed = self._install(file, mutant.text)
-        tests = [at for at, test in enumerate(self._measured) if is_installed and (file, mutant.first) in test.lines]
+        most_s = QUICK_S if is_accepted else math.inf
+        tests = [
+            at
+            for at, test in enumerate(self._measured)
+            if is_installed and (file, mutant.first) in test.lines and test.seconds <= most_s
+        ]
         tests.sort(key=lambda at: self._measured[at].seconds / (1 + self._kills[at]))
         self._limit([self._measured[at] for at in tests], 0)
         for at, following in zip_longest(tests, tests[1:]):
@@ -189,7 +199,7 @@ class Trying:
                 os.write(noticed, str(at).encode())
                 os._exit(1)
         statement = {(file, line) for line in range(mutant.first, mutant.last + 1)}
-        if not is_installed or statement & self._ran_at_import:
+        if not is_accepted and (not is_installed or statement & self._ran_at_import):
             self._limit(self._measured, START_S)
             self._try_in_new_process(session, mutant)
         os._exit(0)

@@ -24,7 +24,8 @@ class Mutant(NamedTuple):
 class Work:
     """Work names what to try.
 
-    until: on the monotonic clock; later no mutant is begun. spare_s: of processor time, besides three times what the
+    until: on the monotonic clock; later no mutant is begun. accepted: numbers of mutants that are expected to survive:
+    quick tests alone try them. spare_s: of processor time, besides three times what the
     tests need: past it, a mutant loops for ever. results: a file descriptor for the number of each mutant that was
     tried and 1 if it survived, a line each.
     """
@@ -33,5 +34,6 @@ class Work:
     mutants: list[Mutant]
     at_once: int
     until: float | None
+    accepted: frozenset[int]
     spare_s: int
     results: int
