@@ -12,6 +12,7 @@ import torch
 
 from colocated_rl_trainer.grpo.loss import (
     LengthMismatch,
+    _Entropy,
     group_advantage,
     importance_mask,
     importance_ratio,
@@ -71,7 +72,7 @@ def test_loss_and_slope_of_one_token(
     assert clipped == result.clipped_tokens
 
 
-@pytest.mark.parametrize("log_ratio", [4.0, 200.0])
+@pytest.mark.parametrize("log_ratio", [4.0, 19.9, 20.1, 200.0])
 def test_dual_clip_bounds_the_loss_of_a_bad_token_that_has_become_likely(log_ratio: float) -> None:
     """One such token at ratio e^4 had gradient 54.6, and one at e^200 made the whole gradient infinite."""
     slopes = []
@@ -89,7 +90,30 @@ def test_dual_clip_bounds_the_loss_of_a_bad_token_that_has_become_likely(log_rat
         if advantage > 0:
             assert [pytest.approx(-2.56), 1] == [result.total.item(), int(result.clipped_tokens)]
 
-    assert [0.0, pytest.approx(2 * math.exp(4)) if log_ratio < 20 else 0.0, 0.0] == slopes
+    assert [0.0, pytest.approx(2 * math.exp(log_ratio)) if log_ratio < 20 else 0.0, 0.0] == slopes
+
+
+@pytest.mark.parametrize(
+    ("ratio", "advantage", "loss", "clipped"),
+    [(1.1, 0.5, -0.55, 0), (1.1, -0.5, 0.55, 0), (2.9, -0.5, 1.45, 0), (3.1, -0.5, 1.5, 1), (5.0, 0.0, 0.0, 0)],
+)
+def test_dual_clip_leaves_all_other_tokens_as_they_are(
+    ratio: float, advantage: float, loss: float, clipped: int
+) -> None:
+    result = policy_loss(
+        logs(0.1 * ratio), logs(0.1), torch.tensor([advantage]), torch.ones(1),
+        clip_low=LOW, clip_high=HIGH, dual_clip=3.0,
+    )  # fmt: skip
+    assert [pytest.approx(loss), clipped] == [result.total.item(), int(result.clipped_tokens)]
+
+
+def test_gspo_has_one_ratio_for_a_sample_the_geometric_mean() -> None:
+    sample = torch.tensor([4, 9, 4])
+    result = policy_loss(
+        logs(0.33, 0.5, 0.36), logs(0.3, 0.5, 0.3), torch.tensor([1.0, 0.0, 1.0]), torch.ones(3), sample=sample,
+        clip_low=LOW, clip_high=HIGH, loss="GSPO",
+    )  # fmt: skip
+    assert [pytest.approx(-2 * math.sqrt(1.1 * 1.2)), 0] == [result.total.item(), int(result.clipped_tokens)]
 
 
 @pytest.mark.parametrize(("ratio", "weight", "clipped"), [(1.0, 1.0, 0), (1.2, 1.2, 0), (1.5, 1.28, 1), (0.5, 0.8, 1)])
@@ -127,6 +151,11 @@ def test_importance_mask_is_that_of_plain_numpy(level: MaskLevel) -> None:
 
     assert {True, False} == set(expected)
     assert expected == mask.tolist()
+
+
+def test_bounds_of_the_importance_mask_are_within() -> None:
+    for low, high, expected in ((1.0, 2.0, True), (0.5, 1.0, True), (1.1, 2.0, False), (0.5, 0.9, False)):
+        assert [expected] == importance_mask(logs(0.3), logs(0.3), level="Token", low=low, high=high).tolist()
 
 
 def test_ratio_of_a_whole_sample_is_truncated_as_one() -> None:
@@ -169,6 +198,12 @@ def test_entropy_has_the_gradient_of_its_definition() -> None:
     (slope,) = torch.autograd.grad((entropy * weight).sum(), logits)
 
     torch.testing.assert_close(slope, expected)
+
+
+def test_entropy_has_its_own_gradient_whatever_the_numbers_were_computed_by() -> None:
+    """`log_softmax` takes out what is the same for all of a row: behind it a wrong one may look right."""
+    logp = torch.randn(3, 4, generator=torch.Generator().manual_seed(5), dtype=torch.float64).requires_grad_()
+    assert torch.autograd.gradcheck(_Entropy.apply, (logp,))
 
 
 def test_loss_is_a_sum_over_tokens() -> None:
@@ -238,12 +273,13 @@ def test_advantage_is_in_spreads_of_the_group() -> None:
     torch.testing.assert_close(as_it_is, torch.tensor([0.75, -0.25, -0.25, 0.0, 0.0]))
 
 
-def test_advantage_can_leave_the_sample_itself_out_of_the_mean() -> None:
+@pytest.mark.parametrize("rewards", [np.array([1.0, 0.0, 0.5, 2.0]), np.array([1.0, 0.0])])
+def test_advantage_can_leave_the_sample_itself_out_of_the_mean(rewards: Floats) -> None:
     """RLOO: each reward minus the mean of the others."""
-    rewards = np.array([1.0, 0.0, 0.5, 2.0])
-    mean, std, count = (torch.full((4,), value) for value in (rewards.mean(), rewards.std(), 4.0))
+    size = len(rewards)
+    mean, std, count = (torch.full((size,), value) for value in (rewards.mean(), rewards.std(), float(size)))
 
-    others = [(rewards.sum() - reward) / 3 for reward in rewards]
+    others = [(rewards.sum() - reward) / (size - 1) for reward in rewards]
     advantage = group_advantage(torch.tensor(rewards), mean, std, count, kind="LeaveOneOut")
     assert (rewards - others).tolist() == pytest.approx(advantage.tolist())
 

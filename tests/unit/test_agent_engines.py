@@ -28,7 +28,7 @@ from fakes.pod import make_job
 
 V0, V1 = (WeightVersion(step, 1) for step in range(2))
 NOW = 100.0
-RULES = Rules(TIME_SLICED, settle_s=30.0, checkpoint_every=2)
+RULES = Rules(TIME_SLICED, settle_s=30.0, checkpoint_every=2, probes=False)
 
 
 def ready(version: WeightVersion = V0) -> EngineView:

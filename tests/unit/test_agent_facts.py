@@ -97,6 +97,8 @@ def make_pod(
 RELEASED = drained_engine().was_released()
 WEIGHTS_BACK = RELEASED.was_resumed((WEIGHTS,))
 UPDATED = WEIGHTS_BACK.was_updated(V1)
+HALF_BACK = replace(WEIGHTS_BACK, version=V0)
+NOT_RELEASED_TWICE = "it is neither whole nor released, and nothing is released twice behind one closed gate"
 DOWN = make_pod(engine=RELEASED)
 
 
@@ -125,6 +127,9 @@ def onloaded(version: WeightVersion) -> RankView:
         (make_pod(engine=make_engine().was_paused()), (V1, Rung.DRAINED), do.Flush()),
         (make_pod(engine=drained_engine()), (V1, Rung.DRAINED), do.Wait()),
         (make_pod(engine=drained_engine()), (V1, Rung.RELEASED), do.Release()),
+        (make_pod(engine=HALF_BACK), (V1, Rung.RELEASED), do.KillEngine(NOT_RELEASED_TWICE)),
+        (make_pod(engine=replace(HALF_BACK, released=False)), (V1, Rung.RELEASED), do.KillEngine(NOT_RELEASED_TWICE)),
+        (make_pod(engine=RELEASED.was_resumed(TAGS)), (V1, Rung.RELEASED), do.KillEngine(NOT_RELEASED_TWICE)),
         (DOWN, (V1, Rung.RELEASED), do.Wait()),
         # training
         (NEW_POD, (V0, Rung.TRAINED), do.StartTrainers(1)),
@@ -270,6 +275,14 @@ def test_last_step_is_saved_though_no_checkpoint_is_due() -> None:
     target = make_target(V1, Rung.SERVING)
     assert do.Wait() == next_action(pod, target, RULES)
     assert do.Save(1) == next_action(pod, target.model_copy(update={"is_last": True}), RULES)
+
+
+def test_a_step_that_the_operator_asks_to_save_is_saved_unless_it_is_the_model_that_the_job_began_with() -> None:
+    for version, expected in ((V1, do.Save(1)), (WeightVersion(0, 1), do.Wait())):
+        pod = make_pod(gate_open=True, engine=make_engine(version), rank=replace(make_rank(version), saved=None))
+        target = make_target(version, Rung.SERVING)
+        assert do.Wait() == next_action(pod, target, RULES)
+        assert expected == next_action(pod, target.model_copy(update={"saves": True}), RULES)
 
 
 def test_rank_0_leaves_the_model_once_the_last_step_is_saved() -> None:

@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from colocated_rl_agent.files.exports import TensorDigest, read_tensor_file
-from colocated_rl_agent.files.tensor_parts import sample_parts
+from colocated_rl_agent.files.tensor_parts import PartSample, sample_parts
 from colocated_rl_agent.lanes.update_check import Checksums, UpdateDoubted, require_changes
 
 Values = dict[str, int]  # of each exported tensor
@@ -95,12 +95,14 @@ def test_one_parameter_that_an_update_left_as_released_memory_had_it_is_found(
         judge(old, new, right | {left: garbage[left]}, garbage)
 
 
-@given(old=versions, data=st.data())
-def test_a_parameter_that_changed_though_its_tensors_did_not_is_found(old: Values, data: st.DataObject) -> None:
+@given(old=versions, others=st.sampled_from([("of", "others"), ("", "")]), data=st.data())
+def test_a_parameter_that_changed_though_its_tensors_did_not_is_found(
+    old: Values, others: tuple[str, str], data: st.DataObject
+) -> None:
     held = loaded(old)
     touched = data.draw(st.sampled_from(sorted(held.keys() - {"model.k_scale"})))
     with pytest.raises(UpdateDoubted, match=f"first {touched}:"):
-        judge(old, old, held | {touched: ("of", "others")})
+        judge(old, old, held | {touched: others})
 
 
 @pytest.mark.parametrize(
@@ -119,6 +121,15 @@ def test_a_change_may_vanish_where_the_engine_has_fewer_bits(export: str, engine
     else:
         assert 1 == require_changes(old, old, held, held, before=None, dtype=engine)
         assert 0 == require_changes(old, new, held, held, before=None, dtype=engine), "a change is not judged"
+
+
+def test_a_parameter_is_judged_beside_one_whose_change_may_vanish() -> None:
+    old, new = (
+        {"a": TensorDigest("F32", version), "b": TensorDigest("BF16", version)} for version in ("before", "after")
+    )
+    held = {"a": ("same",), "b": ("same",)}
+    with pytest.raises(UpdateDoubted, match=r"1 of 1 .* first b:"):
+        require_changes(old, new, held, held, before=None, dtype="bfloat16")
 
 
 # ----------------------------------------------------------------------------------- an engine of ranks with real bytes
@@ -217,6 +228,17 @@ def test_one_rank_that_keeps_its_part_of_the_version_before_is_found(
     )
     with pytest.raises(UpdateDoubted, match=f"1 of 3 .* first {parameter}:"):
         require_changes(*exports, held, found, before=None, dtype="bfloat16")
+
+
+@pytest.mark.parametrize(("before", "after"), [(0, 2), (2, 0), (1, 2), (3, 2), (2, 3), (3, 3), (2, 1)])
+def test_ranks_are_judged_only_by_samples_of_as_many_parts_before_and_after(before: int, after: int) -> None:
+    """The export before may have been read for an engine of another shape."""
+    old, new = (
+        {"w": TensorDigest("BF16", version, (PartSample(version, None),) * parts)}
+        for version, parts in (("before", before), ("after", after))
+    )
+    held, found = {"w": ("same", "before")}, {"w": ("same", "after")}
+    assert 1 == require_changes(old, new, held, found, before=None, dtype="bfloat16")
 
 
 def test_a_rank_may_hold_some_of_the_experts_alone(tmp_path: Path) -> None:

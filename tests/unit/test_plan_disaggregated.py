@@ -251,6 +251,15 @@ def test_a_lost_pod_of_engines_is_answered_once(action: str) -> None:
     )
 
 
+def test_a_pod_of_engines_that_was_lost_while_a_step_began_is_answered_too() -> None:
+    """It was gone when the epoch was raised, but nothing had been decided about it."""
+    lost = changed(training("RestartPod", "PodEvicted"), "engine-1", **dict(PODS)["PodEvicted"])
+    gone = frozenset(pod.uid for pod in lost.members if pod.seat == "engine-1")
+    decided = plan(replace(lost, memory=replace(lost.memory, gone=gone)))
+    assert decided.climb is not None
+    assert (Cause.POD_REPLACED, 1) == (decided.climb.cause, decided.climb.tally.pod_restarts)
+
+
 def test_a_rule_that_counts_tries_ends_a_job_that_loses_engine_pods_again_and_again() -> None:
     rules = [
         {"onCauses": ["PodEvicted"], "action": "RestartPod", "maxTries": 1, "counts": False},

@@ -385,19 +385,23 @@ def test_a_pod_in_which_two_deaths_of_a_step_began_is_made_again_elsewhere() -> 
 
 
 @pytest.mark.parametrize(
-    "decided",
+    ("pod", "deaths"),
     [
-        died_before("sums-gpu-0-0"),
-        died_before("sums-gpu-1-1"),
-        died_before(""),
-        died_before("sums-gpu-1-0", tries=0),
-        died_before("sums-gpu-1-0", memory_kills=1),
-        died_before("sums-gpu-0-0", died=0, pods=1),
-        died_before("sums-gpu-1-0", failure_policy=policy(rule("TrainerDied", action="RetryStep"))),
+        ("sums-gpu-0-0", {}),
+        ("sums-gpu-1-0", {"died": 0}),
+        ("sums-gpu-1-1", {}),
+        ("", {}),
+        ("sums-gpu-1-0", {"tries": 0}),
+        ("sums-gpu-1-0", {"memory_kills": 1}),
+        ("sums-gpu-0-0", {"died": 0, "pods": 1}),
+        ("sums-gpu-1-0", {"failure_policy": policy(rule("TrainerDied", action="RetryStep"))}),
     ],
-    ids=["another", "its successor", "unknown", "another step", "memory", "the only pod", "a rule"],
+    ids=["another", "one before", "its successor", "unknown", "another step", "memory", "the only pod", "a rule"],
 )
-def test_what_is_no_second_death_in_one_pod_of_several_is_retried_where_it_was(decided: Plan) -> None:
+def test_what_is_no_second_death_in_one_pod_of_several_is_retried_where_it_was(
+    pod: str, deaths: dict[str, Any]
+) -> None:
+    decided = died_before(pod, **deaths)
     assert ([], "RetryStep") == (gone(decided), climb_of(decided).tally.action)
 
 
@@ -800,6 +804,19 @@ def test_of_two_lost_pods_the_one_that_failed_by_itself_counts() -> None:
     assert (1, 1, "PodFailed") == (climb.restarts, climb.tally.pod_restarts, climb.tally.cause)
 
 
+def test_of_two_pods_that_were_taken_away_the_first_names_the_cause() -> None:
+    seen = changed(climbing(Rung.SERVING, Rung.SERVING), 0, facts=None, **TAKEN_AWAY["drained"])
+    seen = changed(seen, 1, facts=None, fate=FailureCause.BAD_DEVICE, ends_at=160.0)
+    climb = climb_of(plan(refilled(refilled(seen, 1), 0)))
+    assert (0, "PodEvicted") == (climb.restarts, climb.tally.cause)
+
+
+def test_a_pod_that_is_gone_is_named_with_how_it_went() -> None:
+    for signs, words in (({"ends_at": 160.0}, "deleted"), ({"phase": PodPhase.FAILED}, "Failed")):
+        seen = changed(climbing(Rung.SERVING, Rung.SERVING), 1, facts=None, **signs)
+        assert plan(refilled(seen)).message.startswith(f"replaced: sums-gpu-1-0 ({words}): ")
+
+
 def test_what_failed_before_the_group_was_formed_is_no_failure_of_it() -> None:
     """A pod that has failed stays for its log, and was counted once."""
     seen = climbing(Rung.SERVING, Rung.SERVING)
@@ -836,6 +853,10 @@ def test_the_end_says_which_restarts_did_not_count() -> None:
     used = replace(seen.climb, tally=FailureTally(pod_restarts=7, step_retries=1, counted=(2, 2)))
     decided = plan(replace(seen, climb=used))
     assert "backoffLimit 2 is used up by 2 failures within 10 steps (6 more do not count)" in decided.message
+    one_more = replace(used, tally=replace(used.tally, pod_restarts=2))
+    assert "(1 more do not count)" in plan(replace(seen, climb=one_more)).message
+    none = plan(dead(climbing(Rung.RELEASED, Rung.RELEASED, backoffLimit=0))).message
+    assert "backoffLimit 0 is used up by 0 failures within" in none
     all_count = replace(seen.climb, tally=FailureTally(step_retries=1, counted=(2, 2)))
     assert "by 2 failures within 10 steps: " in plan(replace(seen, climb=all_count)).message, "also of a retried job"
 

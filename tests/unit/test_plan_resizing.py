@@ -91,7 +91,10 @@ def made(decided: Plan) -> list[str]:
 
 
 def deleted(decided: Plan) -> list[str]:
-    return [action.name for action in decided.pods if isinstance(action, DeletePod)]
+    """Return the pods that go: not one of them is at fault."""
+    deletions = [action for action in decided.pods if isinstance(action, DeletePod)]
+    assert not any(action.is_fault for action in deletions)
+    return [action.name for action in deletions]
 
 
 def world_sizes(decided: Plan) -> set[int]:
@@ -105,6 +108,7 @@ def test_a_group_goes_on_with_the_replicas_for_which_there_is_room() -> None:
     waits = plan(later(seen, 29))
     assert not waits.raises
     assert seen.now + 30 == waits.wake_at
+    assert Cause.RESIZED is climb_of(plan(later(seen, 31))).cause
     seen = later(seen, 30)
     decided = plan(seen)
     climb = climb_of(decided)
@@ -115,6 +119,11 @@ def test_a_group_goes_on_with_the_replicas_for_which_there_is_room() -> None:
     climb = climb_of(decided)
     assert (Cause.RESIZED, 1, 2) == (climb.cause, climb.replicas, climb.lineage)
     assert {1} == world_sizes(decided)
+
+
+def test_a_group_loses_no_more_replicas_than_have_no_room() -> None:
+    seen = without(group_of(3, asked=3, elasticPolicy=ELASTIC), "gpu-1")
+    assert 2 == climb_of(plan(later(seen, 30))).replicas
 
 
 def test_the_pod_that_is_left_takes_the_first_seat() -> None:
@@ -154,6 +163,9 @@ def test_a_gang_keeps_its_size() -> None:
     seen = without(group_of(2, asked=2, elasticPolicy=ELASTIC), "gpu-1")
     members = tuple(replace(member, is_in_gang=member.seat != "rollout") for member in seen.members)
     assert not plan(later(replace(seen, members=members), 300)).raises
+    seen = group_of(2, asked=1)
+    members = tuple(replace(member, is_in_gang=member.seat != "rollout") for member in seen.members)
+    assert Cause.NEXT_STEP is climb_of(plan(replace(seen, members=members))).cause, "nor does a person change it"
 
 
 def test_a_group_whose_rollout_controller_deals_no_batch_anew_keeps_its_size() -> None:
@@ -220,8 +232,9 @@ def test_a_step_is_not_held_for_ever_by_a_checkpoint() -> None:
     seen = with_pod(group_of(1, asked=2, saved=1), make_member("gpu-1", facts=BLANK))
     waits = plan(seen)
     assert waits.wake_at is not None
-    decided = plan(later(seen, waits.wake_at - seen.now))
-    assert (Cause.RESIZED, 2) == (climb_of(decided).cause, climb_of(decided).replicas)
+    for late_s in (0, 1):
+        decided = plan(later(seen, waits.wake_at - seen.now + late_s))
+        assert (Cause.RESIZED, 2) == (climb_of(decided).cause, climb_of(decided).replicas)
 
 
 def test_nobody_joins_before_the_next_batch_is_sealed() -> None:
@@ -246,8 +259,15 @@ def test_fewer_replicas_that_are_asked_for_are_so_from_the_next_step_on(placemen
     assert "sums-gpu-1-0" not in decided.targets
 
 
+def test_fewer_replicas_wait_for_a_checkpoint_too() -> None:
+    waits = plan(group_of(3, asked=1, saved=1))
+    assert (False, []) == (waits.raises, deleted(waits))
+    assert {True} == {target.saves for target in waits.targets.values() if isinstance(target, PodTarget)}
+
+
 def test_fewer_replicas_are_asked_for_where_there_is_no_room_for_more() -> None:
     seen = without(group_of(2, asked=1), "gpu-1")
+    assert not plan(later(seen, 29)).raises
     decided = plan(later(seen, 30))
     assert (Cause.RESIZED, 1, "") == (climb_of(decided).cause, climb_of(decided).replicas, climb_of(decided).group)
 

@@ -74,9 +74,13 @@ def write(directory: Path, shards: int) -> BatchRecord:
 
 
 def header_of(directory: Path, shard: int) -> BatchHeader:
+    return BatchHeader.model_validate_json(header_text(directory, shard))
+
+
+def header_text(directory: Path, shard: int) -> str:
     body = shard_path(directory, 3, shard).read_bytes()
-    metadata = json.loads(body[8 : 8 + int.from_bytes(body[:8], "little")])["__metadata__"]
-    return BatchHeader.model_validate_json(metadata[HEADER_KEY])
+    text: str = json.loads(body[8 : 8 + int.from_bytes(body[:8], "little")])["__metadata__"][HEADER_KEY]
+    return text
 
 
 def test_tokens_that_are_too_old_are_context_and_counted(tmp_path: Path) -> None:
@@ -87,6 +91,13 @@ def test_tokens_that_are_too_old_are_context_and_counted(tmp_path: Path) -> None
     assert [0, 0, 0, 0, -0.25] == columns["behaviour_logp"][:5].tolist()
     assert [-1, -1, -1, -1, 2] == columns["token_step"][:5].tolist()
     assert (8, 2, {0: 8}) == (record.loss_tokens, record.masked_tokens, record.staleness)
+
+
+def test_tokens_of_the_first_weights_are_trained_where_no_age_is_too_great(tmp_path: Path) -> None:
+    group = Group(GroupId(1), Prompt(PromptPosition(0), 0, (7,)))
+    group.samples = [make_sample(group, 1, lengths=[(0, 3)], reward=1.0)]
+    record = write_batch(tmp_path, [group], step=1, shards=1, temperature=1.0, seed=0)
+    assert (3, 0) == (record.loss_tokens, record.masked_tokens)
 
 
 def test_tokens_without_a_version_are_trained_and_declared_and_counted_apart(tmp_path: Path) -> None:
@@ -176,6 +187,7 @@ def test_experts_stand_beside_the_tokens_that_engines_read_and_none_where_none_w
     groups = make_groups()
     groups[1].samples[0].experts = np.full((5, 2), 7, np.int16)
     groups[0].samples[1].experts = np.array([[1, 2], [3, 4], [5, 6]], np.int16)
+    groups[0].samples[0].experts = np.array([[9]], np.int16)  # of another model: no row of this batch's
 
     write_batch(tmp_path, groups, step=3, shards=2, temperature=0.7, seed=5)
     found = {}
@@ -217,7 +229,15 @@ def test_a_record_from_before_tokens_were_masked_has_none() -> None:
     kept = BatchRecord(
         step=1, groups=1, samples=1, loss_tokens=1, reward_mean=0, staleness={0: 1}, truncated=0, sha256=("",)
     )
-    assert 0 == kept.masked_tokens
+    assert (0, 0) == (kept.masked_tokens, kept.unversioned_tokens)
+
+
+def test_mean_staleness_is_of_each_token_and_0_without_tokens() -> None:
+    record = BatchRecord(
+        step=9, groups=1, samples=1, loss_tokens=1, reward_mean=0, staleness={3: 1}, truncated=0, sha256=("",)
+    )
+    assert 3.0 == record.staleness_mean
+    assert 0.0 == record.model_copy(update={"loss_tokens": 0, "staleness": {}}).staleness_mean
 
 
 def test_the_record_counts_what_the_step_will_see(tmp_path: Path) -> None:
@@ -234,6 +254,7 @@ def test_the_header_is_of_the_whole_batch_in_every_shard(tmp_path: Path) -> None
         assert BatchHeader(
             step=3, shard=shard, shards=2, groups=2, samples=4, loss_tokens=10, temperature=0.7, seed=5
         ) == header_of(tmp_path, shard)
+        assert 10 == json.loads(header_text(tmp_path, shard))["lossTokens"], "as the contract spells it"
 
 
 def test_the_same_samples_are_the_same_bytes(tmp_path: Path) -> None:
@@ -280,6 +301,7 @@ def test_attention_of_a_long_sample_counts() -> None:
     the other shard has four of 8 thousand.
     """
     assert [[0], [1, 2, 3, 4, 5]] == partition([32_000, *[8_000] * 5], 2)
+    assert (24_576 + 1, 2 * 24_576**2) == (work_of(1), work_of(24_576))
 
 
 def test_of_shards_with_the_same_work_the_one_with_fewer_samples_gets_the_next() -> None:

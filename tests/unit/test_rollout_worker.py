@@ -44,7 +44,7 @@ from colocated_rl_rollout.store.store import SPARE_BYTES, Store
 from colocated_rl_rollout.tasks.task_wire import RewardAnswer
 from colocated_rl_rollout.worker import Worker
 from fakes.episodes import ScriptedEpisodes
-from fakes.rollout import JOB_UID, JobOnDisk, make_spec, until
+from fakes.rollout import DEADLINE_S, JOB_UID, JobOnDisk, make_spec, until
 
 
 @dataclass
@@ -68,6 +68,11 @@ class WorkerScene:
         self.store.start(sample)
         self.store.interrupt(sample, tokens)
         self.worker._limit_attempts(sample)
+
+    async def end(self, running: asyncio.Task[None]) -> None:
+        """Let the worker, which runs in this task, finish what is under way."""
+        self.worker.drain()
+        await asyncio.wait_for(running, DEADLINE_S)
 
     @property
     def discarded(self) -> dict[str, float]:
@@ -276,8 +281,7 @@ async def test_a_batch_that_the_volume_refuses_is_written_when_there_is_room(sce
     assert "batch 1 could not be written: [Errno 28]" in scene.store.problem.message
     full.unlink()
     await until(lambda: scene.store.sealed and not scene.store.problem)
-    scene.worker.drain()
-    await running
+    await scene.end(running)
 
 
 async def test_a_batch_that_would_take_the_last_of_the_volume_is_not_begun(scene: WorkerScene) -> None:
@@ -291,8 +295,7 @@ async def test_a_batch_that_would_take_the_last_of_the_volume_is_not_begun(scene
     assert not [*scene.store.batch_directory.iterdir()]
     scene.free[0] = 1 << 40
     await until(lambda: scene.store.sealed and not scene.store.problem)
-    scene.worker.drain()
-    await running
+    await scene.end(running)
 
 
 @pytest.mark.parametrize("scene", [{"filters": ["EqualRewards"], "maxFilteredPerBatch": 2}], indirect=True)
@@ -315,8 +318,7 @@ async def test_groups_without_a_signal_make_room_for_others_until_there_are_too_
     scene.worker.wake()
     await until(lambda: scene.store.next_step == 3 and not scene.worker._sealing)
     assert "None" == str(scene.worker.filter_problem)
-    scene.worker.drain()
-    await running
+    await scene.end(running)
 
 
 @pytest.mark.parametrize("scene", [{"filterFunctions": ["mine:keep"]}], indirect=True)
@@ -342,8 +344,7 @@ async def test_a_verdict_on_a_group_of_which_a_sample_was_replaced_counts_for_no
     assert not scene.worker._is_ready(group), "it is judged anew"
     asked.get_nowait().reply.set_result(None)
     await until(lambda: scene.worker._is_ready(group))
-    scene.worker.drain()
-    await running
+    await scene.end(running)
 
 
 @pytest.mark.parametrize("scene", [{"filters": ["EqualRewards"], "filterFunctions": ["mine:keep"]}], indirect=True)
@@ -358,8 +359,7 @@ async def test_functions_judge_what_the_rules_leave(scene: WorkerScene) -> None:
     asked.get_nowait().reply.set_result("mine:keep")
     await until(lambda: not scene.store.groups)
     assert {(SampleState.FILTERED, "EqualRewards"): 2, (SampleState.FILTERED, "mine:keep"): 2} == scene.store.reasons
-    scene.worker.drain()
-    await running
+    await scene.end(running)
 
 
 @pytest.mark.parametrize("scene", [{"filterFunctions": ["mine:keep"]}], indirect=True)
@@ -369,8 +369,7 @@ async def test_no_function_is_asked_about_a_group_while_the_controller_ends(scen
     scene.worker.wake()
     asked = scene.worker._processes._requests
     await until(lambda: asked.qsize() == 1)
-    scene.worker.drain()
-    await asyncio.wait_for(running, 60)
+    await scene.end(running)
     assert asked.get_nowait().reply.cancelled()
     assert scene.worker._filters.problem is None
 
@@ -477,8 +476,7 @@ async def test_time_that_sealing_waits_at_the_staleness_limit_is_measured(scene:
     running = asyncio.create_task(scene.worker.run())
     await until(lambda: scene.store.sealed)
     assert 0 == scene.worker._held_s()
-    scene.worker.drain()
-    await running
+    await scene.end(running)
 
 
 async def test_the_most_urgent_goes_first_then_what_was_interrupted_then_the_oldest(scene: WorkerScene) -> None:
@@ -547,8 +545,7 @@ async def test_an_end_waits_for_no_episode_and_a_restart_plays_it_again(scene: W
     scene.worker._own(group.samples[0], episode)
     await until(lambda: scene.episodes.begun)
     scene.worker.drain()
-    async with asyncio.timeout(60):
-        await scene.worker.run()
+    await asyncio.wait_for(scene.worker.run(), DEADLINE_S)
     await scene.store.flushed()
     shutil.copytree(tmp_path / "state", tmp_path / "copy")
     again = Store(tmp_path / "copy", job_uid=JOB_UID)
@@ -592,8 +589,7 @@ async def test_slime_of_ten_groups_that_are_ready_four_are_taken_in_order_and_si
         assert ready[4 * step :] == [*scene.store.groups]
         scene.store.commit(step)
         scene.worker.wake()
-    scene.worker.drain()
-    await running
+    await scene.end(running)
     assert (3, ready[8:]) == (scene.store.next_step, [*scene.store.groups]), "two are no batch of four"
 
 
@@ -616,8 +612,7 @@ async def test_the_first_groups_that_are_complete_fill_the_batch_and_spare_ones_
     assert {"Spare": 1 + 2} == scene.discarded
     assert {SampleState.TRAINED: 4, SampleState.DISCARDED: 4, SampleState.ADMITTED: 2} == +scene.store.counts
     assert scene.worker.problem is None
-    scene.worker.drain()
-    await running
+    await scene.end(running)
     assert {first.id, second.id}.isdisjoint(scene.store.groups)
 
 

@@ -93,10 +93,13 @@ def judge(seen: Observation, failure: Failure) -> Verdict:
 
 def _off_its_node(seen: Observation, failure: Failure, verdict: Verdict) -> Verdict:
     """Return the verdict; a pod whose node gives notice is made again on another node, if at all."""
-    is_noticed = any(pod in seen.noticed for pod in failure.pods)
-    if is_noticed and verdict.action is FailureAction.RESTART_POD:
+    if _is_noticed(seen, failure) and verdict.action is FailureAction.RESTART_POD:
         return replace(verdict, action=FailureAction.REPLACE_POD_ELSEWHERE)
     return verdict
+
+
+def _is_noticed(seen: Observation, failure: Failure) -> bool:
+    return any(pod in seen.noticed for pod in failure.pods)
 
 
 def _judge_in_a_row(seen: Observation, climb: Climb, failure: Failure) -> Verdict:
@@ -189,7 +192,7 @@ def after_loss(seen: Observation, climb: Climb) -> Decision | Hold | None:
         failures += lost_engines(seen)
     for failure in failures:
         verdict = judge(seen, failure)
-        is_extra = failure.cause is FailureCause.BAD_DEVICE or failure.pods[0] in seen.noticed
+        is_extra = failure.cause is FailureCause.BAD_DEVICE or _is_noticed(seen, failure)
         is_usual = verdict.rule is None and not is_extra
         if is_usual or verdict.action is FailureAction.RESTART_ENGINE:
             continue
@@ -218,8 +221,7 @@ def _carry_out(seen: Observation, climb: Climb, cause: Cause, failure: Failure) 
         return _replace_pods(seen, following, failure, message)
     if verdict.action is FailureAction.ROLL_BACK:
         following = replace(following, step=_finished(seen, climb))
-    following = replace(following, lineage=seen.next_lineage, group=seen.group or climb.group)
-    return raise_epoch(seen, following, cause, message)
+    return raise_epoch(seen, replace(following, lineage=seen.next_lineage), cause, message)
 
 
 def _replace_pods(seen: Observation, climb: Climb, failure: Failure, message: str) -> Decision:
@@ -405,7 +407,8 @@ def _tallied(seen: Observation, climb: Climb, failure: Failure, verdict: Verdict
 def _finished(seen: Observation, climb: Climb) -> int:
     """Return the last finished step that the record or any member knows of."""
     done = climb.step if seen.is_finished else climb.step - 1
-    return max(0, done, seen.trained_step, seen.rollout_facts.trained_step if seen.rollout_facts else 0)
+    reported = (seen.rollout_facts.trained_step,) if seen.rollout_facts else ()
+    return max(0, done, seen.trained_step, *reported)
 
 
 def rest_after_roll_back(seen: Observation, following: Climb) -> Hold | None:
@@ -454,7 +457,8 @@ def lost_engines(seen: Observation) -> Iterator[Failure]:
     """Yield lost engines, except in pods whose trainer ended too: their container ended, and `death` answers that."""
     dead = {member.uid for member in seen.dead}
     for member in seen.gpu_members:
-        failures = max((engine.failures for engine in member.pod_facts.engines), default=0) if member.pod_facts else 0
+        engines = member.pod_facts.engines if member.pod_facts else ()
+        failures = max((engine.failures for engine in engines), default=0)
         if failures and member.uid not in dead:
             often = f", {failures} times since it last served" if failures > 1 else ""
             message = f"the engine of {_named((member,), 'no last words')} was lost{often}"

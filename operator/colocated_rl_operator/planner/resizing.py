@@ -32,7 +32,7 @@ def shrink_to_fit(seen: Observation, climb: Climb | None) -> Decision | None:
     policy = job.spec.elastic_policy
     least = asked if policy is None else min(asked, policy.min_replicas)
     fit = min(asked, len(job.lineage_seats) - len(seen.unplaced))
-    if not (has_no_room(seen) and least <= fit < job.replicas):
+    if not has_no_room(seen) or fit < least:
         return None
     why = f"no node has taken on {listed([*seen.unplaced])}"
     return _regroup(seen, climb, fit, f"{why}: {fit} of {asked} replicas go on")

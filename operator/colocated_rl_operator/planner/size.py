@@ -17,21 +17,21 @@ SHRINK_AFTER_S = 30.0  # without room, of a job that is asked to have fewer repl
 def is_resizable(seen: Observation) -> bool:
     """Return whether the group can go on with another number of replicas.
 
-    Not in a queue or a gang, which are of a fixed number of pods. Nor with a rollout controller of an older version,
-    which does not deal a batch to whoever asks.
+    Not engines alone on devices of their own, which `replicas` does not count. Not in a queue or a gang, which are of a
+    fixed number of pods. Nor with a rollout controller of an older version: it does not deal a batch to whoever asks.
     """
-    spec, facts = seen.job.spec, seen.rollout_facts
-    counts = bool(seen.job.trainer_seats) or not spec.rollout.is_apart
+    facts, counts = seen.rollout_facts, bool(seen.job.trainer_seats)
     is_fixed = bool(seen.job.queue) or any(member.is_in_gang for member in seen.members)
     return counts and not is_fixed and facts is not None and facts.deals_anew
 
 
 def size_at_boundary(seen: Observation) -> int:
     """Return with how many replicas the group goes on at its next step: of more, those that are there."""
-    job, asked = seen.job, seen.job.spec.replicas
-    if asked == job.replicas or not is_resizable(seen):
+    job = seen.job
+    if not is_resizable(seen):
         return job.replicas
-    return min(asked, job.replicas + len(tuple(takewhile(lambda seat: _answers(seen, seat), job.waiting_seats))))
+    coming = tuple(takewhile(lambda seat: _answers(seen, seat), job.waiting_seats))
+    return min(job.spec.replicas, job.replicas + len(coming))
 
 
 def no_room_at(seen: Observation) -> float | None:

@@ -93,7 +93,7 @@ def _ranks_that_changed(
 
     A rank may hold some experts alone, so its part has changed for certain only if all of them have.
     """
-    if ranks < 2 or any(old is None or not len(old.parts) == len(new.parts) == ranks for old, new in tensors):
+    if any(old is None or not len(old.parts) == len(new.parts) == ranks for old, new in tensors):
         return ()
     of_all = all if _EXPERT.fullmatch(parameter) else any
     return [

@@ -86,8 +86,8 @@ class Rules:
     ladder: Ladder
     settle_s: float
     checkpoint_every: int
+    probes: bool  # a gate opens only on an engine that has answered the probe of its weights rightly
     compares: bool = False  # a gate opens only on the checksum that the group has agreed on
-    probes: bool = False  # a gate opens only on an engine that has answered the probe of its weights rightly
     waits: bool = False  # a switch lets responses in flight finish before it interrupts them
 
     def asks_for(self, target: PodTarget, rung: Rung) -> bool:

@@ -87,7 +87,7 @@ def read_preemptions(answer: Mapping[str, Any]) -> int:
     verl calls it num_preempted, SGLang num_retractions.
     """
     count = answer["meta_info"].get("num_retractions")
-    return count if isinstance(count, int) and count > 0 else 0
+    return max(0, count) if isinstance(count, int) else 0
 
 
 def read_experts(answer: Mapping[str, Any], *, rows: int, width: int = 0) -> NDArray[np.int32]:

@@ -167,7 +167,7 @@ def write_shards(
     Do not begin a batch that would use the last of the volume. Raises OSError.
     """
     if not directory.exists():
-        directory.mkdir(parents=True)
+        directory.mkdir()
         sync(directory.parent)
     needed, free = sum(map(len, bodies)) + LEFT_BYTES, free_bytes(directory)
     if free < needed:
@@ -202,7 +202,7 @@ def partition(lengths: Sequence[int], shards: int) -> list[list[int]]:
     """
     loads = [(0, 0, shard) for shard in range(shards)]  # work, samples, shard
     parts: list[list[int]] = [[] for _ in range(shards)]
-    for place in sorted(range(len(lengths)), key=lambda place: (-lengths[place], place)):
+    for place in sorted(range(len(lengths)), key=lambda place: lengths[place], reverse=True):
         work, samples, shard = loads[0]
         parts[shard].append(place)
         heapq.heapreplace(loads, (work + work_of(lengths[place]), samples + 1, shard))
@@ -264,7 +264,8 @@ def _rows(group: Group) -> list[_Row]:
 def _figure_names(samples: Iterable[Sample]) -> tuple[str, ...]:
     """Return the names of a batch's figures, in order: those that most samples have, where there are too many."""
     count = Counter(name for sample in samples for name in sample.figures)
-    return tuple(sorted(sorted(count, key=lambda name: (-count[name], name))[:FIGURES_AT_MOST]))
+    commonest = sorted(sorted(count), key=lambda name: count[name], reverse=True)
+    return tuple(sorted(commonest[:FIGURES_AT_MOST]))
 
 
 def _reward(sample: Sample) -> float:
@@ -288,7 +289,7 @@ def _shard(
     ids = np.empty(tokens, np.int32)
     loss_mask = np.zeros(tokens, np.uint8)
     behaviour_logp = np.zeros(tokens, np.float32)
-    reference_logp = np.zeros(tokens if reference is not None else 0, np.float32)
+    reference_logp = np.zeros(tokens, np.float32)
     token_step = np.full(tokens, -1, np.int32)
     experts = np.full((tokens, width), -1, np.int16)
     ends = np.cumsum([row.length for row in rows], dtype=np.int64)

@@ -142,7 +142,7 @@ def policy_loss(
         is_clipped = clipped < free
         surrogate = torch.minimum(free, clipped)
         if dual_clip is not None:
-            least = torch.where(advantage < 0, dual_clip * advantage, -torch.inf)
+            least = dual_clip * advantage.clamp(max=0)  # no bound where both are above 0
             is_clipped = is_clipped | (surrogate < least)
             surrogate = torch.maximum(surrogate, least)
     surrogate = surrogate * importance.detach()
@@ -191,9 +191,9 @@ def token_logp(logits: Tensor, tokens: Tensor, *, temperature: float) -> tuple[T
     logits: [tokens, vocabulary], of the position before each token; divided by the temperature that sampled it.
     """
     _same_length(logits, tokens)
-    logp = torch.log_softmax(logits.float() / temperature, dim=-1)
+    logp = torch.log_softmax(logits.float() / temperature, dim=1)
     entropy: Tensor = _Entropy.apply(logp)  # type: ignore[no-untyped-call]
-    return logp.gather(-1, tokens.long().unsqueeze(-1)).squeeze(-1), entropy
+    return logp.gather(1, tokens.long().unsqueeze(1)).squeeze(1), entropy
 
 
 class _Entropy(torch.autograd.Function):
@@ -202,12 +202,12 @@ class _Entropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logp: Tensor) -> Tensor:
         ctx.save_for_backward(logp)
-        return -(logp.exp() * logp).sum(-1)
+        return -(logp.exp() * logp).sum(1)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Tensor:
         (logp,) = ctx.saved_tensors
-        slope: Tensor = -gradients[0].unsqueeze(-1) * logp.exp() * (logp + 1)
+        slope: Tensor = -gradients[0].unsqueeze(1) * logp.exp() * (logp + 1)
         return slope
 
 
