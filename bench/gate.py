@@ -210,17 +210,14 @@ class StreamCaller(asyncio.Protocol):
         left: Iterator[int],
         times: RequestTimes,
         ended: asyncio.Future[None],
-        begins_after_s: float,
     ) -> None:
         self.request, self.left, self.times, self.ended = request, left, times, ended
-        self.begins_after_s = begins_after_s
         self.received = bytearray()
         self.began = 0.0
         self.first = 0.0
 
     def connection_made(self, transport: Any) -> None:
         self.transport = transport
-        asyncio.get_running_loop().call_later(self.begins_after_s, self.send)
 
     def send(self) -> None:
         if next(self.left, None) is None:
@@ -266,20 +263,24 @@ def asked(*, streams: bool) -> dict[str, Any]:
 async def load(
     port: int, body: dict[str, Any], *, concurrency: int, requests: int, spread_s: float = 0.0
 ) -> RequestTimes:
-    """Load a port by concurrent callers. spread_s: from the first caller's beginning to the last one's."""
+    """Load a port by concurrent callers, whose connections are open before the first one begins.
+
+    spread_s: from the first caller's beginning to the last one's.
+    """
     data = json.dumps(body, separators=(",", ":")).encode()
     request = (
         b"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n%s"
         % (len(data), data)
     )
     times, left, loop = RequestTimes(), iter(range(requests)), asyncio.get_running_loop()
+    ends: list[asyncio.Future[None]] = [loop.create_future() for _ in range(concurrency)]
+    callers = [
+        (await loop.create_connection(partial(StreamCaller, request, left, times, end), "127.0.0.1", port))[1]
+        for end in ends
+    ]
     began = time.perf_counter()
-    ends = []
-    for number in range(concurrency):
-        end: asyncio.Future[None] = loop.create_future()
-        ends.append(end)
-        caller = partial(StreamCaller, request, left, times, end, number / concurrency * spread_s)
-        await loop.create_connection(caller, "127.0.0.1", port)
+    for number, caller in enumerate(callers):
+        loop.call_later(number / concurrency * spread_s, caller.send)
     await asyncio.gather(*ends)
     times.took_s = time.perf_counter() - began
     return times

@@ -9,7 +9,7 @@ import json
 import math
 import tracemalloc
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import ExitStack, asynccontextmanager, closing, suppress
+from contextlib import asynccontextmanager, closing, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
@@ -680,18 +680,17 @@ async def test_large_chunks_that_come_at_once_are_read_in_turn(scene: GateScene,
     turns = Limiter(most, most_held)
     request = Native().request(json.dumps(PROMPTS["/generate"]).encode())
     half = b"x" * LARGE_BYTES
-    with ExitStack() as stack:
-        answers = []
-        for _ in range(5):
-            call = Call(CallerConnection(DataPort(scene.gate.serve)))
-            answer = Running(call, request, Native().reply(request, VERSION), scene.gate._hold), Reads()
-            stack.enter_context(answer[0].on(cast("UpstreamConnection", answer[1]), turns))
-            answers.append(answer)
-            answer[0].take(200, b"data: " + half + half)
-        assert [True, False, False, False, False] == [reads.is_read for _, reads in answers], "the rest stays there"
-        for place, (running, _) in enumerate(answers):
-            assert place + 1 == sum(reads.is_read for _, reads in answers)
-            running.take(200, b"\n\ndata: [DONE]\n\n")
+    answers = []
+    for _ in range(5):
+        call = Call(CallerConnection(DataPort(scene.gate.serve)))
+        answer = Running(call, request, Native().reply(request, VERSION), scene.gate._hold, turns), Reads()
+        answer[0].begin(cast("UpstreamConnection", answer[1]))
+        answers.append(answer)
+        answer[0].take(200, [b"data: ", half, half])
+    assert [True, False, False, False, False] == [reads.is_read for _, reads in answers], "the rest stays there"
+    for place, (running, _) in enumerate(answers):
+        assert place + 1 == sum(reads.is_read for _, reads in answers)
+        running.take(200, [b"\n\n", b"data: [DONE]\n\n"])
     assert 0 == turns.taken
 
 
@@ -768,8 +767,8 @@ async def saying(*answers: bytes) -> AsyncIterator[tuple[Upstream, list[Saying]]
 class Taking:
     taken: list[bytes]
 
-    def __call__(self, status: int, piece: bytes) -> bool:
-        self.taken.append(piece)
+    def __call__(self, status: int, pieces: list[bytes]) -> bool:
+        self.taken += pieces
         return True
 
 
@@ -802,7 +801,7 @@ async def test_an_answer_that_can_not_be_taken_costs_none_of_those_that_came_wit
 ) -> None:
     monkeypatch.setattr("colocated_rl_agent.gate.upstream.MAX_HEARD_BYTES", most)
 
-    def refuse(status: int, piece: bytes) -> bool:
+    def refuse(status: int, pieces: list[bytes]) -> bool:
         raise GateRefusal(502, "not this one")
 
     async with saying(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}") as (upstream, _):

@@ -90,7 +90,7 @@ def test_engine_whose_head_does_not_end_is_lost() -> None:
 
         LOOP.call_soon(lambda: connection.data_received(b"HTTP/1.1 200 OK\r\n"))
         LOOP.call_soon(speak, MAX_HEAD_BYTES)
-        await connection.exchange(b"", lambda status, piece: True)
+        await connection.exchange(b"", lambda status, pieces: True)
 
     with pytest.raises(UpstreamLost, match=f"a head of more than {MAX_HEAD_BYTES} bytes"):
         LOOP.run_until_complete(ask())

@@ -498,8 +498,8 @@ def _is_ids(value: object) -> bool:
 
 
 def _require_one_sample(asked: dict[str, Any]) -> None:
-    for name in OF_EACH_SAMPLE:
-        if isinstance(asked.get(name), list):
+    for name in asked.keys() & OF_EACH_SAMPLE:
+        if isinstance(asked[name], list):
             raise GateRefusal(400, f"{name} is a list: send each sample as a request of its own")
 
 

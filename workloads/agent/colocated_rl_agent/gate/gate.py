@@ -183,7 +183,7 @@ class Gate:
         backend, upstream = entrance.backend, entrance.upstream
         assert backend is not None, "an entrance that takes requests is open"
         assert upstream is not None, "an entrance that takes requests is open"
-        running = Running(call, asked, dialect.reply(asked, backend.version), self._hold)
+        running = Running(call, asked, dialect.reply(asked, backend.version), self._hold, self._large)
         try:
             await self._exchange(entrance, backend, upstream, dialect.path, running)
             running.finish()
@@ -262,8 +262,8 @@ class Gate:
         ended = False
         try:
             connection = await upstream.connect()
-            with running.on(connection, self._large):
-                status = await connection.exchange(upstream.request(path, running.asked.body), running.take)
+            running.begin(connection)
+            status = await connection.exchange(upstream.request(path, running.asked.body), running.take)
             ended = True
             if status != 200:
                 raise running.refusal(status)
@@ -274,6 +274,7 @@ class Gate:
                 raise GateRefusal(429, "there is no descriptor for another request: send it later") from error
             log(LOG, "request lost", logging.DEBUG, rid=rid, reason=failure_of(error), incarnation=backend.incarnation)
         finally:
+            running.end()
             if not ended:
                 await self._abort(backend, rid)
 

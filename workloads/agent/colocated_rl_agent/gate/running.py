@@ -6,8 +6,7 @@ most of which stays at the engine until the request has a turn here.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 from colocated_rl_agent.gate.call import Call
 from colocated_rl_agent.gate.data_port import CALLER_S
@@ -29,48 +28,50 @@ STREAM = "text/event-stream"
 
 
 class Running:
-    """A Running is one admitted request. hold: called with the reply and its size before, when it has grown."""
+    """A Running is one admitted request.
+
+    hold: called with the reply and its size before, when it has grown. turns: for those that have a large chunk.
+    """
 
     __slots__ = ("_connection", "_events", "_hold", "_is_large", "_turns", "asked", "call", "error", "reply")
 
     def __init__(
-        self, call: Call, asked: Request, reply: EngineReply, hold: Callable[[EngineReply, int], None]
+        self, call: Call, asked: Request, reply: EngineReply, hold: Callable[[EngineReply, int], None], turns: Limiter
     ) -> None:
-        self._hold = hold
+        self._hold, self._turns = hold, turns
         self._events = ServerSentEvents()
         self._connection: UpstreamConnection | None = None
-        self._turns: Limiter
         self._is_large = False
         self.call = call
         self.asked = asked
         self.reply = reply
         self.error = bytearray()
 
-    @contextlib.contextmanager
-    def on(self, connection: UpstreamConnection, turns: Limiter) -> Iterator[None]:
-        """Bind the request to a connection for the time of the exchange."""
-        self._connection, self._turns = connection, turns
+    def begin(self, connection: UpstreamConnection) -> None:
+        """Bind the request to the connection of its exchange."""
+        self._connection = connection
         self.call.flows = self._flow
-        try:
-            yield
-        finally:
-            self.call.flows = self._connection = None
-            turns.give_back(self)
 
-    def take(self, status: int, piece: bytes) -> bool:
-        """Pass on what the engine sent in one piece as one: with a slow caller, or on a busy core, that is cheaper.
+    def end(self) -> None:
+        self.call.flows = self._connection = None
+        self._turns.give_back(self)
+
+    def take(self, status: int, pieces: list[bytes]) -> bool:
+        """Pass on as one what came from the engine at once: with a slow caller, or on a busy core, that is cheaper.
 
         Returns whether there was an event. Raises GateRefusal for a piece that no engine sends, and for a long error.
         """
         if status != 200:
-            self.error += piece[: MAX_ERROR_BYTES - len(self.error)]
+            self.error += b"".join(pieces)[: MAX_ERROR_BYTES - len(self.error)]
             if len(self.error) == MAX_ERROR_BYTES:
                 raise self.refusal(status)
             return False
         reply, streams = self.reply, self.asked.streams
         given: list[bytes] = []
         before = reply.size
-        events = self._events.feed(piece)
+        events: list[bytes] = []
+        for piece in pieces:
+            events += self._events.feed(piece)
         for event in events:
             if event != DONE and (sent := reply.take(event)) is not None and streams:
                 given.append(b"data: %b\n\n" % sent)  # noqa: PERF401 - a comprehension takes longer for one event

@@ -25,9 +25,9 @@ CONNECT_S = 5.0
 MAX_HEAD_BYTES = 64 * 1024
 MAX_HEARD_BYTES = 1024 * 1024  # read and not handled yet, of all answers
 
-Take = Callable[[int, bytes], bool]
-"""Gets the status of an answer and what came of its body at once, and returns whether the answer got on by it. What it
-raises ends the exchange."""
+Take = Callable[[int, list[bytes]], bool]
+"""Gets the status of an answer and the pieces of its body that came at once, and returns whether the answer got on by
+them. What it raises ends the exchange."""
 
 
 class UpstreamLost(OSError):
@@ -97,7 +97,7 @@ class UpstreamConnection(asyncio.Protocol):
 
     __slots__ = (
         "_deadline", "_ended", "_head_bytes", "_is_kept", "_is_paused", "_is_silent", "_is_whole", "_parser",
-        "_pieces", "_status", "_take", "_transport", "_upstream",
+        "_pieces", "_status", "_take", "_transport", "_upstream", "on_body",
     )  # fmt: skip
 
     def __init__(self, upstream: Upstream) -> None:
@@ -106,6 +106,7 @@ class UpstreamConnection(asyncio.Protocol):
         self._ended: asyncio.Future[int] | None = None
         self._status = self._head_bytes = 0
         self._pieces: list[bytes] = []  # pieces of a body that came together
+        self.on_body = self._pieces.append  # for the parser
         self._is_whole = False  # the answer is complete
         self._is_kept = False
         self._is_paused = False
@@ -175,7 +176,7 @@ class UpstreamConnection(asyncio.Protocol):
             return
         lost: Exception | None = self._parse(data)
         try:
-            if self._pieces and self._take is not None and self._take(self._status, b"".join(self._pieces)):
+            if self._pieces and self._take is not None and self._take(self._status, self._pieces):
                 self._is_silent = False
         except Exception as error:  # noqa: BLE001 - no error of one answer is another's
             lost = error
@@ -230,9 +231,6 @@ class UpstreamConnection(asyncio.Protocol):
             raise UpstreamLost(f"an answer of status {self._status}")
         if self._status >= 200:
             self._head_bytes = -1  # the head is complete: count no further
-
-    def on_body(self, piece: bytes) -> None:
-        self._pieces.append(piece)
 
     def on_message_complete(self) -> None:
         if self._status >= 200:
