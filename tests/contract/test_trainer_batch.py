@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,14 +17,18 @@ from safetensors.torch import save_file
 from colocated_rl_api.batch import HEADER_KEY, BatchHeader
 from colocated_rl_trainer.conformance.shards import Example, Values, columns, write_shard, write_shards
 from colocated_rl_trainer.grpo.batch import (
+    AS_IT_IS,
     BadShard,
     GroupShare,
     Minibatch,
+    PeerRefused,
     Shard,
     Use,
     deal_minibatches,
     micro_batches,
+    read_together,
 )
+from colocated_rl_trainer.state.group import Collectives
 from fuzz.batch import batch_shard
 from fuzz.targets import corpus
 
@@ -34,11 +39,12 @@ SAMPLES = [
     Example(prompt=[8], response=[12], logp=[-0.7], reward=0.5, group=9, token_step=2),
 ]
 HEADER = BatchHeader(step=3, shard=0, shards=1, groups=2, samples=4, loss_tokens=7, temperature=1.0, seed=0)
+REPLAYED = Use(experts=(3, 4))  # three of four, in all layers together
 Columns = dict[str, tuple[str, Values]]
 
 
-def read(path: Path) -> Shard:
-    return Shard.read(path, step=3, shard=0, shards=1)
+def read(path: Path, use: Use = AS_IT_IS, *, is_scored: bool = False) -> Shard:
+    return Shard.read(path, step=3, shard=0, shards=1, use=use, is_scored=is_scored)
 
 
 def test_samples_are_found_in_the_columns(tmp_path: Path) -> None:
@@ -75,9 +81,12 @@ def change(name: str, values: Values, kind: str | None = None) -> Callable[[Colu
         (lambda columns: columns.pop("reward"), "can't be read"),
         (change("reward", [1, 1, 1, 1], "int64"), "column reward is torch.int64"),
         (change("reward", [1.0, 1.0]), "column reward has 2 entries, should have 4"),
+        (change("reward", [1.0] * 5), "column reward has 5 entries, should have 4"),
         (change("behaviour_logp", [0.0] * 14), "column behaviour_logp has 14 entries, should have 15"),
         (change("sample_end", [5, 5, 13, 15]), "sample_end must rise"),
+        (change("sample_end", [5, 9, 7, 15]), "sample_end must rise"),
         (change("sample_end", [5, 9, 13, 14]), "sample_end must rise and end at the number of tokens"),
+        (change("sample_end", [5, 9, 13, 16]), "sample_end must rise and end at the number of tokens"),
         (change("loss_mask", [1] * 15), "first token of a sample can't be trained"),
         (change("behaviour_logp", [float("nan")] * 15), "behaviour_logp must be finite"),
         (change("behaviour_logp", [0.5] * 15), "behaviour_logp must be finite and at most 0"),
@@ -99,7 +108,15 @@ def test_shard_that_contradicts_itself_is_refused(
         read(tmp_path / "shard")
 
 
-@pytest.mark.parametrize("header", [{"step": 4}, {"shard": 1}, {"shards": 2}])
+def test_rounding_above_a_probability_of_one_is_accepted(tmp_path: Path) -> None:
+    content = columns(SAMPLES, {7: [1.0, 0.0], 9: [0.5, 0.5]})
+    change("behaviour_logp", [1e-3] * 15)(content)
+    write_shard(tmp_path / "shard", HEADER, content)
+
+    assert 4 == read(tmp_path / "shard").samples
+
+
+@pytest.mark.parametrize("header", [{"step": 2}, {"step": 4}, {"shard": 1}, {"shards": 2}])
 def test_shard_of_another_place_is_refused(tmp_path: Path, header: dict[str, int]) -> None:
     content = columns(SAMPLES, {7: [1.0, 0.0], 9: [0.5, 0.5]})
     write_shard(tmp_path / "shard", HEADER.model_copy(update=header), content)
@@ -131,41 +148,150 @@ def test_tokens_of_weights_that_are_too_old_are_context(
     """SAMPLES are of step 3; the third one's tokens were made by the weights of step 1, one step before the newest."""
     (file,) = write_shards(tmp_path, SAMPLES, step=3, split=1)
 
-    shard = Shard.read(file, step=3, shard=0, shards=1, use=Use(max_token_age=age, equal_too=True))
+    shard = read(file, Use(max_token_age=age, equal_too=True))
 
     assert trained == shard.loss_tokens.tolist()
     assert sum(trained) == int(shard.loss_mask.sum())
     assert teaching == shard.teaching().tolist()
     assert sum(trained) == sum(share.loss_tokens for share in shard.groups().values())
+    assert sum(map(bool, trained)) == sum(share.samples for share in shard.groups().values())
     assert 7 == shard.written_tokens
 
 
-@pytest.mark.parametrize(("age", "trained"), [(None, [2, 1, 3, 1]), (2, [2, 1, 0, 1])])
+@pytest.mark.parametrize(("age", "trained"), [(None, [2, 1, 3, 1]), (2, [2, 1, 0, 1]), (10, [2, 1, 0, 1])])
 def test_tokens_without_a_version_are_trained_where_the_batch_declares_them_and_no_age_is_set(
     tmp_path: Path, age: int | None, trained: list[int]
 ) -> None:
     """Nothing shows that they are within a limit of age. Otherwise no shard may lack a step (above)."""
-    content = columns([*SAMPLES[:2], replace(SAMPLES[2], token_step=-1), SAMPLES[3]], {7: [1.0, 0.0], 9: [0.5, 0.5]})
+    samples = [*SAMPLES[:2], replace(SAMPLES[2], token_step=-1), replace(SAMPLES[3], token_step=0)]
+    content = columns(samples, {7: [1.0, 0.0], 9: [0.5, 0.5]})
     write_shard(tmp_path / "shard", HEADER.model_copy(update={"has_unversioned": True}), content)
 
-    shard = Shard.read(tmp_path / "shard", step=3, shard=0, shards=1, use=Use(max_token_age=age))
+    shard = read(tmp_path / "shard", Use(max_token_age=age))
 
     assert trained == shard.loss_tokens.tolist()
     assert 7 == shard.written_tokens
 
 
+def write_with(path: Path, further: dict[str, torch.Tensor], **header: object) -> Path:
+    """Write SAMPLES with columns that only some batches have."""
+    found = columns(SAMPLES, {7: [1.0, 0.0], 9: [0.5, 0.5]})
+    tensors = {name: torch.tensor(values, dtype=getattr(torch, kind)) for name, (kind, values) in found.items()}
+    declared = HEADER.model_copy(update=header).model_dump_json(by_alias=True)
+    save_file({**tensors, **further}, path, {HEADER_KEY: declared})
+    return path
+
+
 def test_figures_beside_a_reward_come_with_their_sample(tmp_path: Path) -> None:
     """A row of a batch's names each; a sample without a figure has NaN."""
     nan = float("nan")
-    header = HEADER.model_copy(update={"figures": ("format", "length")})
-    found = columns(SAMPLES, {7: [1.0, 0.0], 9: [0.5, 0.5]})
-    tensors = {name: torch.tensor(values, dtype=getattr(torch, kind)) for name, (kind, values) in found.items()}
     figures = torch.tensor([[1.0, 5.0], [nan, 4.0], [nan, nan], [0.0, nan]])
-    save_file({**tensors, "figures": figures}, tmp_path / "shard", {HEADER_KEY: header.model_dump_json(by_alias=True)})
+    file = write_with(tmp_path / "shard", {"figures": figures}, figures=("format", "length"))
 
-    samples = list(read(tmp_path / "shard").each("cpu"))
+    samples = list(read(file).each("cpu"))
 
     assert [{"format": 1.0, "length": 5.0}, {"length": 4.0}, {}, {"format": 0.0}] == [each.figures for each in samples]
+
+
+def test_figures_without_a_name_or_without_a_value_are_refused(tmp_path: Path) -> None:
+    for names in (("format",), ("format", "length", "other")):
+        file = write_with(tmp_path / "shard", {"figures": torch.ones(4, 2)}, figures=names)
+        with pytest.raises(BadShard, match=f"figures must be {len(names)} of each sample"):
+            read(file)
+
+
+def test_scores_of_a_reference_are_read_and_asked_for_where_the_job_has_one(tmp_path: Path) -> None:
+    without = write_with(tmp_path / "without", {})
+    scored = write_with(tmp_path / "scored", {"reference_logp": torch.full((15,), -0.5)}, has_reference=True)
+
+    with pytest.raises(BadShard, match="sealed without scores"):
+        read(without, is_scored=True)
+    assert read(without).reference_logp is None
+    found = read(scored, is_scored=True).reference_logp
+    assert found is not None
+    assert [-0.5] * 15 == found.tolist()
+
+
+def experts(*values: int) -> dict[str, torch.Tensor]:
+    """Return the column of experts, the same for each token."""
+    return {"experts": torch.tensor([values] * 15, dtype=torch.int16)}
+
+
+def test_experts_are_read_only_if_they_are_there_and_replayed(tmp_path: Path) -> None:
+    with_them = write_with(tmp_path / "with", experts(-1, 0, 3), has_experts=True)
+    without = write_with(tmp_path / "without", {})
+
+    found = read(with_them, REPLAYED).experts
+    assert found is not None
+    assert [[-1, 0, 3]] * 15 == found.tolist()
+    assert read(with_them).experts is None
+    assert read(without, REPLAYED).experts is None
+
+
+@pytest.mark.parametrize("values", [(0, 1), (0, 1, 2, 3), (-2, 0, 0), (0, 0, 4), (0, 0, 5)])
+def test_experts_that_the_model_does_not_have_are_refused(tmp_path: Path, values: tuple[int, ...]) -> None:
+    file = write_with(tmp_path / "shard", experts(*values), has_experts=True)
+
+    with pytest.raises(BadShard, match="experts must be 3 of each token, each below 4"):
+        read(file, REPLAYED)
+
+
+def test_experts_without_their_tokens_are_refused(tmp_path: Path) -> None:
+    file = write_with(tmp_path / "shard", {"experts": torch.zeros(15, dtype=torch.int16)}, has_experts=True)
+
+    with pytest.raises(BadShard, match="of 2 dimension"):
+        read(file, REPLAYED)
+
+
+def test_a_column_of_too_many_dimensions_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(BadShard, match="of 1 dimension"):
+        read(write_with(tmp_path / "shard", {"reward": torch.ones(4, 1)}))
+
+
+class RanksSaying(Collectives):
+    """All ranks of a group, of which one is this. others: what the others say, the second rank's first."""
+
+    def __init__(self, *others: object) -> None:
+        super().__init__(rank=0, size=1 + len(others), store=None)
+        self.others = others
+        self.said: object = None
+
+    def gather(self, item: Any) -> list[Any]:
+        self.said = item
+        return [item, *self.others]
+
+
+def write_half(path: Path, *, loss_tokens: int = 7) -> Path:
+    """Write the first rank's shard of two, with 3 of 7 tokens to be trained."""
+    header = HEADER.model_copy(update={"shards": 2, "loss_tokens": loss_tokens})
+    write_shard(path, header, columns(SAMPLES[:2], {7: [1.0, 0.0]}))
+    return path
+
+
+def test_ranks_read_their_shards_together(tmp_path: Path) -> None:
+    mine, its = {7: GroupShare(3, True, 2)}, {9: GroupShare(4, False, 2)}
+    ranks = RanksSaying((None, its, 4))
+
+    shard, shares = read_together(write_half(tmp_path / "shard"), ranks, step=3)
+
+    assert 2 == shard.samples
+    assert [mine, its] == shares
+    assert (None, mine, 3) == ranks.said
+
+
+@pytest.mark.parametrize("loss_tokens", [6, 8])
+def test_ranks_begin_no_step_whose_shards_are_not_the_whole_batch(tmp_path: Path, loss_tokens: int) -> None:
+    with pytest.raises(BadShard, match=f"hold 7 loss tokens, not {loss_tokens}"):
+        read_together(write_half(tmp_path / "shard", loss_tokens=loss_tokens), RanksSaying((None, {}, 4)), step=3)
+
+
+def test_ranks_begin_no_step_that_one_of_them_can_not_train_on(tmp_path: Path) -> None:
+    with pytest.raises(PeerRefused, match="step 3 not begun: rank 1: it is torn"):
+        read_together(write_half(tmp_path / "shard"), RanksSaying(("it is torn", {}, 0)), step=3)
+    ranks = RanksSaying((None, {}, 4))
+    with pytest.raises(BadShard, match="fetch it again"):
+        read_together(tmp_path / "absent", ranks, step=3)
+    assert "fetch it again" in str(ranks.said)
 
 
 def test_tokens_that_the_policy_did_not_write_are_context(tmp_path: Path) -> None:
@@ -220,6 +346,13 @@ def test_minibatches_are_dealt_anew_each_step() -> None:
     groups = {group: GroupShare(1, True, 1) for group in range(20)}
 
     assert 1 < len({deal_minibatches([groups], count=2, seed=seed)[0].groups for seed in range(5)})
+
+
+def test_minibatches_are_those_that_teach_first() -> None:
+    groups = {7: GroupShare(1, False, 1), 8: GroupShare(1, True, 1)}
+
+    for seed in range(5):
+        assert [True, False] == [each.teaches for each in deal_minibatches([groups], count=2, seed=seed)]
 
 
 @pytest.mark.parametrize("tokens", [1, 5, 12, 1000])

@@ -160,7 +160,8 @@ class FakeApiServer:
             words = f"{'object is being deleted: ' if is_ending else ''}{full} already exists"
             return _status(409, words, reason="AlreadyExists")
         if path.endswith("/pods"):
-            body["spec"] = {field: value for field, value in body["spec"].items() if field not in self.left_out}
+            for field in self.left_out:
+                body.get("spec", {}).pop(field, None)
         if is_trial:
             return web.json_response(body, status=201)
         return web.json_response(self.put(full, body), status=201)

@@ -50,6 +50,7 @@ TARGETS: dict[str, tuple[str, ...]] = {  # file of the core -> the tests that mu
     f"{_ROLLOUT}/rules/staleness.py": ("unit/test_rollout_staleness.py",),
     f"{_ROLLOUT}/sealer.py": ("unit/test_rollout_sealer.py",),
     f"{_ROLLOUT}/store/batches.py": tuple(f"unit/test_rollout_{part}.py" for part in ("batches", "recording", "store")),
+    "workloads/trainer/colocated_rl_trainer/grpo/batch.py": ("contract/test_trainer_batch.py",),
     "workloads/trainer/colocated_rl_trainer/grpo/loss.py": ("contract/test_trainer_loss.py",),
 }
 

@@ -242,6 +242,8 @@ def _fault_of_values(column: Mapping[str, Tensor], use: Use, header: BatchHeader
     for name in ("reward", "group_mean", "group_std", "group_count"):
         if not bool(torch.isfinite(column[name]).all()):
             return f"{name} must be finite"
+    if header.figures and column[_FIGURES].shape[1] != len(header.figures):
+        return f"figures must be {len(header.figures)} of each sample, as the header names them"
     if use.experts and (chosen := column.get(_EXPERTS)) is not None:
         width, experts = use.experts
         if chosen.shape[1] != width or bool((chosen < -1).any()) or bool((chosen >= experts).any()):
