@@ -25,6 +25,7 @@ from colocated_rl_trainer.grpo.batch import (
     Shard,
     Use,
     deal_minibatches,
+    divide_into_passes,
     micro_batches,
     read_together,
 )
@@ -405,6 +406,39 @@ def test_packed_micro_batches_hold_whole_samples_and_no_padding(tmp_path: Path, 
             assert shard.tokens[token] == batch.input_ids[0, position + 1]
         seen += zip(batch.tokens.tolist(), batch.sample.tolist(), strict=True)
     assert [(3, 0), (4, 0), (8, 1)] == sorted(seen)
+
+
+@pytest.mark.parametrize(
+    ("packing", "tokens", "passes"),
+    [
+        (False, 8, [[3, 1], [2], [0]]),
+        (False, 10, [[3, 1], [2, 0]]),
+        (True, 9, [[3, 1], [2, 0]]),
+        (True, 10, [[3, 1, 2], [0]]),
+    ],
+)
+def test_passes_are_filled_with_the_shortest_samples_first(
+    tmp_path: Path, packing: bool, tokens: int, passes: list[list[int]]
+) -> None:
+    """The samples have 5, 4, 4 and 2 tokens. Padding counts, up to the longest of a pass."""
+    shard = read(write_shards(tmp_path, SAMPLES, step=3, split=1)[0])
+
+    batches = divide_into_passes(shard, range(4), tokens=tokens, packing=packing)
+
+    assert passes == [batch.sample.unique_consecutive().tolist() for batch in batches]
+    for batch in batches:
+        assert (1 if packing else len(batch.input_ids), len(batch.positions)) == batch.predicts.shape
+        for token, sample in zip(batch.tokens.tolist(), batch.sample.tolist(), strict=True):
+            assert int(shard.start[sample]) < token < int(shard.end[sample])
+
+
+def test_padding_is_of_no_place_in_the_shard(tmp_path: Path) -> None:
+    shard = read(write_shards(tmp_path, SAMPLES, step=3, split=1)[0])
+
+    (batch,) = divide_into_passes(shard, [0, 3], tokens=10, packing=False)
+
+    assert [[8, 12, 0, 0, 0], [1, 2, 3, 4, 5]] == batch.input_ids.tolist()
+    assert [[13, 14, -1, -1, -1], [0, 1, 2, 3, 4]] == batch.places.tolist()
 
 
 def test_only_the_positions_that_predict_a_trained_token_are_kept(tmp_path: Path) -> None:
