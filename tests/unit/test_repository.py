@@ -76,7 +76,7 @@ def test_commits_are_checked_by_our_own_commands() -> None:
         for repository in yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"]
         for hook in repository["hooks"]
     ]
-    assert {"lint", "types", "generated"} == {hook["id"] for hook in hooks}
+    assert {"lint", "types", "generated", "mutants"} == {hook["id"] for hook in hooks}
     assert {"system"} == {hook["language"] for hook in hooks}  # of which nothing is downloaded
 
 
