@@ -281,3 +281,11 @@ async def test_engine_is_never_taken_back_to_older_weights_that_the_group_names(
         asked = [path for path, _ in group.engine.engine.calls[len(calls) :]]
         assert {"/generate"} == {path.partition("?")[0] for path in asked}
         assert (V1, EngineState.READY) == (engine_version(group), group.engine.facts.engines[0].state)
+
+
+async def test_tensors_are_hashed_where_an_engine_is_and_nowhere_else() -> None:
+    """A pod of trainers read each export once more, while the devices waited, for a check that only engines have."""
+    async with small_group() as group:
+        await group.climb(V0)
+        trainers, engine = (pod.agent._exports.tensors for pod in (group.trainers, group.engine))
+        assert ([], [V0]) == ([*trainers], [*engine])

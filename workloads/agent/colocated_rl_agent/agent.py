@@ -110,7 +110,7 @@ class Agent:
         client = DataClient(session, tls, settings.job.uid)
         self._shards = Shards(client, places.batches, settings.ranks, deadline_s=progress_s)
         volume = VolumeDirectory(places.weights, silent_s=volume_silent_s)
-        self._exports = Exports(volume, ranks=settings.gpus_per_engine)
+        self._exports = Exports(volume, ranks=settings.gpus_per_engine if settings.has_engine else None)
         self._faults = Faults(self._runner, self._engines, self._trainers, close_gate=self._close_open_gates)
         self._look_again = asyncio.Event()
         self._ladder = settings.rules.ladder

@@ -77,14 +77,14 @@ class TensorFile:
 
 
 class Exports:
-    """The Exports are those that a pod sees. ranks: of an engine, which divide tensors.
+    """The Exports are those that a pod sees.
 
-    whole: manifest of the newest verified export. tensors: of the newest few, by their digests. there: all versions in
-    the volume; None: unknown since a possible change. verify_after: end of the back-off, on the clock of
-    `time.monotonic`.
+    ranks: of an engine, which divide tensors; None: no engine is here, and no tensor gets a digest. whole: manifest of
+    the newest verified export. tensors: of the newest few, by their digests. there: all versions in the volume; None:
+    unknown since a possible change. verify_after: end of the back-off, on the clock of `time.monotonic`.
     """
 
-    def __init__(self, volume: VolumeDirectory, *, ranks: int = 1) -> None:
+    def __init__(self, volume: VolumeDirectory, *, ranks: int | None = 1) -> None:
         self._volume = volume
         self._ranks = ranks
         self.tensors: dict[WeightVersion, TensorDigests] = {}
@@ -115,7 +115,8 @@ class Exports:
         manifest, tensors = await self._volume.call(
             f"read export {version}", lambda beat: verify_export(root, version, beat, ranks=ranks)
         )
-        self.tensors = dict([*self.tensors.items(), (version, tensors)][-KNOWN_EXPORTS:])
+        if ranks is not None:
+            self.tensors = dict([*self.tensors.items(), (version, tensors)][-KNOWN_EXPORTS:])
         return manifest
 
     async def look(self) -> None:
@@ -144,11 +145,11 @@ def export_directory(root: Path, version: WeightVersion) -> Path:
 
 
 def verify_export(
-    root: Path, version: WeightVersion, beat: Beat = lambda: None, *, ranks: int = 1
+    root: Path, version: WeightVersion, beat: Beat = lambda: None, *, ranks: int | None = 1
 ) -> tuple[Manifest, TensorDigests]:
     """Compare every file with the manifest, and return that with the digest of each tensor. Raises ExportTorn.
 
-    Each file is read once, and all of them are: call it in a thread. ranks: of an engine.
+    Each file is read once, and all of them are: call it in a thread. ranks: of an engine; None: no digests of tensors.
     """
     directory = export_directory(root, version)
     manifest = _manifest(directory)
@@ -173,7 +174,7 @@ def verify_export(
     return manifest, digests
 
 
-def _read_files(directory: Path, manifest: Manifest, beat: Beat, ranks: int) -> list[TensorFile]:
+def _read_files(directory: Path, manifest: Manifest, beat: Beat, ranks: int | None) -> list[TensorFile]:
     """Return the content of all files once their digests agree. Raises ExportTorn, OSError."""
     files = {path.name for path in directory.glob("*.safetensors")}
     if files != set(manifest.digests):
@@ -191,11 +192,11 @@ def _read_files(directory: Path, manifest: Manifest, beat: Beat, ranks: int) -> 
 
 
 def read_tensor_file(
-    path: Path, algorithm: Algorithm = Algorithm.XXH3_128, beat: Beat = lambda: None, *, ranks: int = 1
+    path: Path, algorithm: Algorithm = Algorithm.XXH3_128, beat: Beat = lambda: None, *, ranks: int | None = 1
 ) -> TensorFile:
     """Read a safetensors file once, from begin to end, and then a few rows of each tensor for samples of its parts.
 
-    ranks: of an engine. Raises ExportTorn if it is no such file, OSError.
+    ranks: of an engine; None: no digests of tensors. Raises ExportTorn if it is no such file, OSError.
     """
     with path.open("rb") as stream:
         reader = _Reader(stream, _HASHES[algorithm](), beat)
@@ -207,10 +208,14 @@ def read_tensor_file(
             }
             start = stream.tell()
             for name, begin, end in _places(header, tensors):
-                shape, digest = tensors[name].shape, reader.digest(end - begin)
+                if ranks is None:
+                    reader.pass_over(end - begin)
+                    continue
+                shape, digest = tensors[name].shape, xxhash.xxh3_128()
+                reader.pass_over(end - begin, digest)
                 parts = sample_parts(stream, start + begin, shape=shape, size_bytes=end - begin, ranks=ranks)
                 stream.seek(start + end)
-                digests[name] = TensorDigest(tensors[name].dtype, digest, parts)
+                digests[name] = TensorDigest(tensors[name].dtype, digest.hexdigest(), parts)
             if reader.read(1):
                 raise ValueError("it goes on after its last tensor")
         except (ValueError, KeyError, TypeError, OverflowError) as error:
@@ -248,19 +253,17 @@ class _Reader:
         self.whole.update(data)
         return data
 
-    def digest(self, size: int) -> str:
-        """Return the digest of the next `size` bytes. Raises ValueError if there are fewer."""
-        digest = xxhash.xxh3_128()
+    def pass_over(self, size: int, *hashes: Any) -> None:
+        """Feed the next `size` bytes to these hashes too. Raises ValueError if there are fewer."""
         if size < 0:
             raise ValueError(f"a tensor would have {size} bytes")
         while size > 0:
             if not (read := self._stream.readinto(self._piece[: min(size, PIECE_BYTES)])):
                 raise ValueError(f"it ends {size} bytes before its tensors do")
-            for each in (digest, self.whole):
+            for each in (*hashes, self.whole):
                 each.update(self._piece[:read])
             size -= read
             self._beat()
-        return digest.hexdigest()
 
 
 def exports_in(root: Path) -> dict[WeightVersion, Path]:
