@@ -40,6 +40,7 @@ from colocated_rl_rollout.engines.engine_client import (
     GateConnector,
     GenerateRequest,
 )
+from fakes import serving
 from fakes.authority import FakeAuthority
 from fakes.idle_member import JOB_UID, idle_member
 from fakes.silent import silence
@@ -126,7 +127,7 @@ async def callers(directory: Path, files: int, count: int, silent: int) -> dict[
         application.add_routes([web.post("/generate", crowd.generate)])
         runner = web.AppRunner(application, access_log=None)
         await runner.setup()
-        stack.push_async_callback(runner.cleanup)
+        stack.push_async_callback(serving.end, runner)
         await web.TCPSite(runner, "127.0.0.1", 0, backlog=4096).start()
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "fakes.crowd", "gate", str(directory)),

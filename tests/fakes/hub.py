@@ -14,6 +14,8 @@ from typing import Any
 
 from aiohttp import web
 
+from fakes import serving
+
 COMMIT = "e53f048856ff4f594e959d75785d2c2d37b678ee"
 SMALL = 1024  # bytes; larger files are kept, and hashed, as Git's large files
 
@@ -56,7 +58,7 @@ class FakeHub:
         try:
             yield f"http://127.0.0.1:{runner.addresses[0][1]}"
         finally:
-            await runner.cleanup()
+            await serving.end(runner)
 
     def application(self) -> web.Application:
         application = web.Application()

@@ -1,12 +1,23 @@
-"""This module ends a server of aiohttp in a test's own process."""
+"""This module runs and ends a server of aiohttp in a test's own process."""
 
 from __future__ import annotations
 
 import asyncio
+from contextlib import AsyncExitStack
 
 from aiohttp import web
 
 ACCEPTING = 4  # turns of the loop from when a connection is taken from the kernel until it is one of the server's
+
+
+async def listen(stack: AsyncExitStack, app: web.Application) -> int:
+    """Serve on a port of this machine, and return it, until the stack closes."""
+    runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.05, handler_cancellation=True)
+    await runner.setup()
+    stack.push_async_callback(end, runner)
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    port: int = runner.addresses[0][1]
+    return port
 
 
 def hang_up(runner: web.BaseRunner) -> None:

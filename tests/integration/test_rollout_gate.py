@@ -12,7 +12,6 @@ from pathlib import Path
 
 import aiohttp
 import pytest
-from aiohttp import web
 
 from colocated_rl_agent.gate.data_port import DataPort
 from colocated_rl_agent.gate.entrance import Backend
@@ -39,6 +38,7 @@ from colocated_rl_rollout.rules.samples import Finish, Span, Tokens
 from fakes.engine import CONTEXT, END_TOKEN, FakeEngine
 from fakes.exhausted import no_descriptors
 from fakes.rollout import JOB_UID, JobOnDisk, make_spec, until
+from fakes.serving import listen
 from fakes.weights import logprob, write_export
 
 VERSION = WeightVersion(4, 2)
@@ -55,15 +55,6 @@ class EngineClientScene:
     async def open(self) -> None:
         self.gate.open(self.backend)
         await until(lambda: self.client.is_open)
-
-
-async def listen(stack: AsyncExitStack, app: web.Application) -> int:
-    runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.05, handler_cancellation=True)
-    await runner.setup()
-    stack.push_async_callback(runner.cleanup)
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    port: int = runner.addresses[0][1]
-    return port
 
 
 @pytest.fixture

@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 import openai
 import pytest
-from aiohttp import web
 from openai.types import Completion
 
 from colocated_rl_agent.gate.data_port import DataPort
@@ -26,6 +25,7 @@ from colocated_rl_api.rungs import WeightVersion
 from fakes.engine import EngineRequest, FakeEngine
 from fakes.gateway import controller_running, extra
 from fakes.rollout import DEADLINE_S, JobOnDisk, make_spec, until
+from fakes.serving import listen
 from fakes.weights import experts_of, logprob, write_export
 
 GENERATIONS = 16
@@ -117,15 +117,6 @@ async def pod_of(stack: AsyncExitStack, job: JobOnDisk, number: int) -> GatePod:
     data = DataPort(gate.serve, admits=job.tls.admits).listening("127.0.0.1", 0, job.tls.data_context)
     port = await stack.enter_async_context(data)
     return GatePod(engine, gate, url, Endpoint(pod=f"job-gpu-{number}-0", address="127.0.0.1", port=port))
-
-
-async def listen(stack: AsyncExitStack, app: web.Application) -> int:
-    runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.05, handler_cancellation=True)
-    await runner.setup()
-    stack.push_async_callback(runner.cleanup)
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    port: int = runner.addresses[0][1]
-    return port
 
 
 def steps_of(completion: Completion) -> list[tuple[int, int, int]]:

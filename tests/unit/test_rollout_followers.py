@@ -25,6 +25,7 @@ from colocated_rl_rollout.rules.samples import Finish
 from colocated_rl_rollout.store.store import Store
 from fakes.interface import rollout_interface
 from fakes.rollout import until
+from fakes.serving import end
 
 DEADLINE_S = 60.0
 
@@ -76,7 +77,7 @@ async def serving(
             yield FollowersScene(store, followers, port, client)
     finally:
         followers.end()
-        await runner.cleanup()
+        await end(runner)
         store.close()
 
 
