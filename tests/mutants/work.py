@@ -25,9 +25,9 @@ class Work:
     """Work names what to try.
 
     until: on the monotonic clock; later no mutant is begun. accepted: numbers of mutants that are expected to survive:
-    quick tests alone try them. spare_s: of processor time, besides three times what the
-    tests need: past it, a mutant loops for ever. results: a file descriptor for the number of each mutant that was
-    tried and 1 if it survived, a line each.
+    quick tests alone try them. spare_s: of processor time, besides three times what the tests need: past it, a mutant
+    loops for ever. results: a file descriptor for the number of each mutant that was tried and 1 if it survived, a line
+    each.
     """
 
     root: Path  # of the copy of the repository

@@ -57,7 +57,10 @@ def fetch(source: HubModel, *, models: Path, token: str | None, patience_s: floa
 
 
 def _lock(place: Path, patience_s: float) -> AbstractContextManager[object]:
-    """Return a lock that a killed process holds no longer. Entering raises OSError after `patience_s`."""
+    """Return a lock that a killed process holds no longer. Entering raises OSError after `patience_s`.
+
+    On a volume without such locks its file stays after a kill, and somebody has to remove it.
+    """
     from huggingface_hub.utils import WeakFileLock  # type: ignore[attr-defined] # public, and imported there lazily
 
     lock = place / LOCK

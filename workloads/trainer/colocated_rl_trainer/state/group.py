@@ -1,4 +1,4 @@
-"""Form the process group of a lineage's trainer ranks, for whose tensors `sharding` calls torch.distributed too.
+"""Form the process group of a lineage's trainer ranks.
 
 Forming the group has a deadline, and so has every wait in it. A collective that fails means that a peer is gone or
 late: the group can't be repaired, so `GroupLost` ends this process, its own peers notice at once, and the operator

@@ -36,12 +36,7 @@ from colocated_rl_trainer.protocol.settings import ConfigError, LoraConfig
 from colocated_rl_trainer.state.head import ScoringForward, score_without_logits
 from colocated_rl_trainer.state.lora import count_adapters
 from colocated_rl_trainer.state.packing import PACKED_ATTENTION, check_packing
-from colocated_rl_trainer.state.sharding import (
-    computing_in,
-    device_of,
-    leaves_a_rank_empty,
-    take_over_parts,
-)
+from colocated_rl_trainer.state.sharding import computing_in, device_of, leaves_a_rank_empty, take_over_parts
 
 INDEX = "model.safetensors.index.json"
 PROBE_TOKENS = 64  # the more, the steadier is the mean of differences
