@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import signal
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import pytest
 from cluster import kubernetes_release
 from hypothesis import HealthCheck, settings
+from loops import LoopFactory, TidyLoop
 
 if TYPE_CHECKING:
     from scenarios.corpus import Case  # read by two files of tests only
@@ -26,6 +28,11 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     for marker in item.iter_markers("since_kubernetes"):
         if kubernetes_release() < marker.args:
             pytest.skip(f"Kubernetes {'.'.join(map(str, marker.args))} is the first that has it")
+
+
+def pytest_asyncio_loop_factories() -> Mapping[str, LoopFactory]:
+    """A connection that a test leaves fails this test, not a later one."""
+    return {"asyncio": TidyLoop}
 
 
 @pytest.fixture

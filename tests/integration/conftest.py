@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping
 from pathlib import Path
 
 import pytest
 import uvloop
 from e2e.conftest import pytest_runtest_makereport  # noqa: F401 - a failure shows what the operator said here too
+from loops import LoopFactory, TidyLoop
 
 from colocated_rl_operator.clients.cluster import ClusterAccess
 from fakes.world import SPEC, FakeWorld, open_world
 from real_operator import cluster_without_nodes
 
-LoopFactory = Callable[[], asyncio.AbstractEventLoop]
-
 DATA_PATH = {"test_listening.py", "test_agent_data_port.py", "test_agent_gate.py"}
 
 
 def pytest_asyncio_loop_factories(item: pytest.Item) -> Mapping[str, LoopFactory]:
-    """asyncio's own, and for the data path also the one that an agent has."""
-    here: dict[str, LoopFactory] = {"asyncio": asyncio.new_event_loop}
+    """That of every test, and for the data path also the one that an agent has."""
+    here: dict[str, LoopFactory] = {"asyncio": TidyLoop}
     return here | {"uvloop": uvloop.new_event_loop} if item.path.name in DATA_PATH else here
 
 
