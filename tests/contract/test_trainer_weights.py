@@ -245,6 +245,12 @@ def leave_a_pointer(origin: Path) -> None:
     (origin / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 9\n")
 
 
+def lead_nowhere(origin: Path) -> None:
+    file = origin / "model.safetensors"
+    file.unlink()
+    file.symlink_to(origin / "blobs/gone")
+
+
 def lose_a_file(origin: Path) -> None:
     index = {"metadata": {}, "weight_map": {"model.norm.weight": "model-00001-of-00002.safetensors"}}
     (origin / "model.safetensors").unlink()
@@ -271,6 +277,7 @@ def change_config(origin: Path, **changes: object) -> None:
     [
         (cut_off, r"model\.safetensors is cut off, .*: copy the model again; "),
         (leave_a_pointer, r"model\.safetensors is cut off, or not what its name is \(a pointer of Git LFS\?\)"),
+        (lead_nowhere, r"model\.safetensors can't be read: .* let everybody read it.*; .*No such file"),
         (lose_a_file, r"be loaded from .*/model: .*model-00001-of-00002\.safetensors.*: copy it again"),
         (lose_all_files, r"be loaded from .*/model: .* no file named model\.safetensors.*: copy it again"),
         (partial(change_config, hidden_size=8), r"have another shape, first .* instead of .*: copy the model again"),
