@@ -187,6 +187,10 @@ bench-trainer: ## what the trainer's exports, moves and steps cost beside plain 
 	@$(SETUP) --only dev --only peers
 	@PYTHONPATH=tests python -m bench.trainer
 
+.PHONY: bench-benefit
+bench-benefit: setup ## whole jobs whose answers have a long tail, for each staleness, and trl's beside them; TURNS=3
+	@PYTHONPATH=tests python -m bench.benefit --turns $(or $(TURNS),3)
+
 .PHONY: bench-gpu
 bench-gpu: setup-dev ## what a switch moves on one NVIDIA GPU, beside what the device can do; no part of test
 	@python -m bench.gpu

@@ -67,22 +67,22 @@ class Demo:
         with LocalCluster.up(self.out / "cluster", images=IMAGES) as cluster:
             began = self._note("cluster", began)
             self.say("chart: installing the operator, about 10 s")
-            self._install(cluster)
+            self.install(cluster)
             began = self._note("chart", began)
             self.say(f"job: {self.job['metadata']['name']}, {self.job['spec']['steps']} steps; to look at it yourself:")
             self.say(f"     {' '.join(cluster.command('kubectl', 'get', 'crlj,pods'))}")
-            records = self._apply_and_watch(cluster)
+            records = self.apply_and_watch(cluster)
             self.say("cluster: ending it")
         return records
 
-    def _install(self, cluster: LocalCluster) -> None:
+    def install(self, cluster: LocalCluster) -> None:
         values = CHART / "ci/local-values.yaml"
         cluster.helm(
             *("install", RELEASE, CHART, "--namespace", OPERATOR_NAMESPACE, "--create-namespace"),
             *("--values", values, "--wait", "--timeout", "100s"),
         )
 
-    def _apply_and_watch(self, cluster: LocalCluster) -> Records:
+    def apply_and_watch(self, cluster: LocalCluster) -> Records:
         claim = self.job["spec"]["model"]["claim"]["name"]
         began = time.monotonic()
         objects = [*model_volume(claim, self.model, namespace=NAMESPACE), self.job]

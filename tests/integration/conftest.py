@@ -18,7 +18,7 @@ DATA_PATH = {"test_listening.py", "test_agent_data_port.py", "test_agent_gate.py
 
 
 def pytest_asyncio_loop_factories(item: pytest.Item) -> Mapping[str, LoopFactory]:
-    """That of every test, and for the data path also the one that an agent has."""
+    """Give tests of the data path the loop of an agent beside that of all tests."""
     here: dict[str, LoopFactory] = {"asyncio": TidyLoop}
     return here | {"uvloop": uvloop.new_event_loop} if item.path.name in DATA_PATH else here
 

@@ -258,7 +258,7 @@ def _check_trainable(directory: Path) -> None:
             file.open("rb").close()
         except OSError as error:  # where the reader of safetensors says "no such file" of one that it may not read
             raise ConfigError(
-                f"{file} can't be read: copy it again, or let everybody read it, which save_pretrained does not; {error}"
+                f"{file} can't be read: copy it again, or let everybody read it: save_pretrained does not; {error}"
             ) from error
         try:
             with safe_open(file, framework="pt"):  # reads the header, and compares the file's length with it

@@ -1,0 +1,250 @@
+"""`make bench-benefit`: how long whole jobs take to train on so many samples, with and without waiting for the longest.
+
+The local cluster with a real API server and kubelet runs one pod, whose real engine and real trainer take turns on the
+cores as they would on a GPU. The same job runs with `maxStaleness` 0, 1, 2 and 3, and with 1 and `interruption: Retry`,
+where a response that a switch interrupts starts over. Beside them trl's GRPOTrainer trains the same model on the same
+prompts, with the same rewards after the same time, on the same cores and no cluster: once it generates as it does by
+itself, with transformers, and once by the same engine, which gets the new weights after each step.
+
+The time begins when the first prompt may be generated, and ends when the last step is trained. Start-up is no part.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import mean, median
+from typing import Any
+
+import httpx
+import yaml
+from rich.console import Console
+
+from bench.benefit import judge
+from bench.benefit.workload import question, write_model
+from colocated_rl_api.rungs import Rung
+from colocated_rl_cli.draw.figures import batches_of, read_figures, staleness_tokens
+from colocated_rl_cli.evidence.records import Records
+from examples.arithmetic.cluster import ClusterError, LocalCluster, remove_old
+from examples.arithmetic.demo import IMAGES, NAMESPACE, Demo, NotSetUp, model_volume
+from examples.arithmetic.verdict import ARITHMETIC
+from setup.environments import PEERS
+from setup.layout import CHECKOUT
+from setup.toolchain import clean_environment
+
+HERE = Path(__file__).parent
+OUT = CHECKOUT.root / ".build/benefit"
+FILES = "benefit-files"  # the claim of prompts and of the endpoint's program
+PROMPTS = 512
+START_S = 120.0
+RUN_S = 1800.0
+TRL, TRL_ENGINE = "trl, by transformers", "trl, by the same engine"
+
+
+@dataclass(frozen=True)
+class JobTook:
+    """Describes one run. age: mean over tokens of how many steps behind the weights were that made them."""
+
+    seconds: float
+    samples: int
+    tokens: int
+    age: float
+
+
+def variants(job: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return the jobs by what is said of them."""
+    found = {}
+    for name, staleness, interruption in (
+        ("maxStaleness 0", 0, "Resume"),
+        ("maxStaleness 1", 1, "Resume"),
+        ("maxStaleness 2", 2, "Resume"),
+        ("maxStaleness 3", 3, "Resume"),
+        ("maxStaleness 1, starting over", 1, "Retry"),
+    ):
+        one = found[name] = copy.deepcopy(dict(job))
+        one["metadata"]["name"] += f"-{len(found)}"  # pods of the one before may not be gone yet
+        one["spec"]["rollout"] |= {"maxStaleness": staleness, "interruption": interruption}
+    return found
+
+
+# ------------------------------------------------------------------------------------------------------------ our jobs
+class JobsBench:
+    """The local cluster, with the operator and the endpoint of rewards."""
+
+    def __init__(self, cluster: LocalCluster, folder: Path, pod: Mapping[str, Any], console: Console) -> None:
+        self._cluster = cluster
+        self._folder = folder
+        limit = replace(ARITHMETIC, job_seconds_at_most=RUN_S)  # a lesson, of which no more is used
+        self._demo = Demo(folder, console, {}, folder / "model", limit)
+        self._demo.install(cluster)
+        self._url = self._begin_judge(pod)
+
+    def run(self, job: dict[str, Any]) -> JobTook:
+        job["spec"]["rollout"]["prompts"]["file"]["reward"]["http"]["url"] = self._url
+        records = replace(self._demo, job=job).apply_and_watch(self._cluster)
+        records.write(self._folder / "records.json")
+        self._cluster.kubectl("delete", "colocatedrljob", job["metadata"]["name"], "--timeout=60s")
+        return took(records, job["spec"]["steps"])
+
+    def _begin_judge(self, pod: Mapping[str, Any]) -> str:
+        objects = [*model_volume(FILES, self._folder / "files", namespace=NAMESPACE), pod]
+        self._cluster.kubectl("apply", "-f", "-", stdin=yaml.safe_dump_all(objects))
+        self._cluster.kubectl("wait", "pod/judge", "--for=condition=Ready", f"--timeout={START_S:.0f}s")
+        address = self._cluster.kubectl("get", "pod", "judge", "-o", "jsonpath={.status.podIP}").strip()
+        return f"http://{address}:8000/"
+
+
+def took(records: Records, steps: int) -> JobTook:
+    """Raises ValueError if the job did not train all its steps."""
+    lines = records.lines
+    serving = [one["ts"] for one in lines if one.get("event") == "rung reached" and one.get("rung") == Rung.SERVING]
+    trained = [one["ts"] for one in lines if one.get("event") == "step trained" and one.get("step") == steps]
+    if not serving or not trained:
+        raise ValueError("the job has not trained all its steps: its status is in records.json")
+    figures = read_figures(lines)
+    batches, ages = batches_of(lines), staleness_tokens(figures)
+    tokens = sum(ages.values())
+    return JobTook(
+        seconds=max(trained) - min(serving),
+        samples=sum(batch.samples for batch in batches),
+        tokens=tokens,
+        age=sum(age * count for age, count in ages.items()) / tokens,
+    )
+
+
+# ----------------------------------------------------------------------------------------------------------------- trl
+def run_trl(folder: Path, job: Mapping[str, Any], judge_url: str, engine: str | None) -> JobTook:
+    """Return what one run of trl took. engine: where one listens; None: it generates by itself."""
+    spec = job["spec"]
+    case = {
+        "model": str(folder / "model"),
+        "prompts": [question(number) for number in range(PROMPTS)],
+        "judge": judge_url,
+        "steps": spec["steps"], "batch": spec["rollout"]["batchSize"], "groupSize": spec["rollout"]["groupSize"],
+        "maxTokens": spec["rollout"]["maxResponseTokens"], "learningRate": spec["trainer"]["config"]["learningRate"],
+        "threads": spec["trainer"]["config"]["threads"], "engine": engine,
+    }  # fmt: skip
+    (folder / "case.json").write_text(json.dumps(case))
+    program = CHECKOUT.root / "tests/peers/trl_job.py"
+    done = subprocess.run(
+        [CHECKOUT.python(PEERS), program, folder], env=clean_environment() | {"HF_HUB_OFFLINE": "1"},
+        stdout=subprocess.PIPE, text=True, timeout=RUN_S, check=True, cwd=CHECKOUT.root,
+    )  # fmt: skip
+    return JobTook(**json.loads(done.stdout.splitlines()[-1]))
+
+
+@contextmanager
+def engine_alone(folder: Path, job: Mapping[str, Any]) -> Iterator[str]:
+    """An engine as those of the jobs, without a pod; yields its URL."""
+    image = json.loads(IMAGES.read_text())["images"]["colocated-rl/gpu:dev"]
+    environment = {name: value for name, value in image["env"].items() if name != "PATH"}
+    model = ("--model-path", folder / "model", "--host", "127.0.0.1")
+    python = CHECKOUT.root / ".build/env/gpu/bin/python"
+    command = [python, "-m", "sglang.launch_server", *model, *job["spec"]["rollout"]["engine"]["args"], "--port"]
+    with listening(command, path="health", log=folder / "engine.log", environment=environment) as url:
+        yield url
+
+
+@contextmanager
+def listening(
+    command: Sequence[str | Path], *, path: str, log: Path, environment: dict[str, str] | None = None
+) -> Iterator[str]:
+    """A program that gets a port as its last argument; yields its URL once it answers there."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    url, until = f"http://127.0.0.1:{port}/", time.monotonic() + START_S
+    with (
+        log.open("wb") as said,
+        subprocess.Popen(
+            [*command, str(port)], env=clean_environment() | (environment or {}), stdout=said, stderr=said,
+            start_new_session=True,
+        ) as program,
+    ):  # fmt: skip
+        try:
+            while not _answers(f"{url}{path}"):
+                if program.poll() is not None or time.monotonic() > until:
+                    raise NotSetUp(f"{command[0]} did not start; it said why in {log}")
+                time.sleep(0.2)
+            yield url
+        finally:
+            os.killpg(program.pid, signal.SIGKILL)
+
+
+def _answers(url: str) -> bool:
+    try:
+        return httpx.get(url, timeout=5.0).status_code < 500
+    except httpx.TransportError:
+        return False
+
+
+# ---------------------------------------------------------------------------------------------------------------- main
+def prepare(folder: Path) -> None:
+    for file in write_model(folder / "model").iterdir():
+        file.chmod(0o644)  # pods run as users of their own
+    files = folder / "files"
+    files.mkdir(exist_ok=True)
+    (files / "judge.py").write_text(Path(judge.__file__).read_text())
+    (files / "prompts.jsonl").write_text(
+        "".join(json.dumps({"question": question(number)}) + "\n" for number in range(PROMPTS))
+    )
+
+
+def show(runs: Mapping[str, Sequence[JobTook]]) -> None:
+    """Print one row for each: medians over the turns."""
+    print(f"{'':32} {'samples':>8} {'tokens of one':>14} {'age':>5} {'s':>7} {'speed':>6}")
+    first = median(one.seconds / one.samples for one in next(iter(runs.values())))
+    for name, turns in runs.items():
+        seconds, samples = median(one.seconds for one in turns), turns[0].samples
+        tokens, age = mean(one.tokens / one.samples for one in turns), mean(one.age for one in turns)
+        print(f"{name:32} {samples:8} {tokens:14.0f} {age:5.2f} {seconds:7.1f} {first * samples / seconds:6.2f}")
+
+
+def main(arguments: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(prog="python -m bench.benefit", description=__doc__)
+    parser.add_argument("--turns", type=int, default=1, help="of all runs, one after another")
+    parser.add_argument("--steps", type=int, help="of each run")
+    parser.add_argument("--only", action="append", help="of the runs, by name")
+    given = parser.parse_args(arguments)
+    console = Console(stderr=True)
+    job, pod = yaml.safe_load_all((HERE / "objects.yaml").read_text())
+    job["spec"]["steps"] = given.steps or job["spec"]["steps"]
+    jobs = variants(job)
+    asked = [name for name in (*jobs, TRL_ENGINE, TRL) if name in (given.only or (*jobs, TRL_ENGINE, TRL))]
+    OUT.mkdir(parents=True, exist_ok=True)
+    prepare(OUT)
+    runs: dict[str, list[JobTook]] = {name: [] for name in asked}
+    try:
+        for _ in range(given.turns):
+            remove_old(OUT / "cluster")
+            with LocalCluster.up(OUT / "cluster", images=IMAGES) as cluster:
+                bench = JobsBench(cluster, OUT, pod, console)
+                for name in asked:
+                    if name in jobs:
+                        runs[name].append(bench.run(copy.deepcopy(jobs[name])))
+            with listening([sys.executable, judge.__file__], path="", log=OUT / "judge.log") as judge_url:
+                if TRL_ENGINE in asked:
+                    with engine_alone(OUT, job) as url:
+                        runs[TRL_ENGINE].append(run_trl(OUT, job, judge_url, url))
+                if TRL in asked:
+                    runs[TRL].append(run_trl(OUT, job, judge_url, None))
+    except (ClusterError, NotSetUp, ValueError) as error:
+        print(f"bench-benefit: {error}", file=sys.stderr)
+        return 1
+    show(runs)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
