@@ -28,6 +28,7 @@ from colocated_rl_agent.gate.data_port import DataPort
 from colocated_rl_agent.gate.gate import Gate
 from colocated_rl_agent.lanes.engine import Engine
 from colocated_rl_agent.lanes.trainers import Trainers
+from colocated_rl_agent.lanes.volume import VOLUME_AGAIN_S, VolumeLane
 from colocated_rl_agent.metrics import AgentMetrics, BelowTarget, GpuSeconds, Unsaved
 from colocated_rl_agent.planner import actions as do
 from colocated_rl_agent.planner.engines import EngineChoice, choices
@@ -57,7 +58,6 @@ from colocated_rl_member.tls import MemberTls
 LOG = logging.getLogger(__name__)
 
 RUNNER_AGAIN_S = 0.5
-VOLUME_AGAIN_S = 2.0
 END_S = 5.0  # for an engine call in progress when the agent ends: interrupting it costs the engine
 
 
@@ -111,8 +111,10 @@ class Agent:
         self._shards = Shards(client, places.batches, settings.ranks, deadline_s=progress_s)
         volume = VolumeDirectory(places.weights, silent_s=volume_silent_s)
         self._exports = Exports(volume, ranks=settings.gpus_per_engine if settings.has_engine else None)
+        self._volume = VolumeLane(
+            self._exports, self._trainers, changed=self._wake_up, failed=self._fail, made_good=self._problems.made_good
+        )
         self._faults = Faults(self._runner, self._engines, self._trainers, close_gate=self._close_open_gates)
-        self._look_again = asyncio.Event()
         self._ladder = settings.rules.ladder
         self.server = MemberServer(
             hello=Hello(
@@ -164,7 +166,7 @@ class Agent:
         log(LOG, "agent started", ports=str(self.server.ports))
         beside = [self._tasks.create_task(self._runner.run(), name="runner link")]
         if self._settings.tends_exports:
-            beside.append(self._tasks.create_task(self._look_at_volume(), name="look at volume"))
+            beside.append(self._tasks.create_task(self._volume.tend(), name="tend volume"))
         while not self._ending:
             self._wake.clear()
             until = self._advance()
@@ -301,8 +303,7 @@ class Agent:
             await asyncio.sleep(VOLUME_AGAIN_S)
         finally:
             if isinstance(action, do.Export | do.StopTrainers | do.RemoveExports):  # a stopped rank may have written
-                self._exports.may_have_changed()
-                self._look_again.set()
+                self._volume.may_have_changed()
             log(
                 LOG,
                 "action ended",
@@ -321,10 +322,10 @@ class Agent:
             await self._end_pod(action.code)
             return
         if isinstance(action, do.VerifyExport):
-            await self._verify_export(action.version)
+            await self._volume.verify(action.version)
             return
         if isinstance(action, do.RemoveExports):
-            await self._remove_exports(action.keep)
+            await self._volume.remove_others_than(action.keep)
             return
         if isinstance(action, do.EngineAction):
             await self._act_on_engine(action, self._engines[engine])
@@ -437,44 +438,6 @@ class Agent:
             await self._shards.fetch(target.batches, step, world_size=target.rendezvous.world_size)
         except ShardUnavailable as error:
             self._fail("BatchUnavailable", str(error))
-
-    async def _verify_export(self, version: WeightVersion) -> None:
-        try:
-            await self._exports.verify(version)
-        except ExportTorn as error:
-            self._trainers.export_torn(version, str(error))
-            if not self._trainers.views:  # trainers are in other pods, and only reading the files again can help
-                self._fail("ExportTorn", f"{error}; they are read again, and the engine serves what it has meanwhile")
-        else:
-            self._problems.made_good("ExportTorn")
-            self._problems.made_good("VolumeSilent")
-
-    async def _remove_exports(self, keep: WeightVersion) -> None:
-        try:
-            await self._exports.remove_others_than(keep)
-        except OSError as error:
-            self._fail(
-                "ExportsNotRemoved", f"older weights stay: {error}; the agent removes them through the pod's group"
-            )
-            await asyncio.sleep(VOLUME_AGAIN_S)
-
-    async def _look_at_volume(self) -> None:
-        """List the exports at the start, and after each action that may have changed them."""
-        while True:
-            self._look_again.clear()
-            try:
-                await self._exports.look()
-            except VolumeSilent as error:
-                self._fail("VolumeSilent", str(error))
-            except OSError as error:
-                self._fail("ExportsNotListed", f"nobody knows which weights there are: {error}")
-            else:
-                self._problems.made_good("VolumeSilent")
-                self._problems.made_good("ExportsNotListed")
-                self._wake_up()
-                await self._look_again.wait()
-                continue
-            await asyncio.sleep(VOLUME_AGAIN_S)
 
     async def _check_probe(self, engine: Engine, version: WeightVersion) -> None:
         try:
