@@ -48,6 +48,6 @@ class BatchHeader(Wire):
     seed: int
     prompt_position: PromptPosition | None = None  # a job with only a checkpoint goes on there; None: unknown
     has_experts: bool = False  # engines reported the experts that tokens were routed to: column experts
-    has_reference: bool = False  # a reference on devices of its own has scored the batch: column reference_logp
+    has_reference: bool = False  # the reference scored the batch before it was sealed: column reference_logp
     figures: tuple[str, ...] = ()  # names of the figures that came beside rewards: column figures
     has_unversioned: bool = False  # some tokens to be trained have no weight version: their token_step is -1

@@ -106,6 +106,12 @@ def refusals(spec: ColocatedRLJobSpec) -> Iterator[RefusedFlag]:
             f"with offload [] engine and trainer are on the GPUs together: add {server.room[0]} and its value, so that "
             "the engine leaves the trainer its memory",
         )
+    if _scores_beside(spec) and not any(arg.startswith(server.room) for arg in args):
+        yield RefusedFlag(
+            ARGS,
+            f"with reference.placement WithRollout engine and reference are on the GPUs together: add {server.room[0]} "
+            "and its value, so that the engine leaves the reference its memory",
+        )
     yield from _refused_variables(spec, server.variables)
 
 
@@ -148,3 +154,10 @@ def _trains_by_default(spec: ColocatedRLJobSpec) -> bool:
 def _stay_together(spec: ColocatedRLJobSpec) -> bool:
     rollout = spec.rollout
     return bool(spec.gpus.count) and spec.mode is Mode.FULL and not (rollout.offload or rollout.is_apart)
+
+
+def _scores_beside(spec: ColocatedRLJobSpec) -> bool:
+    """Return whether a reference shares the engines' GPUs."""
+    reference = spec.reference
+    is_beside = reference is not None and reference.is_with_rollout
+    return is_beside and bool(spec.engine_gpus.count) and spec.mode is not Mode.TRAIN_ONLY

@@ -179,6 +179,7 @@ class PodFacts(Wire):
     problem: Problem | None = None
     took_s: dict[Rung, float] = Field(default_factory=dict)  # seconds from the previous rung, in this epoch
     waited_s: float = 0.0  # seconds that it stood where its target sent it, below the top; a wait counts when it ends
+    reference_ready: bool | None = None  # of the process beside the engines; None: none belongs here
     stopped: bool = False  # goal STOP reached: children gone
     ending: bool = False  # its container was signalled to end: what ends in it from here on has not failed
 
@@ -228,6 +229,6 @@ class RolloutFacts(Wire):
     tokens_per_second: float | None = None  # of attempts that ended over the last 30 s
     gates_open: int = 0
     deals_anew: bool = False  # a batch is dealt to as many ranks as whoever asks for it has
-    unscored: int | None = None  # completed samples that wait for a reference on devices of its own; None: no such
+    unscored: int | None = None  # completed samples that wait for the scores of a reference; None: it gives none
     problem: Problem | None = None
     stopped: bool = False

@@ -39,7 +39,7 @@ from colocated_rl_api.parts import (
 )
 from colocated_rl_api.pod_template import APART, PodTemplates
 from colocated_rl_api.prompts import SOURCES, OneSource, Prompts, Source, function_rule, is_function, sources_of
-from colocated_rl_api.rungs import Placement, RolePlacement
+from colocated_rl_api.rungs import Placement, ReferencePlacement, RolloutPlacement
 from colocated_rl_api.scheduling import Scheduling
 
 MANY_STEPS = 1_000_000
@@ -142,7 +142,7 @@ _CONCURRENCY = Rule(
 
 def _own(what: str) -> tuple[Rule, Rule]:
     """Return the rules of a role that may have pods and devices of its own: both fields belong to those."""
-    is_apart = f"has(self.placement) && self.placement == '{RolePlacement.OWN_DEVICES}'"
+    is_apart = f"has(self.placement) && self.placement == '{RolloutPlacement.OWN_DEVICES}'"
     return (
         Rule(
             "replicas",
@@ -263,8 +263,8 @@ class Rollout(Part):
         ),
     )
 
-    placement: RolePlacement = Field(
-        default=RolePlacement.WITH_TRAINER,
+    placement: RolloutPlacement = Field(
+        default=RolloutPlacement.WITH_TRAINER,
         strict=False,
         description="WithTrainer: engines share the trainers' devices, as offload chooses. OwnDevices: they have pods "
         "and devices of their own, and rollout goes on beside training.",
@@ -383,7 +383,7 @@ class Rollout(Part):
     @property
     def is_apart(self) -> bool:
         """Return whether engines have pods and devices of their own."""
-        return self.placement is RolePlacement.OWN_DEVICES
+        return self.placement is RolloutPlacement.OWN_DEVICES
 
     @property
     def accepts_unversioned(self) -> bool:
@@ -507,15 +507,16 @@ class Evaluation(Part):
 
 
 class Reference(Part):
-    """The frozen policy that KL is measured against: on the trainers' devices before each step, or on its own."""
+    """The frozen policy that KL is measured against, on the devices of another role or on its own."""
 
     RULES = _own("reference")
 
-    placement: RolePlacement = Field(
-        default=RolePlacement.WITH_TRAINER,
+    placement: ReferencePlacement = Field(
+        default=ReferencePlacement.WITH_TRAINER,
         strict=False,
-        description="WithTrainer: trainers score each batch before its step, by a copy in host memory. OwnDevices: "
-        "the reference has pods and devices of its own, which score samples as they finish.",
+        description="WithTrainer: trainers score each batch before its step, by a copy in host memory. WithRollout, "
+        "OwnDevices: samples are scored as they finish, by a process beside the engines, which then need devices of "
+        "their own, or in pods of its own.",
     )
     replicas: int | None = Field(
         default=None, ge=1, le=100, description="Reference pods, where it has devices of its own."
@@ -526,9 +527,14 @@ class Reference(Part):
     )
 
     @property
-    def is_apart(self) -> bool:
-        """Return whether the reference has pods and devices of its own."""
-        return self.placement is RolePlacement.OWN_DEVICES
+    def is_with_rollout(self) -> bool:
+        """Return whether the reference shares pods and devices of the engines."""
+        return self.placement is ReferencePlacement.WITH_ROLLOUT
+
+    @property
+    def is_stage_of_rollout(self) -> bool:
+        """Return whether samples are scored as they finish, and not by the trainers."""
+        return self.placement is not ReferencePlacement.WITH_TRAINER
 
 
 class TrainerMemory(StrEnum):
@@ -755,6 +761,14 @@ _DIVIDED = (
         "any other",
     ),
 )
+_BESIDE_ENGINES = Rule(
+    field="reference.placement",
+    rule="!has(self.reference) || !has(self.reference.placement) || "
+    f"self.reference.placement != '{ReferencePlacement.WITH_ROLLOUT}' || "
+    f"has(self.rollout.placement) && self.rollout.placement == '{RolloutPlacement.OWN_DEVICES}'",
+    message="reference.placement WithRollout needs engines with devices of their own (rollout.placement OwnDevices): "
+    "these are the trainer's devices, use WithTrainer",
+)
 _RESTORED = Rule(
     field="restoreFrom",
     rule=f"!has(self.restoreFrom) || !has(self.mode) || self.mode != '{Mode.ROLLOUT_ONLY}'",
@@ -787,6 +801,7 @@ class ColocatedRLJobSpec(Part):
         _RECORDED,
         _EVALUATED,
         _ADDED_SETS,
+        _BESIDE_ENGINES,
         _RESTORED,
         IN_RANGE,
         COUNTS,
@@ -971,13 +986,15 @@ class ColocatedRLJobSpec(Part):
 
     @property
     def reference_gpus(self) -> Gpus:
-        """Return the devices of each pod of a reference that has its own."""
+        """Return the devices of each pod with a reference that is no trainer's."""
+        if self.reference is not None and self.reference.is_with_rollout:
+            return self.engine_gpus
         return (self.reference and self.reference.gpus) or self.gpus
 
     @property
     def seals_with_scores(self) -> bool:
-        """Return whether the reference, on devices of its own, scores each sample before it enters a batch."""
-        return self.reference is not None and self.reference.is_apart
+        """Return whether the reference, a stage of rollout, scores each sample before it enters a batch."""
+        return self.reference is not None and self.reference.is_stage_of_rollout
 
     @property
     def max_staleness(self) -> int:
@@ -986,7 +1003,7 @@ class ColocatedRLJobSpec(Part):
 
     @property
     def ladder(self) -> Ladder:
-        return ladder_for(self.placement, scores=self.reference is not None and not self.reference.is_apart)
+        return ladder_for(self.placement, scores=self.reference is not None and not self.seals_with_scores)
 
 
 _JOB_NAME_WORDS = (

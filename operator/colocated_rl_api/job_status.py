@@ -9,7 +9,7 @@ from typing import Annotated
 from pydantic import ConfigDict, Field
 
 from colocated_rl_api.parts import Part
-from colocated_rl_api.rungs import Placement, RolePlacement
+from colocated_rl_api.rungs import Placement, ReferencePlacement
 
 
 class Phase(StrEnum):
@@ -94,11 +94,11 @@ class WeightSyncStatus(StatusPart):
 class ReferenceStatus(StatusPart):
     """The frozen policy that KL is measured against."""
 
-    placement: RolePlacement = Field(
-        description="WithTrainer: a step waits until its batch is scored. OwnDevices: sealing a batch waits for the "
-        "scores of its samples."
+    placement: ReferencePlacement = Field(
+        description="WithTrainer: a step waits until its batch is scored. Else sealing a batch waits for the scores of "
+        "its samples."
     )
-    replicas: int | None = Field(default=None, description="Pods of its own. Absent with the trainer.")
+    replicas: int | None = Field(default=None, description="Pods that score. Absent with the trainer.")
     ready_replicas: int | None = Field(default=None, description="Those that answer. Absent with the trainer.")
     unscored: int | None = Field(
         default=None, description="Finished samples that wait for it. Absent with the trainer."

@@ -88,7 +88,7 @@ class RolloutTarget(Wire):
     trained_step: int  # every rank has finished these steps: commit their batches
     saved_step: int  # in every checkpoint that trainers may go back to: batches up to here are not needed again
     engines: tuple[Endpoint, ...]  # gates to use; whether they are open is for the gates to say
-    references: tuple[Endpoint, ...] = ()  # on devices of their own; whether they answer they say themselves
+    references: tuple[Endpoint, ...] = ()  # data ports that score samples; whether they answer they say themselves
     evaluate: int | None = None  # evaluate this step's weights now; the switch waits for it
     # what of the spec may change, as it is now; None: as in the job's file
     last_step: int | None = None  # spec.steps

@@ -14,7 +14,7 @@ from pydantic import BeforeValidator, Field
 
 from colocated_rl_api import names
 from colocated_rl_api.parts import Options, Part, Rule, drop_nulls, should_match
-from colocated_rl_api.rungs import RolePlacement
+from colocated_rl_api.rungs import ReferencePlacement, RolloutPlacement
 
 QUEUE_LABEL = "kueue.x-k8s.io/queue-name"
 QUEUE_LABELS = (QUEUE_LABEL, "kueue.x-k8s.io/priority-class")  # that a job may have in place of its pods' template
@@ -479,14 +479,14 @@ APART = (
     Rule(
         field="podTemplates.engine",
         rule="!has(self.podTemplates) || !has(self.podTemplates.engine) || "
-        f"has(self.rollout.placement) && self.rollout.placement == '{RolePlacement.OWN_DEVICES}'",
+        f"has(self.rollout.placement) && self.rollout.placement == '{RolloutPlacement.OWN_DEVICES}'",
         message="podTemplates.engine is of engine pods with devices of their own: give it with rollout.placement "
         "OwnDevices, and only there",
     ),
     Rule(
         field="podTemplates.reference",
         rule="!has(self.podTemplates) || !has(self.podTemplates.reference) || has(self.reference) && "
-        f"has(self.reference.placement) && self.reference.placement == '{RolePlacement.OWN_DEVICES}'",
+        f"has(self.reference.placement) && self.reference.placement == '{ReferencePlacement.OWN_DEVICES}'",
         message="podTemplates.reference is of reference pods with devices of their own: give it with "
         "reference.placement OwnDevices, and only there",
     ),

@@ -67,8 +67,16 @@ class Placement(StrEnum):
     TRAIN_ONLY = "TrainOnly"  # no engines: trainers train recorded batches
 
 
-class RolePlacement(StrEnum):
-    """A role computes on the trainers' devices or on its own: `placement` of rollout and of the reference."""
+class RolloutPlacement(StrEnum):
+    """Engines compute on the trainers' devices or on their own: `rollout.placement`."""
 
     WITH_TRAINER = "WithTrainer"  # in the trainers' pods, on their devices
+    OWN_DEVICES = "OwnDevices"  # in pods of their own
+
+
+class ReferencePlacement(StrEnum):
+    """The reference computes on the devices of another role or on its own: `reference.placement`."""
+
+    WITH_TRAINER = "WithTrainer"  # in the trainers' processes
+    WITH_ROLLOUT = "WithRollout"  # in the engines' pods, where those have devices of their own
     OWN_DEVICES = "OwnDevices"  # in pods of its own

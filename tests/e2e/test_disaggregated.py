@@ -1,4 +1,4 @@
-"""A job whose engine and reference have pods of their own beside two of trainers, all real. Both are lost once.
+"""A job whose engine has a pod of its own beside two of trainers, all real, and in it a reference. Both are lost once.
 
 Its users are of a namespace's range, and beside its engine a container fails again and again.
 
@@ -35,8 +35,8 @@ def test_a_job_with_engines_in_pods_of_their_own_completes_though_one_is_lost(jo
     job.wait_for_step(1, deadline_s=START_S)
     found = json.loads(job.python(f"{job.name}-engine-0-0", names.GPU_CONTAINER, IDS))
     assert [1000660000, 1000670000, "1000660000"] == found, "of the range, in the job's own container too"
-    for lost in ("engine", "reference"):
-        job.kubectl("delete", "pod", f"{job.name}-{lost}-0-0", "--wait=false")
+    lose_the_reference(job)
+    job.kubectl("delete", "pod", f"{job.name}-engine-0-0", "--wait=false")
     made_again = [f"{job.name}-engine-0-1"]
     wait_for("another engine's pod", lambda: made_again == engines(job), deadline_s=START_S, explain=job.describe)
     fail_beside_the_engine(job)
@@ -48,6 +48,23 @@ def test_a_job_with_engines_in_pods_of_their_own_completes_though_one_is_lost(jo
     )
     assert made_again == engines(job)
     assert 2 == len(job.pods(names.ROLE_TRAINER))
+
+
+def lose_the_reference(job: RunningJob) -> None:
+    """Kill the reference's process: it comes again, and nothing else of its pod has noticed."""
+    pod = f"{job.name}-engine-0-0"
+
+    def loaded() -> int:
+        return len([line for line in job.lines(pod, names.AGENT_CONTAINER) if line.event == "reference loaded"])
+
+    def engine() -> dict[str, Any]:
+        found: dict[str, Any] = job.member(pod)["facts"]["engines"][0]
+        return {name: found[name] for name in ("incarnation", "failures")}
+
+    before = loaded(), engine()
+    assert 1 == job.signal(pod, names.GPU_CONTAINER, command_contains="ref_policy", signal="SIGKILL")
+    wait_for("the reference again", lambda: loaded() > before[0], deadline_s=START_S, explain=job.describe)
+    assert before[1] == engine()
 
 
 def fail_beside_the_engine(job: RunningJob) -> None:
@@ -105,7 +122,7 @@ def test_gates_closed_only_for_weights_that_were_written(job: RunningJob) -> Non
 
 
 def test_batches_came_to_the_trainers_with_the_references_scores_of_them(job: RunningJob) -> None:
-    """A reference pod of its own computed them."""
+    """The reference beside the engine computed them, and in step 1 they are those of the trainer's own forward pass."""
     trained = job.agent_lines("step trained")
     divergence = {line.fields["step"]: line.fields["metrics"]["kl"] for line in trained}
     assert {*range(1, job.step + 1)} == {*divergence}
@@ -113,7 +130,7 @@ def test_batches_came_to_the_trainers_with_the_references_scores_of_them(job: Ru
     assert 0 < divergence[job.step], "and has moved since"
     assert not [line for line in job.agent_lines("action ended") if line.fields["action"] == "Score"]
     assert Rung.SCORED not in {Rung(line.fields["rung"]) for line in job.agent_lines("rung reached")}
-    assert "OwnDevices" == job.status["reference"]["placement"]
+    assert "WithRollout" == job.status["reference"]["placement"]
 
 
 def test_weights_were_written_once_for_all(job: RunningJob) -> None:

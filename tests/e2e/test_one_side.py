@@ -81,6 +81,16 @@ def test_a_job_without_an_engine_trains_them(recorded: RunningJob, trained: Runn
     assert not {"StartEngine", "OpenGate", "Release", "Update"} & actions(trained)
 
 
+def test_it_trains_with_the_scores_of_a_reference_that_only_the_recording_job_had(
+    recorded: RunningJob, trained: RunningJob
+) -> None:
+    assert ("OwnDevices", 1) == tuple(recorded.status["reference"][name] for name in ("placement", "replicas"))
+    assert [] == trained.pods(names.ROLE_REFERENCE)
+    divergence = {line.fields["step"]: line.fields["metrics"]["kl"] for line in trained.agent_lines("step trained")}
+    assert abs(divergence[1]) < 1e-6, "the policy begins as its reference"
+    assert 0 < divergence[trained.step], "and has moved since"
+
+
 def figures(job: RunningJob) -> dict[int, object]:
     """Return the figures that each step computed: on a CPU equal to the bit for equal weights, moments and batch."""
     return {line.fields["step"]: line.fields["metrics"] for line in job.agent_lines("step trained")}

@@ -28,6 +28,7 @@ from prometheus_client import CollectorRegistry
 
 from colocated_rl_agent.agent import Agent
 from colocated_rl_agent.files.volume import SILENT_S
+from colocated_rl_agent.lanes import reference
 from colocated_rl_agent.planner.actions import Wait
 from colocated_rl_agent.planner.next_actions import next_actions
 from colocated_rl_agent.planner.views import engine_name
@@ -42,6 +43,7 @@ from colocated_rl_api.member_wire import (
     Refusal,
     Rendezvous,
 )
+from colocated_rl_api.reference_wire import MAX_SAMPLE_BYTES, READY_PATH, SCORE_PATH
 from colocated_rl_api.rungs import Rung, WeightVersion
 from colocated_rl_api.weights import MANIFEST
 from colocated_rl_member.data import DataClient
@@ -292,6 +294,10 @@ class SmallPod:
         self.epoch = 0
         self.ladder = job.spec.ladder
         self.engine_fails_at_start = 0  # so many times
+        self.reference_fails_at_start = 0
+        self.reference_loads = asyncio.Event()  # the model of a reference beside the engine is loaded once it is set
+        self.reference_loads.set()
+        self.references_started = 0
         self.engines_started: list[str] = []  # on which version each
         self.engine_fault: str | None = None  # of every engine, at each call for its checksum
         self.trainer_writes_probe = True
@@ -366,10 +372,12 @@ class SmallPod:
 
     def forget(self, name: str) -> None:
         """This child has ended: it maps nothing any more."""
-        if self.engines.pop(name, None) is None:
+        if self.engines.pop(name, None) is None and name != reference.NAME:
             self.trainer = None
 
     async def spawn(self, name: str, argv: list[str], env: Mapping[str, str]) -> StartedChild:
+        if name == reference.NAME:
+            return await self._spawn_reference(argv)
         if name.startswith("trainer"):
             self.trainer = SmallTrainer(
                 env,
@@ -406,6 +414,27 @@ class SmallPod:
             child = StartedChild(name, engine.app())
             await child.listen(int(given["--port"]))
         self.check()
+        return child
+
+    async def _spawn_reference(self, argv: Sequence[str]) -> StartedChild:
+        """Start what answers a sample with its own bytes, once it has loaded its model."""
+
+        async def serve_readiness(request: web.Request) -> web.Response:
+            return web.Response(status=200 if self.reference_loads.is_set() else 503)
+
+        async def serve_scores(request: web.Request) -> web.Response:
+            return web.Response(body=await request.read())
+
+        app = web.Application(client_max_size=MAX_SAMPLE_BYTES)
+        app.add_routes([web.get(READY_PATH, serve_readiness), web.post(SCORE_PATH, serve_scores)])
+        child = StartedChild(reference.NAME, app)
+        self.references_started += 1
+        if self.reference_fails_at_start:
+            self.reference_fails_at_start -= 1
+            self._ends(reference.NAME, 1, child)
+        else:
+            [socket] = (word.partition("=")[2] for word in argv if word.startswith("--socket="))
+            await child.listen(Path(socket))
         return child
 
     def _engine_dies(self, name: str, reason: str) -> None:
@@ -665,11 +694,16 @@ class SmallGroup:
 
 @asynccontextmanager
 async def small_group(
-    *, replicas: int = 1, volume: type[Path] = Path, silent_s: float = SILENT_S, **changes: Any
+    *,
+    replicas: int = 1,
+    volume: type[Path] = Path,
+    silent_s: float = SILENT_S,
+    prepare: Callable[[SmallPod], None] = lambda pod: None,
+    **changes: Any,
 ) -> AsyncIterator[SmallGroup]:
     """Agents that have attached to their runners. replicas: pods of trainers. changes: of the job's spec.
 
-    volume: how its files are reached.
+    volume: how its files are reached. prepare: called with the engine's pod before anything of it runs.
     """
     root = Path(tempfile.mkdtemp(prefix="g"))
     rollout = {"placement": "OwnDevices", "replicas": 1} | changes.pop("rollout", {})
@@ -686,6 +720,7 @@ async def small_group(
                 ),
                 SmallPod(root / "e", net, job, role=names.ROLE_ENGINE, weights=shared, silent_s=silent_s),
             ]
+            prepare(pods[-1])
             trainers, *others, engine = [await stack.enter_async_context(_living(pod)) for pod in pods]
             yield SmallGroup(trainers, others, engine)
     finally:

@@ -29,6 +29,8 @@ from colocated_rl_operator.metrics import OperatorMetrics
 from colocated_rl_operator.probes import Probes
 from colocated_rl_trainer.ref_policy.figures import ScoreCounts
 from colocated_rl_trainer.ref_policy.ports import MetricsPort
+from colocated_rl_trainer.ref_policy.score_queue import ScoreQueue
+from colocated_rl_trainer.ref_policy.score_requests import ScoreRequests
 from fakes.authority import FakeAuthority
 from fakes.idle_member import JOB_UID, idle_member
 
@@ -142,7 +144,9 @@ async def test_ports_of_agent_operator_and_reference_answer_at_an_address_of_eit
             assert await answers(host, port)
         async with Probes(OperatorMetrics(CollectorRegistry()), Standby(), port=0) as probes:
             assert await answers(host, probes.port)
-        reference = MetricsPort(EVERYWHERE, 0, is_ready=lambda: True, figures=ScoreCounts(CollectorRegistry()))
+        reference = MetricsPort(
+            EVERYWHERE, 0, requests=ScoreRequests(ScoreQueue(1), 1, ScoreCounts(CollectorRegistry()))
+        )
         reference.listen("metrics")
         assert await answers(host, reference.number)
         await asyncio.to_thread(reference.shutdown)

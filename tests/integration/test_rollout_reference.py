@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from real_reference import RunningReference
 
 from colocated_rl_api.job import Reference
-from colocated_rl_api.rungs import RolePlacement
+from colocated_rl_api.rungs import ReferencePlacement
 from colocated_rl_rollout.rewards.rewards import TaskProcesses
 from colocated_rl_trainer.state.weights import load_model
 from fakes.reference import FakeReference, reference_logp
@@ -35,7 +35,8 @@ ADMITTED = 2 * SAMPLES  # no more than that without a step, for maxStaleness
 def make_job(directory: Path, **rollout: Any) -> JobOnDisk:
     spec = make_spec(**rollout)
     return JobOnDisk.write(
-        directory, spec.model_copy(update={"reference": Reference(placement=RolePlacement.OWN_DEVICES, replicas=2)})
+        directory,
+        spec.model_copy(update={"reference": Reference(placement=ReferencePlacement.OWN_DEVICES, replicas=2)}),
     )
 
 

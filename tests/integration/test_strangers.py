@@ -32,6 +32,7 @@ from colocated_rl_trainer.ref_policy import ports as reference_ports
 from colocated_rl_trainer.ref_policy.figures import ScoreCounts
 from colocated_rl_trainer.ref_policy.ports import MetricsPort, ScorePort
 from colocated_rl_trainer.ref_policy.score_queue import ScoreQueue
+from colocated_rl_trainer.ref_policy.score_requests import ScoreRequests
 from fakes.authority import FakeAuthority
 from fakes.idle_member import JOB_UID, idle_member
 from fakes.silent import silence
@@ -79,9 +80,13 @@ async def the_operator(tls: MemberTls) -> AsyncIterator[int]:
         yield probes.port
 
 
+def no_requests() -> ScoreRequests:
+    return ScoreRequests(ScoreQueue(1), 1, ScoreCounts(CollectorRegistry()))
+
+
 @asynccontextmanager
 async def a_reference(tls: MemberTls) -> AsyncIterator[int]:
-    port = MetricsPort("127.0.0.1", 0, is_ready=lambda: True, figures=ScoreCounts(CollectorRegistry()))
+    port = MetricsPort("127.0.0.1", 0, requests=no_requests())
     port.listen("metrics")
     try:
         yield port.number
@@ -181,7 +186,6 @@ async def a_rollout_controller(tls: MemberTls) -> AsyncIterator[int]:
 
 @asynccontextmanager
 async def a_reference_for_scores(tls: MemberTls) -> AsyncIterator[int]:
-    counts = ScoreCounts(CollectorRegistry())
     keys = tls._keys
     with tempfile.TemporaryDirectory() as directory:
         for name, text in (
@@ -189,8 +193,7 @@ async def a_reference_for_scores(tls: MemberTls) -> AsyncIterator[int]:
         ):  # fmt: skip
             (Path(directory) / name).write_text(text)
         port = ScorePort(
-            "127.0.0.1", 0, tls=Path(directory), score_queue=ScoreQueue(1), deadline_s=1, figures=counts,
-            unauthenticated_s=NEVER_S,
+            "127.0.0.1", 0, tls=Path(directory), requests=no_requests(), unauthenticated_s=NEVER_S,
         )  # fmt: skip
     port.listen("data")
     try:

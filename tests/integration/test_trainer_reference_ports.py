@@ -18,6 +18,7 @@ from colocated_rl_trainer.ref_policy import ports
 from colocated_rl_trainer.ref_policy.figures import ScoreCounts
 from colocated_rl_trainer.ref_policy.ports import MetricsPort, ScorePort
 from colocated_rl_trainer.ref_policy.score_queue import QueuedSample, ScoreQueue, ScoringFailed
+from colocated_rl_trainer.ref_policy.score_requests import ScoreRequests
 from fakes.authority import FakeAuthority
 
 JOB_UID = names.JobUid("6f0d1c52-8a35-4a7c-9d55-0c8a3f1b2e4d")
@@ -72,16 +73,16 @@ def test_who_has_gone_is_passed_over() -> None:
     caller.join(DEADLINE_S)
 
 
+def requests() -> ScoreRequests:
+    return ScoreRequests(ScoreQueue(most_tokens=10), 0.05, ScoreCounts(CollectorRegistry()))
+
+
 @pytest.fixture
 def port(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[ScorePort]:
     """An indirect parameter is the time that strangers have."""
     unauthenticated_s = getattr(request, "param", DEADLINE_S)
     tls = FakeAuthority().member_directory(tmp_path / "tls", job_uid=JOB_UID, token=TOKEN)
-    figures = ScoreCounts(CollectorRegistry())
-    desk = ScoreQueue(most_tokens=10)
-    made = ScorePort(
-        "127.0.0.1", 0, tls=tls, score_queue=desk, deadline_s=0.05, figures=figures, unauthenticated_s=unauthenticated_s
-    )
+    made = ScorePort("127.0.0.1", 0, tls=tls, requests=requests(), unauthenticated_s=unauthenticated_s)
     made.listen("data")
     yield made
     made.shutdown()
@@ -148,7 +149,7 @@ def request(body: bytes, **headers: str) -> bytes:
 
 def test_address_that_is_none_is_not_found(port: ScorePort, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """Anybody could fill the log with tracebacks, and had no answer."""
-    metrics = MetricsPort("127.0.0.1", 0, is_ready=lambda: True, figures=port.figures)
+    metrics = MetricsPort("127.0.0.1", 0, requests=port.requests)
     metrics.listen("metrics")
     with socket.create_connection(("127.0.0.1", metrics.number), timeout=DEADLINE_S) as anybody:
         anybody.sendall(b"GET http://[ HTTP/1.1\r\nConnection: close\r\n\r\n")
@@ -163,7 +164,7 @@ def test_address_that_is_none_is_not_found(port: ScorePort, tmp_path: Path, capf
 
 def test_address_that_is_too_long_is_answered(port: ScorePort, capfd: pytest.CaptureFixture[str]) -> None:
     """Anybody could fill the log with tracebacks, and had no answer: nothing but a length was known of the request."""
-    metrics = MetricsPort("127.0.0.1", 0, is_ready=lambda: True, figures=port.figures)
+    metrics = MetricsPort("127.0.0.1", 0, requests=port.requests)
     metrics.listen("metrics")
     with socket.create_connection(("127.0.0.1", metrics.number), timeout=DEADLINE_S) as anybody:
         anybody.sendall(b"GET /".ljust(2**16 + 1, b"a"))  # all that is read of a line
@@ -178,7 +179,7 @@ def test_a_connection_for_which_no_thread_starts_keeps_no_place(monkeypatch: pyt
     of processes was reached for a moment.
     """
     monkeypatch.setattr(ports, "MAX_CONNECTIONS", 2)
-    metrics = MetricsPort("127.0.0.1", 0, is_ready=lambda: True, figures=ScoreCounts(CollectorRegistry()))
+    metrics = MetricsPort("127.0.0.1", 0, requests=requests())
     metrics.listen("metrics")
     usual = threading.stack_size(2**60)  # more than there is
     try:
@@ -203,7 +204,7 @@ def test_while_the_model_is_loaded_questions_are_to_come_again(port: ScorePort, 
 
 
 def test_a_question_that_no_device_takes_in_time_is_told_so_and_forgotten(port: ScorePort, tmp_path: Path) -> None:
-    port.vocabulary = 10
+    port.requests.vocabulary = 10
     with connect(port, tmp_path / "tls") as caller:
         caller.sendall(request(bytes(8), Authorization=f"Bearer {TOKEN}", Connection="close"))
         answer = read_all(caller)
@@ -214,6 +215,4 @@ def test_a_question_that_no_device_takes_in_time_is_told_so_and_forgotten(port: 
 def test_a_token_that_is_too_short_to_be_one_ends_the_process(tmp_path: Path) -> None:
     tls = FakeAuthority().member_directory(tmp_path / "tls", job_uid=JOB_UID, token="short")
     with pytest.raises(ValueError, match="a data token has at least 16 characters, this one 5"):
-        ScorePort(
-            "127.0.0.1", 0, tls=tls, score_queue=ScoreQueue(1), deadline_s=1, figures=ScoreCounts(CollectorRegistry())
-        )
+        ScorePort("127.0.0.1", 0, tls=tls, requests=requests())

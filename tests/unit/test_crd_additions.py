@@ -26,6 +26,8 @@ KEPT = (
 )
 
 DECIDED: dict[str, str] = {
+    ".spec.reference.placement: a rule more: reference.placement WithRollout needs engines with devices of their own "
+    "(rollout.placement OwnDevices): these are the trainer's devices, use WithTrainer": "it is about a new value",
     ".spec.replicas: a rule more: replicas can't change from one to more while the job has pods, nor before it has "
     "started: set suspend to true, change it once condition Suspended is true, and set suspend to false again": (
         "it takes the place of one that allowed less"

@@ -16,7 +16,13 @@ from colocated_rl_operator.loop.observe import read_job
 
 OWNED = "is or abbreviates a flag of SGLang 0.5.23 that the operator sets, that no switch survives or that is not"
 ROOM = "with offload [] engine and trainer are on the GPUs together: add --mem-fraction-static and its value"
+BESIDE_ROOM = "with reference.placement WithRollout engine and reference are on the GPUs together: add --mem-fraction-"
 STAY: dict[str, Any] = {"gpus": {"count": 1}, "rollout": {"offload": []}}
+BESIDE: dict[str, Any] = {
+    "gpus": {"count": 1},
+    "rollout": {"placement": "OwnDevices", "replicas": 1},
+    "reference": {"placement": "WithRollout"},
+}
 
 
 def spec(*args: str, **fields: Any) -> dict[str, Any]:
@@ -35,6 +41,8 @@ def spec(*args: str, **fields: Any) -> dict[str, Any]:
         (spec("--tp-size 8"), "args[0]", "--tp-size 8 is more than one word: write --flag=value, or two items"),
         (spec(**STAY), "args", ROOM),
         (spec("--dtype=bfloat16", **STAY), "args", ROOM),
+        (spec(**BESIDE), "args", BESIDE_ROOM),
+        (spec(**BESIDE, mode="RolloutOnly"), "args", BESIDE_ROOM),
     ],
 )
 def test_flags_that_an_engine_can_t_be_given_are_refused_by_the_command_line_and_by_the_operator_alike(
@@ -59,6 +67,10 @@ def test_flags_that_an_engine_can_t_be_given_are_refused_by_the_command_line_and
         spec("--mem-fraction-static=0.4", **STAY),
         spec("--max-total-tokens", "4096", **STAY),
         spec(**STAY, mode="RolloutOnly"),
+        spec("--mem-fraction-static", "0.6", **BESIDE),
+        spec(**BESIDE, mode="TrainOnly", recorded={"claimName": "recording"}),
+        spec(**BESIDE | {"gpus": {"count": 0}}),
+        spec(**BESIDE | {"reference": {"placement": "OwnDevices", "replicas": 1}}),
         spec(gpus={"count": 0}, rollout={"offload": []}),
         spec(gpus={"count": 1}, rollout={"offload": [], "placement": "OwnDevices", "replicas": 1}),
     ],

@@ -23,7 +23,7 @@ from colocated_rl_api import names
 from colocated_rl_api.failure import FailureCause
 from colocated_rl_api.job_status import ColocatedRLJobStatus, Phase
 from colocated_rl_api.member_wire import PodTarget, RolloutTarget
-from colocated_rl_api.rungs import Placement, RolePlacement, Rung, WeightVersion
+from colocated_rl_api.rungs import Placement, ReferencePlacement, Rung, WeightVersion
 from colocated_rl_operator.loop.observe import read_job
 from colocated_rl_operator.manifests import belongings, resources
 from colocated_rl_operator.manifests.resources import PodImages
@@ -87,12 +87,12 @@ def test_no_ladder_has_a_rung_for_it(placement: Placement) -> None:
 
 
 @pytest.mark.parametrize("placement", [Placement.TIME_SLICED, Placement.RESIDENT, Placement.DISAGGREGATED])
-@pytest.mark.parametrize("reference", [RolePlacement.WITH_TRAINER, RolePlacement.OWN_DEVICES])
+@pytest.mark.parametrize("reference", [ReferencePlacement.WITH_TRAINER, ReferencePlacement.OWN_DEVICES])
 def test_f45_each_role_is_offloaded_for_the_devices_that_it_shares_itself(
-    placement: Placement, reference: RolePlacement
+    placement: Placement, reference: ReferencePlacement
 ) -> None:
     """In one job one role may share the trainers' devices, and another have its own."""
-    is_apart = reference is RolePlacement.OWN_DEVICES
+    is_apart = reference is ReferencePlacement.OWN_DEVICES
     job = make_job(replicas=1, **(APART if is_apart else {"reference": {}}), **PLACED[placement])
     assert (Rung.RELEASED in job.ladder.rungs) == (placement is Placement.TIME_SLICED), "engines give memory up"
     assert (Rung.SCORED in job.ladder.rungs) != is_apart, "the reference takes its turn before the step"
@@ -210,7 +210,7 @@ def test_status_says_where_it_is_and_what_waits_for_it() -> None:
     status = status_of(seen_with(READY[0], make_reference(1, is_ready=False)))
     assert status.reference is not None
     found = status.reference
-    assert (RolePlacement.OWN_DEVICES, 1, 2, 3) == (
+    assert (ReferencePlacement.OWN_DEVICES, 1, 2, 3) == (
         found.placement, found.ready_replicas, found.replicas, found.unscored,
     )  # fmt: skip
     _, shared = condition(status, ConditionType.GPU_SHARING_READY)
@@ -219,7 +219,7 @@ def test_status_says_where_it_is_and_what_waits_for_it() -> None:
 
     beside = status_of(make_observation(make_job(reference={}), [], climb=None, rollout=None)).reference
     assert beside is not None
-    assert (RolePlacement.WITH_TRAINER, None, None) == (beside.placement, beside.ready_replicas, beside.unscored)
+    assert (ReferencePlacement.WITH_TRAINER, None, None) == (beside.placement, beside.ready_replicas, beside.unscored)
     assert status_of(make_observation(make_job(), [], climb=None, rollout=None)).reference is None
 
 

@@ -8,7 +8,7 @@ in a restart costs patience (deadlines start again), never safety.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from enum import StrEnum
@@ -94,6 +94,12 @@ class Job:
     def reference_seats(self) -> tuple[str, ...]:
         """Return the seats of a reference with devices of its own; none if there are no samples for it to score."""
         return self.seats.references
+
+    @property
+    def scoring_seats(self) -> tuple[str, ...]:
+        """Return the seats of the pods that score samples for rollout: a reference's own, or those of the engines."""
+        reference = self.spec.reference
+        return self.seats.engines if reference is not None and reference.is_with_rollout else self.seats.references
 
     @property
     def lineage_seats(self) -> tuple[str, ...]:
@@ -271,6 +277,12 @@ class Member:
         return not isinstance(facts, PodFacts) or (bool(facts.engines or facts.trainers) and not facts.ending)
 
     @property
+    def scores(self) -> bool:
+        """Return whether the reference in the pod is ready: the pod's own work, or a process beside the engines."""
+        facts = self.facts
+        return (isinstance(facts, PodFacts) and bool(facts.reference_ready)) or (self.is_reference and self.is_ready)
+
+    @property
     def is_reference(self) -> bool:
         """Return whether the pod is of a reference on devices of its own: no member, so without facts and targets."""
         return role_of(self.seat) == names.ROLE_REFERENCE
@@ -386,12 +398,21 @@ class Observation:
         """Return the reference pods that fill a seat."""
         return self._in(self.job.reference_seats)
 
+    @cached_property
+    def scoring_members(self) -> tuple[Member, ...]:
+        """Return the pods in their seats that score samples for rollout, those too that are not ready for it."""
+        return self._in(self.job.scoring_seats)
+
     def following(self, climb: Climb | None) -> Observation:
         """Return the same under another climb, whose group may have another number of replicas."""
         return replace(self, climb=climb, job=self.job.led_by(climb))
 
     def _in(self, seats: tuple[str, ...]) -> tuple[Member, ...]:
         return tuple(self.current[seat] for seat in seats if seat in self.current)
+
+    def _without(self, seats: tuple[str, ...], is_so: Callable[[Member], bool]) -> tuple[str, ...]:
+        """Return the seats without a pod of which it is so."""
+        return tuple(seat for seat in seats if seat not in self.current or not is_so(self.current[seat]))
 
     @cached_property
     def next_lineage(self) -> int:
@@ -426,16 +447,15 @@ class Observation:
 
     @cached_property
     def absent(self) -> tuple[str, ...]:
-        """Return the seats without a pod that answers."""
-        seats = self.job.reference_seats if self.all_answer else self.job.seats.all
-        return tuple(seat for seat in seats if seat not in self.current or not self.current[seat].answers)
+        """Return the seats without a pod that answers, or if all members do, without one that scores for rollout."""
+        if self.all_answer:
+            return self._without(self.job.scoring_seats, attrgetter("scores"))
+        return self._without(self.job.seats.all, attrgetter("answers"))
 
     @cached_property
     def unplaced(self) -> tuple[str, ...]:
         """Return the seats of the lineage without a pod that is placed: perhaps there is no room for one."""
-        return tuple(
-            seat for seat in self.job.lineage_seats if seat not in self.current or not self.current[seat].is_placed
-        )
+        return self._without(self.job.lineage_seats, attrgetter("is_placed"))
 
     @cached_property
     def all_answer(self) -> bool:

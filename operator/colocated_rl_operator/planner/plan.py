@@ -477,7 +477,10 @@ def _why_absent(member: Member | None) -> str:
     if member.pod_facts and member.pod_facts.ending:
         return "its container was signalled to end"
     problem = member.facts.problem if member.facts else None
-    silence = "not ready" if member.is_reference else "no connection"  # it is still loading its model
+    if member.is_reference:
+        silence = "not ready"  # it is still loading its model
+    else:
+        silence = "its reference is not ready" if member.answers else "no connection"
     return member.trouble or (problem.message if problem else f"pod {member.phase}, {silence}")
 
 

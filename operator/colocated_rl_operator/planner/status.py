@@ -35,7 +35,7 @@ from colocated_rl_api.job_status import (
     WeightSyncStatus,
 )
 from colocated_rl_api.ladder import Ladder
-from colocated_rl_api.rungs import Placement, RolePlacement, Rung, WeightVersion
+from colocated_rl_api.rungs import Placement, ReferencePlacement, Rung, WeightVersion
 from colocated_rl_api.seats import role_of
 from colocated_rl_api.weights import finished_model, limit_nats
 from colocated_rl_operator.planner.observation import (
@@ -85,10 +85,11 @@ SHARING: dict[Placement, tuple[Reason, str]] = {
 }
 
 
-SCORING: dict[RolePlacement, str] = {
-    RolePlacement.WITH_TRAINER: "; the reference scores each batch on the trainers' GPUs before its step",
-    RolePlacement.OWN_DEVICES: "; the reference has GPUs of its own: it scores what rollout has finished, and a "
-    "batch is sealed with its scores",
+_SEALED = "it scores what rollout has finished, and a batch is sealed with its scores"
+SCORING: dict[ReferencePlacement, str] = {
+    ReferencePlacement.WITH_TRAINER: "; the reference scores each batch on the trainers' GPUs before its step",
+    ReferencePlacement.WITH_ROLLOUT: f"; the reference is beside the engines on their GPUs: {_SEALED}",
+    ReferencePlacement.OWN_DEVICES: f"; the reference has GPUs of its own: {_SEALED}",
 }
 
 
@@ -397,7 +398,7 @@ def _pods_ready(found: _Pass) -> tuple[bool, DocumentedReason, str]:
         return False, found.readiness[1], found.waiting if found.phase is Phase.QUEUED else ""
     if found.plan.is_over:
         return False, Reason.JOB_ENDED, ""
-    if not found.seen.absent or is_brief_outage(found.seen, found.before):  # a reference on its own devices answers too
+    if not found.seen.absent or is_brief_outage(found.seen, found.before):  # a reference for rollout is ready too
         return True, Reason.MEMBERS_ANSWER, _size(found.seen)
     reason = Reason.OPERATOR_CUT_OFF if found.seen.is_deaf else Reason.PODS_STARTING
     return False, reason, found.plan.wait.message if found.plan.wait else found.waiting
@@ -557,13 +558,13 @@ def _reference(seen: Observation) -> ReferenceStatus | None:
     """Return the reference's status; None without one, or if it scores nothing: no training, or no rollout."""
     job, facts = seen.job, seen.rollout_facts
     if job.ladder.scores:
-        return ReferenceStatus(placement=RolePlacement.WITH_TRAINER)
-    if not job.reference_seats:
+        return ReferenceStatus(placement=ReferencePlacement.WITH_TRAINER)
+    if job.spec.reference is None or not job.scoring_seats:
         return None
     return ReferenceStatus(
-        placement=RolePlacement.OWN_DEVICES,
-        replicas=len(job.reference_seats),
-        ready_replicas=sum(member.answers for member in seen.reference_members),
+        placement=job.spec.reference.placement,
+        replicas=len(job.scoring_seats),
+        ready_replicas=sum(member.scores for member in seen.scoring_members),
         unscored=facts.unscored if facts else None,
     )
 

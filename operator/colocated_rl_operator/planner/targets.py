@@ -74,7 +74,7 @@ def _rollout_target(seen: Observation, climb: Climb) -> RolloutTarget:
         trained_step=max(finished, seen.trained_step),
         saved_step=seen.replay_step,
         engines=tuple(member.data_port for member in engines if member.data_port is not None),
-        references=tuple(member.data_port for member in seen.reference_members if member.data_port is not None),
+        references=tuple(member.data_port for member in seen.scoring_members if member.data_port is not None),
         evaluate=evaluating.step if (evaluating := evaluation_due(seen)) else None,
         last_step=spec.steps,
         concurrency=spec.rollout.concurrency,

@@ -26,6 +26,7 @@ from colocated_rl_agent.files.journal import Journal
 from colocated_rl_agent.files.volume import SILENT_S, VolumeDirectory, VolumeSilent
 from colocated_rl_agent.gate.data_port import DataPort
 from colocated_rl_agent.gate.gate import Gate
+from colocated_rl_agent.lanes import reference
 from colocated_rl_agent.lanes.engine import Engine
 from colocated_rl_agent.lanes.trainers import Trainers
 from colocated_rl_agent.lanes.volume import VOLUME_AGAIN_S, VolumeLane
@@ -77,7 +78,21 @@ class Agent:
         self._metrics = AgentMetrics(registry)
         self._problems = Problems()
         self._runner = RunnerLink(settings.runner_socket, self._on_runner)
-        self._gate = Gate(engines=settings.engines, changed=self._wake_up, count=self._metrics.request_ended)
+        self._reference = reference.ReferenceLane(
+            settings,
+            runner=self._runner,
+            metrics=self._metrics,
+            changed=self._wake_up,
+            failed=self._fail,
+            made_good=self._problems.made_good,
+            ends=lambda: self._terminating or self._stops,
+        )
+        self._gate = Gate(
+            engines=settings.engines,
+            changed=self._wake_up,
+            count=self._metrics.request_ended,
+            score=self._reference.score if settings.has_reference else None,
+        )
         self._metrics.show_in_flight(lambda: self._gate.in_flight)
         self._devices = Devices(self._runner, gpus=settings.gpus)
         self._engines = tuple(
@@ -160,11 +175,15 @@ class Agent:
                 await self._live()
         finally:
             await self._trainers.close()
+            await self._reference.close()
             self._journal.close()
 
     async def _live(self) -> None:
         log(LOG, "agent started", ports=str(self.server.ports))
-        beside = [self._tasks.create_task(self._runner.run(), name="runner link")]
+        beside = [
+            self._tasks.create_task(self._runner.run(), name="runner link"),
+            self._tasks.create_task(self._reference.tend(), name="tend reference"),
+        ]
         if self._settings.tends_exports:
             beside.append(self._tasks.create_task(self._volume.tend(), name="tend volume"))
         while not self._ending:
@@ -247,6 +266,7 @@ class Agent:
             took_s=self._climb.took_s,
             waited_s=self._climb.waited_s,
             engine_failures=[engine.failures for engine in self._engines],
+            reference_ready=self._reference.is_ready,
         )
 
     def _advance(self) -> float | None:
@@ -272,6 +292,8 @@ class Agent:
             case do.CloseGate():
                 self._close_gate(choice.engine)
                 return now
+            case do.StartEngine() if now < self._reference.awaited_until:
+                return self._reference.awaited_until
             case do.OpenGate() if now < self._faults.gate_closed_until:
                 return self._faults.gate_closed_until
             case do.OpenGate():
@@ -492,7 +514,9 @@ class Agent:
                 self._attaching = self._tasks.create_task(self._attach(event), name="attach")
             case ChildExited(name=name):
                 index = next((index for index, engine in enumerate(self._engines) if engine.name == name), None)
-                if index is None:
+                if name == reference.NAME:
+                    self._reference.exited(event)
+                elif index is None:
                     self._trainers.exited(event)
                 else:
                     self._engine_exited(index, event)
@@ -522,6 +546,7 @@ class Agent:
     def _detach(self) -> None:
         """Close the gate and treat the children's state as unknown until they are attached again."""
         self._runner_known = False
+        self._reference.detach()
         if self._attaching is not None:
             self._attaching.cancel()
         self._close_open_gates()
@@ -532,6 +557,7 @@ class Agent:
         await asyncio.gather(*(engine.attach(children.get(engine.name)) for engine in self._engines))
         await self._trainers.attach(children)
         self._terminating = hello.terminating
+        self._reference.attach(children.get(reference.NAME))
         self._runner_known = True
         self._wake_up()
 
@@ -556,6 +582,10 @@ class Agent:
         rung = self._climb.rung
         self._has_served |= rung is self._ladder.top
         return holder_of(rung, None, self._ladder, self._settings.role) if self._has_served else PodHolder.START
+
+    @property
+    def _stops(self) -> bool:
+        return self.server.target is not None and self.server.target.goal is Goal.STOP
 
     def _below_target(self) -> tuple[Rung, float] | None:
         """Return the pod's rung and for how many seconds it has stood there, or None if the target is not above it."""

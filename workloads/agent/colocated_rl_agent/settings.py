@@ -28,6 +28,7 @@ from colocated_rl_member.server import Ports
 from colocated_rl_member.settings import SettingsError, read_job, required
 
 RUNNER_SOCKET = "runner.sock"
+REFERENCE_SOCKET = "reference.sock"
 TAG_OF = {EngineMemory.WEIGHTS: WEIGHTS, EngineMemory.KV_CACHE: KV_CACHE, EngineMemory.CUDA_GRAPH: CUDA_GRAPH}
 
 
@@ -105,6 +106,12 @@ class AgentSettings:
         return self.role != names.ROLE_TRAINER
 
     @property
+    def has_reference(self) -> bool:
+        """Return whether a reference belongs beside the engines of this pod."""
+        reference = self.job.spec.reference
+        return self.role == names.ROLE_ENGINE and reference is not None and reference.is_with_rollout
+
+    @property
     def shares_weights(self) -> bool:
         """Return whether the pod shares the weights volume with other pods: then rank 0 of the job writes for all."""
         return self.job.spec.placement is Placement.DISAGGREGATED
@@ -143,6 +150,10 @@ class AgentSettings:
     @property
     def runner_socket(self) -> Path:
         return self.directories.sockets / RUNNER_SOCKET
+
+    @property
+    def reference_socket(self) -> Path:
+        return self.directories.sockets / REFERENCE_SOCKET
 
     @property
     def checksums_weights(self) -> bool:

@@ -96,7 +96,7 @@ class RolloutMetrics:
         )
         self.unscored = Gauge(
             "colocate_rollout_unscored_samples",
-            "Finished samples that a reference on devices of its own has not scored; no batch takes them before",
+            "Finished samples that wait for the scores of a reference; no batch takes them before",
             registry=registry,
         )
         self.reference_answers = Counter(

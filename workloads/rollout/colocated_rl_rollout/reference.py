@@ -1,4 +1,4 @@
-"""Score each finished sample with a job's reference, between reward and batch, where the reference has its own devices.
+"""Score each finished sample with a job's reference, between reward and batch, where that is a stage of rollout.
 
 A reference's scores follow from the sample and from a model that never changes: they may be requested again, of any of
 its pods, and are not in the store. A sample that is not scored yet waits, and its group is in no batch meanwhile: it

@@ -100,7 +100,7 @@ class Worker(Sealer):
         reference: ReferencePods | None = None,
         full_retry_s: float = FULL_RETRY_S,
     ) -> None:
-        """Take the parts of the job. reference: one with its own devices; no batch is sealed without its scores."""
+        """Take the parts of the job. reference: one that scores for rollout; no batch is sealed without its scores."""
         super().__init__(spec, store, changed, full_retry_s)
         self._reference = reference
         self._rollout = spec.rollout

@@ -15,15 +15,15 @@ import pydantic
 
 from colocated_rl_api.job import ColocatedRLJobSpec
 from colocated_rl_api.ladder import TIME_SLICED, Ladder, ladder_for
-from colocated_rl_api.rungs import Placement, RolePlacement
+from colocated_rl_api.rungs import Placement, ReferencePlacement
 
 
 def ladder_of(job: Mapping[str, Any]) -> Ladder:
     """Return the job's ladder by its status or, before there is one, its spec; time-sliced if neither is readable."""
     placement = job.get("status", {}).get("placement")
     if placement in set(Placement):
-        reference = job.get("spec", {}).get("reference")
-        is_trainers = reference is not None and reference.get("placement") != RolePlacement.OWN_DEVICES
+        reference, default = job.get("spec", {}).get("reference"), ReferencePlacement.WITH_TRAINER
+        is_trainers = reference is not None and reference.get("placement", default) == default
         return ladder_for(Placement(placement), scores=is_trainers)
     try:
         return ColocatedRLJobSpec.model_validate(job.get("spec")).ladder

@@ -18,7 +18,7 @@ import pydantic
 from colocated_rl_api import names
 from colocated_rl_api.facts import EPOCHS_OF_WAITS, PodFacts, Problem, RolloutFacts
 from colocated_rl_api.job_status import ColocatedRLJobStatus, ConditionStatus, FailuresStatus, Phase
-from colocated_rl_api.rungs import RolePlacement, Rung
+from colocated_rl_api.rungs import RolloutPlacement, Rung
 from colocated_rl_api.seats import seats_for
 from colocated_rl_cli.base.errors import CliError
 from colocated_rl_cli.evidence.evidence import (
@@ -192,7 +192,7 @@ def _seats(spec: Object, *, replicas: int | None) -> tuple[str, ...]:
     replicas: of the group; None: as many as the spec asks for.
     """
     rollout, reference = spec.get("rollout", {}), spec.get("reference") or {}
-    engines = rollout.get("replicas", 0) if rollout.get("placement") == RolePlacement.OWN_DEVICES else None
+    engines = rollout.get("replicas", 0) if rollout.get("placement") == RolloutPlacement.OWN_DEVICES else None
     sizes = {
         "replicas": replicas or spec.get("replicas", 1),
         "engines": engines,

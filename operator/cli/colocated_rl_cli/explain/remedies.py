@@ -234,6 +234,13 @@ REMEDIES: dict[str, Remedy] = {
         "see the storage's server and the node's way to it; a pod that stays so is better deleted",
         heals=True,
     ),
+    "ReferenceFailed": Remedy(
+        "the reference beside the engines ended by itself, or can't be started; engines go on, and samples are scored "
+        "in other pods, or wait for this one's, which is started again",
+        "see the gpu container's log, lines of [reference]: out of device memory, lower --mem-fraction-static in "
+        "rollout.engine.args or microBatchTokens in trainer.config",
+        heals=True,
+    ),
     # --- the rollout controller
     "PromptsUnusable": Remedy(
         "no prompt of the source can be used",
@@ -318,8 +325,8 @@ REMEDIES: dict[str, Remedy] = {
     ),
     "ReferenceUnavailable": Remedy(
         "no pod of the reference scores what is finished: it waits, and rollout goes on until maxStaleness stops it",
-        "nothing while a pod starts, and loads its model; else see the pods of role reference "
-        "(kubectl get pods -l rl.colocate.dev/role=reference) and the log of the newest",
+        "nothing while a pod starts, and loads its model; else see the pods of role reference (kubectl get pods -l "
+        "rl.colocate.dev/role=reference), with placement WithRollout those of role engine, and the log of the newest",
         heals=True,
     ),
     "RewardUnavailable": Remedy(

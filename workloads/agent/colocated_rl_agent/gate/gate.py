@@ -6,7 +6,8 @@ ended at the engine, not when its caller left: `settled` means that the engine h
 H37).
 
 * A closed gate answers 503 at once, with the epoch. The rollout controller keeps the request; nothing is parked here.
-* The gate serves only the routes of `dialects`: nobody reaches the engine's control routes through it.
+* The gate serves only the routes of `dialects`: nobody reaches the engine's control routes through it. Scores of a
+  reference beside the engines are asked for here too, whether or not an entrance is open.
 * It refuses requests that kill an engine: one caller's token id that the model does not know would cost all callers.
 * Each request gets an id of fixed length, so that no id is the prefix of another (H4), and is always streamed from the
   engine: generated tokens survive an abort and a crash (H58).
@@ -28,6 +29,7 @@ import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from functools import partial
+from http import HTTPStatus
 from typing import NamedTuple
 
 from colocated_rl_agent.drivers.base import DriverError
@@ -35,6 +37,7 @@ from colocated_rl_agent.gate.call import Call, Malformed
 from colocated_rl_agent.gate.data_port import CALLER_S, Capacity
 from colocated_rl_agent.gate.dialects import (
     DIALECTS,
+    JSON,
     Dialect,
     EngineReply,
     GateRefusal,
@@ -49,6 +52,7 @@ from colocated_rl_api.columns import COLUMNS, HEADER_READ
 from colocated_rl_api.descriptors import Seldom
 from colocated_rl_api.gate_wire import GATE_LINE_S, Closed, GateState
 from colocated_rl_api.logs import failure_of, log
+from colocated_rl_api.reference_wire import SCORE_PATH, SCORE_TYPE
 from colocated_rl_member.room import Bound
 
 LOG = logging.getLogger(__name__)
@@ -73,7 +77,7 @@ class Gate:
     """The Gate admits requests to the engines whose entrances are open.
 
     engines: how many there are. changed: called when state or settledness changed. count: called with (ending, tokens)
-    of each ended request.
+    of each ended request. score: returns a reference's answer to a query and a sample; None: there is no reference.
     """
 
     def __init__(
@@ -82,6 +86,7 @@ class Gate:
         engines: int = 1,
         changed: Callable[[], None] = lambda: None,
         count: Callable[[str, int], None] = lambda ending, tokens: None,
+        score: Callable[[str, bytes], Awaitable[tuple[int, bytes]]] | None = None,
     ) -> None:
         self._changed = changed
         self._count = count
@@ -95,6 +100,8 @@ class Gate:
         self._news = asyncio.Event()
         self._routes = {dialect.path: GateRoute("POST", partial(self._serve, dialect)) for dialect in DIALECTS}
         self._routes[STATE] = GateRoute("GET", self._serve_state)
+        if score is not None:
+            self._routes[SCORE_PATH] = GateRoute("POST", partial(self._serve_scores, score))
         self.epoch = 0
         self.in_flight = 0
 
@@ -162,6 +169,25 @@ class Gate:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(GATE_LINE_S):
                     await news.wait()
+
+    # --------------------------------------------------------------------------------------------------- scores
+    async def _serve_scores(self, score: Callable[[str, bytes], Awaitable[tuple[int, bytes]]], call: Call) -> None:
+        """Pass a sample on to the reference, and its answer back. The gate counts no more of it than its bytes."""
+        try:
+            sample = await self._body(call)
+        except (Malformed, GateRefusal) as refusal:
+            call.refuse(refusal.status, str(refusal))
+            return
+        held = 2 * len(sample)  # an answer is as large
+        if self._held_bytes + held > MAX_HELD_BYTES:
+            call.refuse(429, f"requests in flight hold {self._held_bytes} bytes: send it later")
+            return
+        self._held_bytes += held
+        try:
+            status, answer = await score(call.target.partition(b"?")[2].decode("latin-1"), sample)
+        finally:
+            self._held_bytes -= held
+        call.answer(status, answer, content_type=SCORE_TYPE if status == HTTPStatus.OK else JSON)
 
     # --------------------------------------------------------------------------------------------------- requests
     async def _serve(self, dialect: Dialect, call: Call) -> None:

@@ -268,6 +268,7 @@ def pod_facts(
     took_s: Mapping[Rung, float] | None = None,
     waited_s: float = 0.0,
     engine_failures: Sequence[int] = (),
+    reference_ready: bool | None = None,
 ) -> PodFacts:
     """Return the facts that the views for a pod's engines add up to, one view in a pod without any.
 
@@ -291,6 +292,7 @@ def pod_facts(
         problem=problem,
         took_s=dict(took_s or {}),
         waited_s=waited_s,
+        reference_ready=reference_ready,
         stopped=pod.stopped,
         ending=pod.terminating,
     )

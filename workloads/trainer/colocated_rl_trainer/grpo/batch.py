@@ -68,7 +68,7 @@ class ShardSample:
     behaviour_logp: Tensor  # float32, nats, as the engine sampled the token; 0 where `is_trained` is not
     reward: float
     advantage: float  # GRPO's: in spreads of its group's rewards
-    reference_logp: Tensor | None  # float32, nats, from a reference with devices of its own, 0 as above; or None
+    reference_logp: Tensor | None  # float32, nats, with which the batch was sealed, 0 as above; or None
     figures: Mapping[str, float]  # what came beside the reward, by name
 
 

@@ -1,7 +1,6 @@
 """Compute the log-probabilities of samples' tokens in one forward pass.
 
-Policy and reference, on the trainer's devices or on devices of its own, are computed here and nowhere else: they differ
-in weights alone.
+Policy and reference, on whichever devices, are computed here and nowhere else: they differ in weights alone.
 """
 
 from __future__ import annotations

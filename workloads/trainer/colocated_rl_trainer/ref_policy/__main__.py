@@ -1,8 +1,9 @@
 """Run the reference of a job on the devices of one pod: `python3 -m colocated_rl_trainer.ref_policy`.
 
-Its ports answer before the model is loaded, which takes minutes; it is ready when every device has its copy. A pass
-that runs out of memory fails its samples, and callers may ask again. After any other failure the state of a device is
-unknown: the process ends, and kubelet starts it again.
+In a pod of its own it has ports, beside engines a socket for their agent. These answer before the model is loaded,
+which takes minutes; it is ready when every device has its copy. A pass that runs out of memory fails its samples, and
+callers may ask again. After any other failure the state of a device is unknown: the process ends, and kubelet or agent
+starts it again.
 """
 
 from __future__ import annotations
@@ -21,8 +22,9 @@ from colocated_rl_api import descriptors, names
 from colocated_rl_api.logs import configure, failure_of, log
 from colocated_rl_trainer.protocol.settings import ConfigError
 from colocated_rl_trainer.ref_policy.figures import ScoreCounts
-from colocated_rl_trainer.ref_policy.ports import MetricsPort, ScorePort
+from colocated_rl_trainer.ref_policy.ports import AgentSocket, MetricsPort, ScorePort
 from colocated_rl_trainer.ref_policy.score_queue import ScoreQueue, ScoringFailed
+from colocated_rl_trainer.ref_policy.score_requests import ScoreRequests
 from colocated_rl_trainer.ref_policy.settings import ReferenceSettings
 
 if TYPE_CHECKING:
@@ -46,38 +48,40 @@ def main(arguments: Sequence[str], environment: Mapping[str, str] = os.environ) 
 
 
 def _serve(settings: ReferenceSettings) -> int:
-    figures, score_queue = ScoreCounts(), ScoreQueue(settings.config.micro_batch_tokens)
-    figures.count_waiting(lambda: score_queue.waiting)
+    score_queue = ScoreQueue(settings.config.micro_batch_tokens)
+    requests = ScoreRequests(score_queue, settings.job.spec.switch.trainer_progress_seconds, ScoreCounts())
+    requests.figures.count_waiting(lambda: score_queue.waiting)
     try:
-        data = ScorePort(
-            settings.host,
-            settings.data_port,
-            tls=settings.tls,
-            score_queue=score_queue,
-            deadline_s=settings.job.spec.switch.trainer_progress_seconds,
-            figures=figures,
-        )
-        metrics = MetricsPort(
-            settings.host, settings.metrics_port, is_ready=lambda: data.vocabulary is not None, figures=figures
-        )
+        where = _listen(settings, requests)
     except (OSError, ValueError) as error:
-        raise ConfigError(f"ports can't be opened: {error}") from error
+        raise ConfigError(f"it can't listen: {error}") from error
+    log(_LOG, "reference started", devices=settings.devices, ports=where)
+    return _compute(settings, requests)
+
+
+def _listen(settings: ReferenceSettings, requests: ScoreRequests) -> dict[str, int | str]:
+    """Serve requests from now on, and return where. Raises OSError, ValueError."""
+    if settings.socket is not None:
+        server = AgentSocket(settings.socket, requests)
+        threading.Thread(target=server.serve_forever, name="socket", daemon=True).start()
+        return {"socket": str(settings.socket)}
+    data = ScorePort(settings.host, settings.data_port, tls=settings.tls, requests=requests)
+    metrics = MetricsPort(settings.host, settings.metrics_port, requests=requests)
     data.listen("data")
     metrics.listen("metrics")
-    log(_LOG, "reference started", devices=settings.devices, ports={"data": data.number, "metrics": metrics.number})
-    return _compute(settings, score_queue, data, figures)
+    return {"data": data.number, "metrics": metrics.number}
 
 
-def _compute(settings: ReferenceSettings, score_queue: ScoreQueue, data: ScorePort, figures: ScoreCounts) -> int:
+def _compute(settings: ReferenceSettings, requests: ScoreRequests) -> int:
     from colocated_rl_trainer.ref_policy.scorer import Scorer
 
     began = time.monotonic()
     scorers = [Scorer(settings.model, device, settings.config) for device in settings.devices]
     ended: queue.SimpleQueue[BaseException] = queue.SimpleQueue()
     for device, scorer in zip(settings.devices, scorers, strict=True):
-        work = (scorer, score_queue, figures, ended)
+        work = (scorer, requests.queue, requests.figures, ended)
         threading.Thread(target=_work, args=work, name=device, daemon=True).start()
-    data.vocabulary = scorers[0].vocabulary
+    requests.vocabulary = scorers[0].vocabulary
     log(_LOG, "reference ready", took_s=round(time.monotonic() - began, 3))
     error = ended.get()
     reason = failure_of(error)

@@ -2,6 +2,8 @@
 
 They need the standard library alone, so any image with a trainer will do. A request without the token is answered
 before its body is read, and a connection without it is closed soon; connections, bodies and waits are bounded.
+
+A reference beside engines has a Unix socket in their place, for the pod's agent.
 """
 
 from __future__ import annotations
@@ -9,24 +11,20 @@ from __future__ import annotations
 import contextlib
 import hmac
 import logging
-import math
 import socket
 import socketserver
 import ssl
 import threading
 import time
-from collections.abc import Callable
 from http import HTTPStatus
 from pathlib import Path
-from urllib.parse import parse_qs
 
-from colocated_rl_api import descriptors, names
+from colocated_rl_api import descriptors, names, reference_wire
 from colocated_rl_api.listening import listen
 from colocated_rl_api.logs import in_words
-from colocated_rl_api.reference_wire import BYTES_OF_A_TOKEN, MAX_SAMPLE_BYTES, SCORE_PATH, ScoreError
+from colocated_rl_api.reference_wire import MAX_SAMPLE_BYTES, SCORE_TYPE, ScoreError
 from colocated_rl_trainer.protocol.http_handler import ConnectionThreads, JSONHandler, Rejected
-from colocated_rl_trainer.ref_policy.figures import ScoreCounts
-from colocated_rl_trainer.ref_policy.score_queue import QueuedSample, ScoreQueue, ScoringFailed
+from colocated_rl_trainer.ref_policy.score_requests import ScoreRequests
 
 _LOG = logging.getLogger(__name__)
 
@@ -118,9 +116,8 @@ class _Port(ConnectionThreads, socketserver.TCPServer):
 
 
 class ScorePort(_Port):
-    """Serves POST /v1/score. tls: the files of `names.TLS_DIR`. vocabulary: its size, once the model is loaded.
+    """Serves POST /v1/score. tls: the files of `names.TLS_DIR`. unauthenticated_s: for a caller to show the token.
 
-    deadline_s: for an answer, from the end of the request. unauthenticated_s: for a caller to show the token.
     Raises ValueError or OSError when a file is unusable, or the port is taken.
     """
 
@@ -130,9 +127,7 @@ class ScorePort(_Port):
         port: int,
         *,
         tls: Path,
-        score_queue: ScoreQueue,
-        deadline_s: float,
-        figures: ScoreCounts,
+        requests: ScoreRequests,
         unauthenticated_s: float = UNAUTHENTICATED_S,
     ) -> None:
         path = tls / names.DATA_TOKEN_FILE
@@ -143,9 +138,7 @@ class ScorePort(_Port):
         self._context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         self._context.minimum_version = ssl.TLSVersion.TLSv1_3
         self._context.load_cert_chain(tls / names.CERT_FILE, tls / names.KEY_FILE)
-        self.score_queue, self.deadline_s, self.figures = score_queue, deadline_s, figures
-        self.unauthenticated_s = unauthenticated_s
-        self.vocabulary: int | None = None
+        self.requests, self.unauthenticated_s = requests, unauthenticated_s
         super().__init__(host, port, _ScoreHandler)
 
     def admits(self, authorization: str) -> bool:
@@ -160,10 +153,10 @@ class ScorePort(_Port):
 
 
 class MetricsPort(_Port):
-    """Serves health and metrics. is_ready: returns whether the model is loaded."""
+    """Serves health and metrics."""
 
-    def __init__(self, host: str, port: int, *, is_ready: Callable[[], bool], figures: ScoreCounts) -> None:
-        self.is_ready, self.figures = is_ready, figures
+    def __init__(self, host: str, port: int, *, requests: ScoreRequests) -> None:
+        self.requests = requests
         super().__init__(host, port, _MetricsHandler)
 
 
@@ -211,7 +204,7 @@ class _ScoreHandler(_PortHandler):
         except Rejected as rejected:
             self.reject(rejected)
         else:
-            self.write(HTTPStatus.OK, answer, "application/octet-stream")
+            self.write(HTTPStatus.OK, answer, SCORE_TYPE)
 
     def _answer(self) -> bytes:
         port = self.server
@@ -221,47 +214,7 @@ class _ScoreHandler(_PortHandler):
         self._unauthenticated.cancel()
         port.is_no_stranger(self.connection)
         self.connection.settimeout(IDLE_S)
-        sample = self._sample(self._body())
-        try:
-            with port.figures.answering(len(sample)):
-                return port.score_queue.ask(sample, deadline_s=port.deadline_s)
-        except ScoringFailed as error:
-            raise Rejected(HTTPStatus.SERVICE_UNAVAILABLE, "NotScored", str(error)) from error
-        except TimeoutError as error:
-            late = f"no answer within {port.deadline_s:.0f} s: {port.score_queue.waiting} samples wait"
-            raise Rejected(HTTPStatus.SERVICE_UNAVAILABLE, "Late", late) from error
-
-    def _body(self) -> bytes:
-        body = self.read_body(limit_bytes=MAX_SAMPLE_BYTES)
-        if len(body) < int(self.headers["Content-Length"]):
-            raise ConnectionResetError("the caller has gone")
-        return body
-
-    def _sample(self, body: bytes) -> QueuedSample:
-        path, _, query_string = self.path.partition("?")
-        if path != SCORE_PATH:
-            raise Rejected(HTTPStatus.NOT_FOUND, "NotFound", f"no {path} here, only {SCORE_PATH}")
-        if self.server.vocabulary is None:
-            raise Rejected(HTTPStatus.SERVICE_UNAVAILABLE, "Starting", "the model is being loaded: ask again later")
-        query = {name: values[-1] for name, values in parse_qs(query_string).items()}
-        try:
-            start, temperature = int(query["start"]), float(query["temperature"])
-        except (KeyError, ValueError) as error:
-            raise _bad_request(f"?start= and temperature= must be numbers: {error}") from error
-        if len(body) % BYTES_OF_A_TOKEN:
-            raise _bad_request(f"a body of {len(body)} bytes is no row of int32")
-        ids = memoryview(bytearray(body)).cast("i")  # torch needs writable memory
-        if not 1 <= start < len(ids):
-            raise _bad_request(f"start is {start}, must be from 1 to below the {len(ids)} tokens of the sample")
-        if not (math.isfinite(temperature) and temperature > 0):
-            raise _bad_request(f"temperature is {temperature}, must be above 0")
-        if not 0 <= min(ids) <= max(ids) < self.server.vocabulary:
-            raise _bad_request(f"a token is not one of the {self.server.vocabulary} of the model")
-        return QueuedSample(ids, start, temperature)
-
-
-def _bad_request(message: str) -> Rejected:
-    return Rejected(HTTPStatus.BAD_REQUEST, "BadRequest", message)
+        return port.requests.answer(self.path, _read_sample(self))
 
 
 class _MetricsHandler(_PortHandler):
@@ -271,12 +224,60 @@ class _MetricsHandler(_PortHandler):
         match self.path.partition("?")[0]:
             case "/healthz":
                 self.write(HTTPStatus.OK, b"ok\n", "text/plain")
-            case "/readyz" if self.server.is_ready():
-                self.write(HTTPStatus.OK, b"ok\n", "text/plain")
-            case "/readyz":
-                self.write(HTTPStatus.SERVICE_UNAVAILABLE, b"the model is being loaded\n", "text/plain")
+            case reference_wire.READY_PATH:
+                _write_readiness(self, self.server.requests)
             case "/metrics":
-                text, kind = self.server.figures.text()
+                text, kind = self.server.requests.figures.text()
                 self.write(HTTPStatus.OK, text, kind)
             case _:
                 self.send_error(HTTPStatus.NOT_FOUND)
+
+
+class AgentSocket(ConnectionThreads, socketserver.UnixStreamServer):
+    """Serves POST /v1/score and GET /readyz on a Unix socket that the pod's group may use.
+
+    The pod's agent has checked the token of who asks, and bounds what comes in.
+    """
+
+    request_queue_size = 128
+
+    def __init__(self, path: Path, requests: ScoreRequests) -> None:
+        self.requests = requests
+        path.unlink(missing_ok=True)  # left by an earlier process, which the runner has reaped
+        super().__init__(str(path), _SocketHandler)
+        path.chmod(0o660)  # agent and reference have different users
+
+
+class _SocketHandler(JSONHandler):
+    error_type = ScoreError
+    timeout = IDLE_S
+    server: AgentSocket
+
+    def do_GET(self) -> None:  # noqa: N802 - the name that http.server calls
+        if self.path == reference_wire.READY_PATH:
+            _write_readiness(self, self.server.requests)
+        else:
+            self.send_error(HTTPStatus.NOT_FOUND)
+
+    def do_POST(self) -> None:  # noqa: N802 - the name that http.server calls
+        try:
+            answer = self.server.requests.answer(self.path, _read_sample(self))
+        except Rejected as rejected:
+            self.reject(rejected)
+        else:
+            self.write(HTTPStatus.OK, answer, SCORE_TYPE)
+
+
+def _read_sample(handler: JSONHandler) -> bytes:
+    """Return the body of a request for scores. Raises Rejected, ConnectionResetError."""
+    body = handler.read_body(limit_bytes=MAX_SAMPLE_BYTES)
+    if len(body) < int(handler.headers["Content-Length"]):
+        raise ConnectionResetError("the caller has gone")
+    return body
+
+
+def _write_readiness(handler: JSONHandler, requests: ScoreRequests) -> None:
+    if requests.is_ready:
+        handler.write(HTTPStatus.OK, b"ok\n", "text/plain")
+    else:
+        handler.write(HTTPStatus.SERVICE_UNAVAILABLE, b"the model is being loaded\n", "text/plain")

@@ -25,12 +25,13 @@ class ReferenceSettings:
     host: str
     data_port: int
     metrics_port: int
+    socket: Path | None = None  # of the pod's agent, in the place of ports
 
     @classmethod
     def read(cls, arguments: Sequence[str]) -> ReferenceSettings:
         """Read the arguments and the files that they name. Raises ConfigError."""
         parser = argparse.ArgumentParser(
-            prog="python3 -m colocated_rl_trainer.ref_policy", description="The reference of a job, on its own devices."
+            prog="python3 -m colocated_rl_trainer.ref_policy", description="The reference of a job."
         )
         parser.add_argument("--job-file", type=Path, default=Path(names.JOB_FILE))
         parser.add_argument("--config", type=Path, default=Path(names.TRAINER_CONFIG_FILE))
@@ -39,6 +40,7 @@ class ReferenceSettings:
         parser.add_argument("--host", default=EVERYWHERE, help="address to listen on; all of them when absent")
         parser.add_argument("--data-port", type=int, default=names.DATA_PORT)
         parser.add_argument("--metrics-port", type=int, default=names.METRICS_PORT)
+        parser.add_argument("--socket", type=Path, help="where the agent of an engine's pod asks; without it, at ports")
         options = parser.parse_args(arguments)
         try:
             job = JobFile.read(options.job_file.read_bytes())
@@ -53,6 +55,7 @@ class ReferenceSettings:
             host=options.host,
             data_port=options.data_port,
             metrics_port=options.metrics_port,
+            socket=options.socket,
         )
 
     @property
