@@ -120,6 +120,12 @@ e2e-containerd: ## whole jobs in containers of those images, on nodes that run c
 	@tests/images/base-image.sh .build/base-image.tar
 	@pytest tests/containerd
 
+.PHONY: test-storage
+test-storage: ## whole jobs on volumes that fill up and are expanded, and on a shared one in user space; needs root, and names what else; no part of test
+	@tests/storage/prerequisites.sh
+	@$(SETUP)
+	@pytest tests/storage
+
 .PHONY: mutants
 mutants: setup-dev ## small changes of the pure core that no fast test notices; ONLY=plan.py, SINCE=COMMIT for what changed, WITHIN_S=600, AT_ONCE=1; no part of test
 	@$(BESIDE_DEV) mutants/requirements.txt python -m mutants $(if $(ONLY),--only $(ONLY)) $(if $(SINCE),--since $(SINCE)) $(if $(WITHIN_S),--within $(WITHIN_S)) $(if $(AT_ONCE),--at-once $(AT_ONCE))

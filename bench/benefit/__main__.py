@@ -49,6 +49,7 @@ FILES = "benefit-files"  # the claim of prompts and of the endpoint's program
 PROMPTS = 512
 START_S = 120.0
 RUN_S = 1800.0
+TRL_STEPS = 4  # of its own generation, each of which takes long; speeds are by sample
 TRL, TRL_ENGINE = "trl, by transformers", "trl, by the same engine"
 
 
@@ -131,7 +132,7 @@ def run_trl(folder: Path, job: Mapping[str, Any], judge_url: str, engine: str | 
         "model": str(folder / "model"),
         "prompts": [question(number) for number in range(PROMPTS)],
         "judge": judge_url,
-        "steps": spec["steps"], "batch": spec["rollout"]["batchSize"], "groupSize": spec["rollout"]["groupSize"],
+        "steps": spec["steps"] if engine else min(TRL_STEPS, spec["steps"]), "batch": spec["rollout"]["batchSize"], "groupSize": spec["rollout"]["groupSize"],
         "maxTokens": spec["rollout"]["maxResponseTokens"], "learningRate": spec["trainer"]["config"]["learningRate"],
         "threads": spec["trainer"]["config"]["threads"], "engine": engine,
     }  # fmt: skip

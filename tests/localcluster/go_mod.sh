@@ -6,7 +6,7 @@ kubernetes=${1:?usage: go_mod.sh KUBERNETES ETCD HELM} etcd=${2:?} helm=${3:?}
 {
   printf 'module a.localcluster // begins with a: see box/spec.go\n\ngo 1.26.0\n\n'
   printf 'require k8s.io/kubernetes %s\nrequire go.etcd.io/etcd/server/v3 %s\nrequire helm.sh/helm/v4 %s\n' "$kubernetes" "$etcd" "$helm"
-  printf 'require github.com/vishvananda/netlink v1.3.1\n'
+  printf 'require github.com/vishvananda/netlink v1.3.1\nrequire github.com/hanwen/go-fuse/v2 v2.12.1\n'
   # k8s.io/kubernetes requires its staging modules at v0.0.0, so each needs a replace line
   for module in api apiextensions-apiserver apimachinery apiserver cli-runtime client-go cloud-provider cluster-bootstrap \
     code-generator component-base component-helpers controller-manager cri-api cri-client cri-streaming csi-translation-lib \

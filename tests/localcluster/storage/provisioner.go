@@ -1,7 +1,7 @@
-// Package storage gives claims a directory each.
+// Package storage gives claims a directory each, or a file system of their own.
 //
 // The volumes are of kind "local" rather than "hostPath", as the kubelet applies fsGroup to those. Every node of a cluster is
-// this machine, so a volume may be used from each of them, as one on a network would; the size is not enforced.
+// this machine, so a volume may be used from each of them, as one on a network would; the size of a directory is not enforced.
 package storage
 
 import (
@@ -23,6 +23,8 @@ import (
 	corelisters "k8s.io/client-go/listers/core/v1"
 	storagelisters "k8s.io/client-go/listers/storage/v1"
 	"k8s.io/client-go/tools/cache"
+
+	"github.com/hanwen/go-fuse/v2/fuse"
 
 	"a.localcluster/layout"
 	"a.localcluster/pki"
@@ -47,6 +49,7 @@ type provisioner struct {
 	claims  corelisters.PersistentVolumeClaimLister
 	volumes corelisters.PersistentVolumeLister
 	classes storagelisters.StorageClassLister
+	mounts  mounts
 }
 
 // Main provisions until it is told to end.
@@ -81,7 +84,7 @@ func Main(args []string) error {
 	}
 	factory.Start(ctx.Done())
 	factory.WaitForCacheSync(ctx.Done())
-	p := &provisioner{client: client, dir: layout.Dir(*dir), claims: claims.Lister(), volumes: volumes.Lister(), classes: classes.Lister()}
+	p := &provisioner{client: client, dir: layout.Dir(*dir), claims: claims.Lister(), volumes: volumes.Lister(), classes: classes.Lister(), mounts: mounts{map[string]*fuse.Server{}}}
 	for {
 		select {
 		case <-ctx.Done():
@@ -95,12 +98,15 @@ func Main(args []string) error {
 }
 
 func makeClasses(ctx context.Context, client kubernetes.Interface) error {
-	reclaim := corev1.PersistentVolumeReclaimDelete
-	for name, mode := range map[string]storagev1.VolumeBindingMode{DefaultClass: storagev1.VolumeBindingWaitForFirstConsumer, ImmediateClass: storagev1.VolumeBindingImmediate} {
-		class := &storagev1.StorageClass{ObjectMeta: metav1.ObjectMeta{Name: name}, Provisioner: Provisioner, VolumeBindingMode: &mode, ReclaimPolicy: &reclaim}
-		if name == DefaultClass {
-			class.Annotations = map[string]string{isDefault: "true"}
-		}
+	reclaim, expands := corev1.PersistentVolumeReclaimDelete, true
+	first, atOnce := storagev1.VolumeBindingWaitForFirstConsumer, storagev1.VolumeBindingImmediate
+	for _, class := range []*storagev1.StorageClass{
+		{ObjectMeta: metav1.ObjectMeta{Name: DefaultClass, Annotations: map[string]string{isDefault: "true"}}, VolumeBindingMode: &first},
+		{ObjectMeta: metav1.ObjectMeta{Name: ImmediateClass}, VolumeBindingMode: &atOnce},
+		{ObjectMeta: metav1.ObjectMeta{Name: SizedClass}, VolumeBindingMode: &first, AllowVolumeExpansion: &expands, Parameters: map[string]string{medium: mediumFile}},
+		{ObjectMeta: metav1.ObjectMeta{Name: NetworkClass}, VolumeBindingMode: &first, Parameters: map[string]string{medium: mediumFUSE}},
+	} {
+		class.Provisioner, class.ReclaimPolicy = Provisioner, &reclaim
 		if _, err := client.StorageV1().StorageClasses().Create(ctx, class, metav1.CreateOptions{}); err != nil && !apierrors.IsAlreadyExists(err) {
 			return err
 		}
@@ -125,11 +131,58 @@ func (p *provisioner) reconcile(ctx context.Context) (first error) {
 	volumes, err := p.volumes.List(labels.Everything())
 	keep("list volumes", err)
 	for _, v := range volumes {
-		if isReclaimable(v) {
+		switch {
+		case isReclaimable(v):
 			keep("volume "+v.Name, p.reclaim(ctx, v))
+		case v.Annotations[medium] != "" && v.Status.Phase == corev1.VolumeBound && p.isOurs(v):
+			keep("volume "+v.Name, p.maintain(ctx, v))
 		}
 	}
 	return first
+}
+
+// maintain mounts what is not mounted, as after a restart, and expands what its claim wants larger.
+func (p *provisioner) maintain(ctx context.Context, v *corev1.PersistentVolume) error {
+	c, err := p.claims.PersistentVolumeClaims(v.Spec.ClaimRef.Namespace).Get(v.Spec.ClaimRef.Name)
+	if apierrors.IsNotFound(err) {
+		return nil
+	} else if err != nil {
+		return err
+	}
+	asked, has := c.Spec.Resources.Requests[corev1.ResourceStorage], v.Spec.Capacity[corev1.ResourceStorage]
+	if err := p.mount(v.Spec.Local.Path, v.Annotations[medium], asked.Value()); err != nil {
+		return err
+	}
+	if v.Annotations[medium] == mediumFile && asked.Cmp(has) > 0 {
+		v = v.DeepCopy()
+		v.Spec.Capacity[corev1.ResourceStorage] = asked
+		if _, err := p.client.CoreV1().PersistentVolumes().Update(ctx, v, metav1.UpdateOptions{}); err != nil {
+			return err
+		}
+	}
+	if told := c.Status.Capacity[corev1.ResourceStorage]; v.Annotations[medium] == mediumFile && told.Cmp(asked) < 0 && c.Status.Phase == corev1.ClaimBound {
+		c = c.DeepCopy()
+		c.Status.Capacity[corev1.ResourceStorage] = asked
+		_, err := p.client.CoreV1().PersistentVolumeClaims(c.Namespace).UpdateStatus(ctx, c, metav1.UpdateOptions{})
+		return err
+	}
+	return nil
+}
+
+// mount provides what a medium asks for at a path. bytes: of the claim.
+func (p *provisioner) mount(path, medium string, bytes int64) error {
+	switch medium {
+	case mediumFile:
+		return p.mounts.file(path, bytes)
+	case mediumFUSE:
+		return p.mounts.inUserSpace(path)
+	case "":
+		if err := os.MkdirAll(path, 0o777); err != nil {
+			return err
+		}
+		return os.Chmod(path, 0o777) // past the umask: the pod may run as anyone
+	}
+	return fmt.Errorf("there is no medium %q: file or fuse", medium)
 }
 
 // classOf returns the class of a claim that waits for this provisioner, else nil.
@@ -149,11 +202,8 @@ func (p *provisioner) classOf(c *corev1.PersistentVolumeClaim) *storagev1.Storag
 
 func (p *provisioner) provision(ctx context.Context, c *corev1.PersistentVolumeClaim, class *storagev1.StorageClass) error {
 	name := "pvc-" + string(c.UID)
-	path := p.dir.Path("volumes", name)
-	if err := os.MkdirAll(path, 0o777); err != nil {
-		return err
-	}
-	if err := os.Chmod(path, 0o777); err != nil { // past the umask: the pod may run as anyone
+	path, asked := p.dir.Path("volumes", name), c.Spec.Resources.Requests[corev1.ResourceStorage]
+	if err := p.mount(path, class.Parameters[medium], asked.Value()); err != nil {
 		return err
 	}
 	_, err := p.client.CoreV1().PersistentVolumes().Create(ctx, volume(name, path, c, class), metav1.CreateOptions{})
@@ -177,6 +227,9 @@ func volume(name, path string, c *corev1.PersistentVolumeClaim, class *storagev1
 			NodeAffinity:           &corev1.VolumeNodeAffinity{Required: &corev1.NodeSelector{NodeSelectorTerms: []corev1.NodeSelectorTerm{anyNode}}},
 		},
 	}
+	if of := class.Parameters[medium]; of != "" {
+		v.Annotations[medium] = of
+	}
 	if class.ReclaimPolicy != nil {
 		v.Spec.PersistentVolumeReclaimPolicy = *class.ReclaimPolicy
 	}
@@ -188,9 +241,14 @@ func isReclaimable(v *corev1.PersistentVolume) bool {
 		v.Spec.PersistentVolumeReclaimPolicy == corev1.PersistentVolumeReclaimDelete && v.DeletionTimestamp == nil
 }
 
+// isOurs tells whether a volume lies where this provisioner puts it, whoever wrote the object.
+func (p *provisioner) isOurs(v *corev1.PersistentVolume) bool {
+	return v.Spec.Local != nil && v.Spec.Local.Path == p.dir.Path("volumes", v.Name)
+}
+
 func (p *provisioner) reclaim(ctx context.Context, v *corev1.PersistentVolume) error {
-	if path := p.dir.Path("volumes", v.Name); v.Spec.Local.Path == path { // and nothing else, whoever wrote the object
-		if err := os.RemoveAll(path); err != nil {
+	if p.isOurs(v) {
+		if err := p.mounts.remove(v.Spec.Local.Path); err != nil {
 			return err
 		}
 	}

@@ -48,6 +48,9 @@ func closeMachine(dir layout.Dir) error {
 	if err := mount("", "/proc/sys", "", syscall.MS_BIND|syscall.MS_REMOUNT|syscall.MS_RDONLY, ""); err != nil {
 		return err
 	}
+	if err := shareVolumes(dir.Path("volumes")); err != nil {
+		return err
+	}
 	if err := os.MkdirAll(dir.Path("tunables"), 0o755); err != nil {
 		return err
 	}
@@ -61,6 +64,17 @@ func closeMachine(dir layout.Dir) error {
 		}
 	}
 	return nil
+}
+
+// shareVolumes lets nodes see what the provisioner mounts there later.
+func shareVolumes(path string) error {
+	if err := os.MkdirAll(path, 0o755); err != nil {
+		return err
+	}
+	if err := mount(path, path, "", syscall.MS_BIND, ""); err != nil {
+		return err
+	}
+	return mount("", path, "", syscall.MS_SHARED, "")
 }
 
 // nodeNamespaces are what a node's kubelet and runtime share: mounts, as the runtime shows containers what the kubelet
@@ -88,7 +102,7 @@ func makeNodeNamespaces(n layout.Node, containerd bool) (*nodeNamespaces, error)
 		if err := syscall.Sethostname([]byte(n.Name())); err != nil {
 			return err
 		}
-		if err := mount("", "/", "", syscall.MS_REC|syscall.MS_PRIVATE, ""); err != nil {
+		if err := mount("", "/", "", syscall.MS_REC|syscall.MS_SLAVE, ""); err != nil { // to what is shared: volumes
 			return err
 		}
 		for at, own := range own {

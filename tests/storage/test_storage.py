@@ -1,0 +1,143 @@
+"""Whole jobs, all real, on volumes with an end and on volumes that are shared through a file system in user space."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from cluster import Cluster
+from documents.blocks import under
+from e2e.conftest import NAMESPACE, apply
+from e2e.running_job import KubectlCall, RunningJob, wait_for
+from e2e.terminal import RecordedTerminal
+
+from colocated_rl_api import names
+
+START_S = 900  # an engine and a trainer start on two cores
+STEPS_S = 600
+SMALL = {"size": "320Mi", "storageClassName": "sized"}  # XFS takes no less, and 80 MiB of it
+LEFT_BYTES = 40 << 20  # less than the controller keeps for what it has accepted
+PAGE = "docs/runbooks/store-near-full.md"
+SHARED = {"size": "1Gi", "storageClassName": "network"}
+FILL = """
+import os, sys
+directory, leave = sys.argv[1], int(sys.argv[2])
+file = os.open(directory + "/filler", os.O_CREAT | os.O_WRONLY | os.O_APPEND)
+try:
+    while not leave or os.statvfs(directory).f_bavail * os.statvfs(directory).f_frsize > leave:
+        os.write(file, bytes(1 << 20))  # the last time as much as there is room for
+except OSError as error:
+    print(error.strerror)
+"""
+MOUNTED = "import sys; print([line.split()[2] for line in open('/proc/mounts') if line.split()[1] == sys.argv[1]])"
+
+
+@pytest.fixture(scope="module")
+def small(kubectl: KubectlCall) -> Iterator[RunningJob]:
+    job = apply(kubectl, "one-pod.yaml", storage={"volume": SMALL}, checkpoint={"everySteps": 1, "volume": SMALL})
+    job.wait_for_step(1, deadline_s=START_S)
+    yield job
+    job.delete()
+
+
+@pytest.fixture(scope="module")
+def terminal(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> RecordedTerminal:
+    opened = RecordedTerminal.opened(tmp_path_factory.mktemp("terminal"), cluster.kubeconfig)
+    opened(f"kubectl config set-context --current --namespace={NAMESPACE}")
+    return opened
+
+
+def starts(job: RunningJob) -> dict[str, Any]:
+    """Count the starts of each container, by pod."""
+    pods = [*job.pods(names.ROLE_GPU), *job.pods(names.ROLE_ROLLOUT)]
+    return {
+        pod["metadata"]["uid"]: {each["name"]: each["restartCount"] for each in pod["status"]["containerStatuses"]}
+        for pod in pods
+    }
+
+
+def expand(job: RunningJob, terminal: RecordedTerminal, volume: str, size: str) -> None:
+    """Type the command of the page with another size: the page's would have to be filled again."""
+    [command] = under(PAGE, "What to do")
+    claim = names.claim_name(job.name, names.JobUid(job.uid), volume)
+    terminal(command.replace("20Gi", size), CLAIM=claim)
+
+
+def wait_until_told(job: RunningJob, terminal: RecordedTerminal, word: str) -> None:
+    def is_told() -> bool:
+        return word in terminal("kubectl crlj explain JOB || true", JOB=job.name)  # it fails where something is wrong
+
+    wait_for(word, is_told, deadline_s=STEPS_S, explain=job.describe)
+
+
+def test_a_job_whose_store_is_nearly_full_goes_on_once_its_claim_is_expanded_as_the_runbook_says(
+    small: RunningJob, terminal: RecordedTerminal
+) -> None:
+    before, pod = starts(small), small.rollout_pod
+    small.python(pod, names.ROLLOUT_CONTAINER, FILL, names.STATE_DIR, str(LEFT_BYTES))
+    wait_until_told(small, terminal, "StoreFull")
+    *looks, _ = under(PAGE, "What to look at")  # and `explain`
+    for look in looks:
+        assert terminal(look, JOB=small.name, POD=pod)
+    stood = small.step
+    expand(small, terminal, "store", "500Mi")
+    small.wait_for_step(stood + 2, deadline_s=STEPS_S)
+    assert before == starts(small), "nothing restarts"
+    assert 0 == small.status["restarts"]
+
+
+def test_a_store_without_a_byte_left_loses_nothing(small: RunningJob, terminal: RecordedTerminal) -> None:
+    """Its controller ends, with the reason, and goes on where it was once there is room."""
+    before, pod, trained = starts(small), small.rollout_pod, len(small.agent_lines("step trained"))
+    assert "No space left" in small.python(pod, names.ROLLOUT_CONTAINER, FILL, names.STATE_DIR, "0")
+
+    def has_ended() -> bool:
+        return starts(small) != before
+
+    wait_for("an end of the controller", has_ended, deadline_s=STEPS_S, explain=small.describe)
+    said = small.kubectl("logs", pod, "-c", names.ROLLOUT_CONTAINER, "--previous")
+    assert "its volume is full: enlarge its claim or free some" in said
+    expand(small, terminal, "store", "600Mi")
+    small.wait_for_step(small.step + 2, deadline_s=STEPS_S)
+    steps = [line.fields["step"] for line in small.agent_lines("step trained")]
+    assert steps == sorted({*steps}), "no step is trained twice"
+    assert trained < len(steps)
+    assert 0 == small.status["restarts"]
+    [gpu] = [pod["metadata"]["uid"] for pod in small.pods(names.ROLE_GPU)]
+    assert before[gpu] == starts(small)[gpu]
+
+
+def test_a_checkpoint_that_finds_no_room_is_written_once_its_claim_is_expanded(
+    small: RunningJob, terminal: RecordedTerminal
+) -> None:
+    before, [pod] = starts(small), small.gpu_pods
+    assert "No space left" in small.python(pod, names.GPU_CONTAINER, FILL, names.CHECKPOINT_DIR, "0")
+    wait_until_told(small, terminal, "CheckpointNotWritten")
+    stood = small.step
+    expand(small, terminal, "checkpoints", "500Mi")
+    small.wait_for_step(stood + 2, deadline_s=STEPS_S)
+    assert before == starts(small), "nothing restarts"
+    assert 0 == small.status["restarts"]
+    small.end_soon()
+    small.wait_for_condition("Complete", deadline_s=STEPS_S)
+
+
+def test_weights_checkpoints_and_samples_lie_on_a_file_system_in_user_space(kubectl: KubectlCall) -> None:
+    """Trainers start again there, and read what they had written."""
+    volumes = {"weightSync": {"volume": SHARED}, "storage": {"volume": SHARED}}
+    job = apply(kubectl, "disaggregated.yaml", **volumes, checkpoint={"everySteps": 1, "volume": SHARED})
+    job.wait_for_step(2, deadline_s=START_S)
+    engine = f"{job.name}-engine-0-0"
+    assert "['fuse.network']" == job.python(engine, names.GPU_CONTAINER, MOUNTED, names.WEIGHTS_DIR).strip()
+    lost = job.pods(names.ROLE_TRAINER)[0]["metadata"]["name"]
+    job.kubectl("delete", "pod", lost, "--wait=false")
+    wait_for(
+        "weights of other trainers",
+        lambda: job.status["weightVersion"].endswith("-2"),
+        deadline_s=START_S,
+        explain=job.describe,
+    )
+    job.end_soon()
+    job.wait_for_condition("Complete", deadline_s=STEPS_S)
+    job.delete()
