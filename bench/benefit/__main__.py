@@ -33,6 +33,7 @@ from rich.console import Console
 
 from bench.benefit import judge
 from bench.benefit.workload import question, write_model
+from colocated_rl_api.holders import PodHolder
 from colocated_rl_api.rungs import Rung
 from colocated_rl_cli.draw.figures import batches_of, read_figures, staleness_tokens
 from colocated_rl_cli.evidence.records import Records
@@ -55,9 +56,13 @@ TRL, TRL_ENGINE = "trl, by transformers", "trl, by the same engine"
 
 @dataclass(frozen=True)
 class JobTook:
-    """Describes one run. age: mean over tokens of how many steps behind the weights were that made them."""
+    """Describes one run. age: mean over tokens of how many steps behind the weights were that made them.
+
+    seconds: of all steps. rollout: those of them in which nothing but rollout went on.
+    """
 
     seconds: float
+    rollout: float
     samples: int
     tokens: int
     age: float
@@ -113,11 +118,13 @@ def took(records: Records, steps: int) -> JobTook:
     trained = [one["ts"] for one in lines if one.get("event") == "step trained" and one.get("step") == steps]
     if not serving or not trained:
         raise ValueError("the job has not trained all its steps: its status is in records.json")
-    figures = read_figures(lines)
+    figures, began, ended = read_figures(lines), min(serving), max(trained)
     batches, ages = batches_of(lines), staleness_tokens(figures)
     tokens = sum(ages.values())
+    served = [span for span in figures.spans if span.holder is PodHolder.ROLLOUT and span.start < ended]
     return JobTook(
-        seconds=max(trained) - min(serving),
+        seconds=ended - began,
+        rollout=sum(min(span.end, ended) - max(span.start, began) for span in served),
         samples=sum(batch.samples for batch in batches),
         tokens=tokens,
         age=sum(age * count for age, count in ages.items()) / tokens,
@@ -132,7 +139,8 @@ def run_trl(folder: Path, job: Mapping[str, Any], judge_url: str, engine: str | 
         "model": str(folder / "model"),
         "prompts": [question(number) for number in range(PROMPTS)],
         "judge": judge_url,
-        "steps": spec["steps"] if engine else min(TRL_STEPS, spec["steps"]), "batch": spec["rollout"]["batchSize"], "groupSize": spec["rollout"]["groupSize"],
+        "steps": spec["steps"] if engine else min(TRL_STEPS, spec["steps"]),
+        "batch": spec["rollout"]["batchSize"], "groupSize": spec["rollout"]["groupSize"],
         "maxTokens": spec["rollout"]["maxResponseTokens"], "learningRate": spec["trainer"]["config"]["learningRate"],
         "threads": spec["trainer"]["config"]["threads"], "engine": engine,
     }  # fmt: skip
@@ -204,12 +212,13 @@ def prepare(folder: Path) -> None:
 
 def show(runs: Mapping[str, Sequence[JobTook]]) -> None:
     """Print one row for each: medians over the turns."""
-    print(f"{'':32} {'samples':>8} {'tokens of one':>14} {'age':>5} {'s':>7} {'speed':>6}")
+    print(f"{'':30} {'samples':>8} {'tokens of one':>14} {'age':>5} {'s':>7} {'rollout, s':>11} {'speed':>6}")
     first = median(one.seconds / one.samples for one in next(iter(runs.values())))
     for name, turns in runs.items():
-        seconds, samples = median(one.seconds for one in turns), turns[0].samples
+        seconds, rollout = median(one.seconds for one in turns), median(one.rollout for one in turns)
         tokens, age = mean(one.tokens / one.samples for one in turns), mean(one.age for one in turns)
-        print(f"{name:32} {samples:8} {tokens:14.0f} {age:5.2f} {seconds:7.1f} {first * samples / seconds:6.2f}")
+        figures = f"{turns[0].samples:8} {tokens:14.0f} {age:5.2f} {seconds:7.1f} {rollout:11.1f}"
+        print(f"{name:30} {figures} {first * turns[0].samples / seconds:6.2f}")
 
 
 def main(arguments: Sequence[str]) -> int:

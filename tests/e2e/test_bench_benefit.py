@@ -23,7 +23,7 @@ def test_a_job_and_trl_train_as_many_samples_each() -> None:
     )  # fmt: skip
     assert 0 == done.returncode, done.stdout + done.stderr
     rows = re.findall(
-        r"^(maxStaleness 1|trl, by the same engine) +(\d+) +\d+ +([\d.]+) +[\d.]+ +[\d.]+$", done.stdout, re.MULTILINE
+        r"^(maxStaleness 1|trl, by the same engine) +(\d+) +\d+ +([\d.]+)( +[\d.]+){3}$", done.stdout, re.MULTILINE
     )
     assert [("maxStaleness 1", "128"), ("trl, by the same engine", "128")] == [row[:2] for row in rows], done.stdout
     assert 0.0 == float(rows[1][2]), "trl trains on the newest weights alone"

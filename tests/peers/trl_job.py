@@ -68,12 +68,16 @@ async def judged(url: str, completions: list[str]) -> list[float]:
 
 
 class WholeRun(TrainerCallback):  # type: ignore[misc]  # no types of transformers are read
-    """From the first step's beginning to the last step's end."""
+    """From the first step's beginning to the last step's end, and how much of it went by until rewards were known."""
 
-    began = ended = 0.0
+    began = ended = rollout = 0.0
 
     def on_step_begin(self, *_: object, **__: object) -> None:
-        self.began = self.began or time.perf_counter()
+        self._step_began = time.perf_counter()
+        self.began = self.began or self._step_began
+
+    def rewards_are_known(self) -> None:
+        self.rollout += time.perf_counter() - self._step_began
 
     def on_step_end(self, *_: object, **__: object) -> None:
         self.ended = time.perf_counter()
@@ -86,7 +90,9 @@ def main(folder: Path) -> None:
 
     def reward(completions: list[str], completion_ids: list[list[int]], **_: object) -> list[float]:
         lengths.extend(map(len, completion_ids))
-        return asyncio.run(judged(case["judge"], completions))
+        rewards = asyncio.run(judged(case["judge"], completions))
+        clock.rewards_are_known()
+        return rewards
 
     clock, samples = WholeRun(), case["batch"] * case["groupSize"]
     rows = 8
@@ -120,6 +126,7 @@ def main(folder: Path) -> None:
     trainer.train()
     found = {
         "seconds": clock.ended - clock.began,
+        "rollout": clock.rollout,
         "samples": len(lengths),
         "tokens": sum(lengths),
         "age": 0.0,
