@@ -26,7 +26,7 @@ from colocated_rl_trainer.protocol.manifest import Exported, digests_of, tensor_
 from colocated_rl_trainer.protocol.rank import Refused
 from colocated_rl_trainer.state.export import Writers, write_index
 from colocated_rl_trainer.state.group import GroupLost
-from colocated_rl_trainer.state.sharding import part_of, whole
+from colocated_rl_trainer.state.sharding import part_of, whole, write_parts
 from fakes.tiny_model import write_tiny_model
 
 Tensors = Mapping[str, torch.Tensor]
@@ -434,3 +434,14 @@ def test_rank_that_loses_a_peer_in_a_pass_says_so(tmp_path: Path) -> None:
     assert isinstance(gone, EOFError)
     assert isinstance(left, GroupLost)
     assert "a peer was lost in a step" in str(left)
+
+
+@pytest.mark.parametrize("room", [0, 700, 30_000, 100_000, 390_000])
+def test_parts_for_which_there_is_no_room_are_the_volumes_fault(tmp_path: Path, room: int) -> None:
+    """torch completes its archive after a failed write, and complains of that alone: as of a broken checkpoint."""
+    parts = {f"parameter {number}": torch.ones(5_000) for number in range(20)}
+
+    with no_file_above(room), pytest.raises(OSError, match=r"rank 0: .*File too large") as refused:
+        write_parts(parts, tmp_path)
+
+    assert errno.EFBIG == refused.value.errno

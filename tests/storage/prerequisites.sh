@@ -3,11 +3,22 @@
 set -euo pipefail
 
 lacking=0
-command -v mkfs.xfs >/dev/null && command -v xfs_growfs >/dev/null ||
-  { echo "not on PATH: mkfs.xfs, xfs_growfs: \`apt-get install --no-install-recommends xfsprogs\`" >&2; lacking=2; }
-[ "$(id -u)" = 0 ] || { echo "not root: root alone may mount" >&2; lacking=2; }
+lacks() {
+  echo "$1" >&2
+  lacking=2
+}
+if ! { command -v mkfs.xfs && command -v xfs_growfs; } >/dev/null; then
+  lacks "not on PATH: mkfs.xfs, xfs_growfs: \`apt-get install --no-install-recommends xfsprogs\`"
+fi
+if [ "$(id -u)" != 0 ]; then
+  lacks "not root: root alone may mount"
+fi
 for device in /dev/loop-control /dev/fuse; do
-  [ -c "$device" ] || { echo "no $device: load the kernel's module (modprobe loop fuse)" >&2; lacking=2; }
+  if ! [ -c "$device" ]; then
+    lacks "no $device: load the kernel's module (modprobe loop fuse)"
+  fi
 done
-grep -qw xfs /proc/filesystems || { echo "the kernel knows no XFS: modprobe xfs" >&2; lacking=2; }
+if ! grep -qw xfs /proc/filesystems; then
+  lacks "the kernel knows no XFS: modprobe xfs"
+fi
 exit $lacking

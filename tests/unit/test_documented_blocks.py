@@ -90,7 +90,10 @@ RUN: Mapping[str, str] = {
     "docs/runbooks/backup.md": (
         "e2e/test_one_side.py::test_a_lost_job_goes_on_from_a_copy_of_its_checkpoints_as_if_it_had_never_ended"
     ),
-    "docs/runbooks/store-near-full.md#What to do": "no storage class here enlarges a volume",
+    "docs/runbooks/store-near-full.md#What to do": (
+        "storage/test_storage.py::"
+        "test_a_job_whose_store_is_nearly_full_goes_on_once_its_claim_is_expanded_as_the_runbook_says has another size"
+    ),
     "docs/runbooks/ca-rotation.md#By cert-manager": "no cert-manager is here to make it again",
     "docs/runbooks/ca-rotation.md": (
         "contract/test_deployment_pages.py::test_commands_tell_whom_a_job_trusts_and_until_when, "

@@ -22,6 +22,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.checkpoint import SavePlan, SavePlanner
+from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
@@ -158,7 +160,7 @@ def write_parts(parts: Mapping[str, Tensor], directory: Path) -> None:
     Raises OSError or CheckpointBroken, on every rank or on none.
     """
     with _one_error():
-        dcp.save(dict(parts), storage_writer=dcp.FileSystemWriter(directory))
+        dcp.save(dict(parts), storage_writer=_Writer(directory))
 
 
 def shapes_in(directory: Path) -> Mapping[str, tuple[int, ...]]:
@@ -188,6 +190,22 @@ def _mesh(device_type: str, ranks: int) -> DeviceMesh:
     # torch keeps what it worked out for a mesh by its name, rank and all: one of pretended ranks has to have its own
     names = ("pretended",) if dist.get_backend() == "fake" else None
     return init_device_mesh(device_type, (ranks,), mesh_dim_names=names)
+
+
+class _Writer(dcp.FileSystemWriter):
+    """Writes the files of this rank, and says so where the volume is at fault.
+
+    torch.save completes its archive although a write of it has failed, and then complains of the archive alone.
+    """
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> torch.futures.Future[list[WriteResult]]:
+        try:
+            return super().write_data(plan, planner)
+        except RuntimeError as error:
+            cause: BaseException | None = error
+            while cause is not None and not isinstance(cause, OSError):
+                cause = cause.__context__
+            raise cause or error from None
 
 
 @contextlib.contextmanager
