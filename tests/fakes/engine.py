@@ -79,6 +79,8 @@ class EngineRequest:
 class FakeEngine:
     """One engine process's worth of state."""
 
+    vocabulary = VOCABULARY
+
     def __init__(
         self,
         model: Path,
@@ -94,7 +96,7 @@ class FakeEngine:
         self.model = str(model)
         self.version = version  # what the scheduler has
         self.shown_version = version  # what the HTTP process says (H54)
-        self.weight: float | None = read_weight(model)
+        self.weight: float | None = self.load(model)
         self.admin_key = admin_key
         self.memory_saver = memory_saver
         self.token_s = token_s
@@ -112,6 +114,16 @@ class FakeEngine:
         self.on_call: Callable[[str], None] = lambda route: None  # before it takes effect
         self.faults: dict[str, str] = {}
         self.changed = asyncio.Condition()
+
+    # --------------------------------------------------------------------------------------------------- its weights
+    def load(self, directory: Path) -> float | None:
+        """Load an export. None: it lacks a tensor."""
+        return read_weight(directory)
+
+    def prompt_logprobs(self, prompt: list[int]) -> list[float]:
+        """Return the log-probability of each token but the first."""
+        weight = self.weight or 0.0
+        return [logprob(weight, before, token) + self.logprob_error for before, token in itertools.pairwise(prompt)]
 
     # ------------------------------------------------------------------------------------------------- the scheduler
     def die(self, reason: str) -> None:
@@ -351,9 +363,9 @@ class FakeEngine:
     async def serve_update(self, request: web.Request) -> web.Response:
         body = request[BODY]
         directory = Path(body["model_path"])
-        if not (directory / "model.safetensors").exists():
+        if not is_export(directory):
             return update_answer(False, f"Failed to get weights iterator: {directory}.")
-        found = None if self.faults.pop("skip", None) else read_weight(directory)
+        found = None if self.faults.pop("skip", None) else self.load(directory)
         if found is not None:
             self.weight = found + 16 * (self.faults.pop("other", None) is not None)
         elif self.weight is None:
@@ -374,10 +386,7 @@ class FakeEngine:
         if "weights" in self.released:
             self.die("weights_checker reads released memory")
         checksum = weights_checksum(GARBAGE if self.weight is None else self.weight)
-        ranks = [{"checksums": {TENSOR: checksum}, "per_gpu_checksum": checksum}]
-        return web.json_response(
-            {"success": True, "message": "Success.", "ranks": ranks, "per_engine_checksum": checksum}
-        )
+        return checker_answer({TENSOR: checksum}, of_all=checksum)
 
     async def serve_generate(self, request: web.Request) -> web.StreamResponse:
         body = request[BODY]
@@ -389,10 +398,10 @@ class FakeEngine:
             return await self.serve_error(request, body, "The input is longer than the model's context length")
         if fault == "error":
             return await self.serve_error(request, body, "asked to fail")
-        if wrong := [token for token in map(int, sampling.get("logit_bias") or ()) if not 0 <= token < VOCABULARY]:
-            known = f"logit_bias must has keys in [0, {VOCABULARY - 1}], got {wrong[0]}."
+        if wrong := [token for token in map(int, sampling.get("logit_bias") or ()) if not 0 <= token < self.vocabulary]:
+            known = f"logit_bias must has keys in [0, {self.vocabulary - 1}], got {wrong[0]}."
             return await self.serve_error(request, body, known)
-        if not 0 <= min(prompt) <= max(prompt) < VOCABULARY:
+        if not 0 <= min(prompt) <= max(prompt) < self.vocabulary:
             self.die("index out of range in self")
         sample = EngineRequest(
             rid=body.get("rid") or os.urandom(16).hex(),
@@ -527,10 +536,9 @@ class FakeEngine:
         if body.get("return_logprob"):
             meta["output_token_logprobs"] = sample.logprobs
             if (start := body.get("logprob_start_len", -1)) >= 0:
-                weight = self.weight or 0.0
-                pairs = itertools.pairwise(sample.prompt)
-                found = [[logprob(weight, before, token) + self.logprob_error, token, None] for before, token in pairs]
-                meta["input_token_logprobs"] = [[None, sample.prompt[0], None], *found][start:]
+                found = [None, *self.prompt_logprobs(sample.prompt)]
+                of_tokens = zip(found, sample.prompt, strict=True)
+                meta["input_token_logprobs"] = [[logp, token, None] for logp, token in of_tokens][start:]
         if body.get("return_routed_experts") and sample.reason is not None:
             start = body.get("routed_experts_start_len", 0)
             read = (sample.prompt + sample.output)[:-1][start:]
@@ -559,12 +567,21 @@ def as_ids(text: str) -> list[int]:
     return [ord(letter) % 300 for letter in text] or [0]
 
 
+def is_export(directory: Path) -> bool:
+    return any(directory.glob("*.safetensors"))
+
+
 def update_answer(success: bool, message: str) -> web.Response:
     body = {"success": success, "message": message, "num_paused_requests": 0}
     return web.json_response(body, status=200 if success else 400)
 
 
-def main() -> None:
+def checker_answer(checksums: dict[str, str], *, of_all: str) -> web.Response:
+    ranks = [{"checksums": checksums, "per_gpu_checksum": of_all}]
+    return web.json_response({"success": True, "message": "Success.", "ranks": ranks, "per_engine_checksum": of_all})
+
+
+def main(make: Callable[..., FakeEngine] = FakeEngine) -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--config", type=Path)
     parser.add_argument("--model-path", type=Path, required=True)
@@ -583,11 +600,11 @@ def main() -> None:
         sys.exit("RuntimeError: told to crash at the start")
     key = admin_key_in(given.config) if given.config else ""
     print(f"server_args=ServerArgs(admin_api_key='{key}')", flush=True)  # noqa: T201 - as the real one does (H60)
-    if not (given.model_path / "model.safetensors").exists():
+    if not is_export(given.model_path):
         sys.exit(f"OSError: {given.model_path} does not appear to have a file named model.safetensors")
 
     async def serve() -> None:
-        engine = FakeEngine(
+        engine = make(
             given.model_path,
             given.weight_version,
             admin_key=key,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import hashlib
+import json
 import os
 import random
 import signal
@@ -128,6 +129,7 @@ class Network:
     session: aiohttp.ClientSession
     authority: FakeAuthority = field(default_factory=FakeAuthority)
     served: list[str] = field(default_factory=list)  # batches that were asked for
+    batch: Callable[[web.Request], bytes] = lambda request: f"batch {request.path_qs}".encode()
     batches: Endpoint = field(init=False)
 
     @property
@@ -136,15 +138,15 @@ class Network:
 
     async def serve_batch(self, request: web.Request) -> web.Response:
         self.served.append(request.path_qs)
-        data = f"batch {request.path_qs}".encode()
+        data = await asyncio.to_thread(self.batch, request)
         return web.Response(body=data, headers={DIGEST_HEADER: hashlib.sha256(data).hexdigest()})
 
 
 @asynccontextmanager
-async def network(root: Path) -> AsyncIterator[Network]:
+async def network(root: Path, **of_network: Any) -> AsyncIterator[Network]:
     timeout = aiohttp.ClientTimeout(total=DEADLINE_S)
     async with aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0)) as session:
-        it = Network(root, session)
+        it = Network(root, session, **of_network)
         tls = it.tls
         app = data_application(tls, max_request_bytes=1024)
         app.router.add_get("/v1/batches/{step}", it.serve_batch)
@@ -167,9 +169,13 @@ class PodProcesses:
         replica: int = 0,
         device: FakeDevice | None = None,
         environment: Mapping[str, str] | None = None,
+        children: Mapping[str, str] | None = None,
+        engine: str | None = ENGINE,
     ) -> None:
+        """Prepare it. engine: program of the package `sglang` that it gets; None: the one that is installed."""
         self.net, self.job, self.replica, self.device = net, job, replica, device
         self.environment = environment or {}  # of its agent
+        self.children, self.engine_program = children or {}, engine  # environment of the runner's children
         self.ladder = job.spec.ladder
         self.ranks = max(1, job.spec.gpus.count)
         self.root = net.root / f"p{replica}"
@@ -199,14 +205,17 @@ class PodProcesses:
         places = self.directories
         for directory in (
             places.state, places.sockets, places.batches, places.weights, places.model, places.checkpoints,
-            places.job_file.parent, self.root / "site/sglang",
+            places.job_file.parent,
         ):  # fmt: skip
             directory.mkdir(parents=True)
         places.job_file.write_text(self.job.model_dump_json(by_alias=True))
-        places.trainer_config.write_text("{}")
+        places.trainer_config.write_text(json.dumps(self.job.spec.trainer.config))
         self.net.authority.member_directory(places.tls, job_uid=JOB_UID, token=TOKEN)
-        (self.root / "site/sglang/__init__.py").touch()
-        (self.root / "site/sglang/launch_server.py").write_text(ENGINE)
+        if self.engine_program is not None:
+            package = self.root / "site/sglang"
+            package.mkdir(parents=True)
+            (package / "__init__.py").touch()
+            (package / "launch_server.py").write_text(self.engine_program)
 
     async def start_runner(self) -> None:
         with self.log.open("ab") as output:
@@ -215,7 +224,8 @@ class PodProcesses:
                 runner.__file__,
                 env={
                     "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
-                    "PYTHONPATH": f"{self.root / 'site'}:{TESTS}",
+                    **self.children,
+                    "PYTHONPATH": f"{self.root / 'site'}:{TESTS}:{TESTS.parent}:{os.environ.get('PYTHONPATH', '')}",
                     runner.SOCKET: str(self.directories.sockets / "runner.sock"),
                     "SGLANG_HEALTH_CHECK_TIMEOUT": "1",
                     **(self.device.environment if self.device else {}),
@@ -399,10 +409,14 @@ async def pod(net: Network, job: JobFile, **of_pod: Any) -> AsyncIterator[PodPro
 
 
 class PodGroup:
-    """Plays the operator for some pods: the group may stand one barrier beyond its slowest member."""
+    """Plays the operator for some pods: the group may stand one barrier beyond its slowest member.
 
-    def __init__(self, pods: Sequence[PodProcesses]) -> None:
+    deadline_s: of any news on the way; twice as much of the whole way.
+    """
+
+    def __init__(self, pods: Sequence[PodProcesses], *, deadline_s: float = DEADLINE_S) -> None:
         self.pods = pods
+        self.deadline_s = deadline_s
         self.ladder = pods[0].ladder
         self.epoch = 0
 
@@ -432,7 +446,7 @@ class PodGroup:
 
     async def go_on(self, version: WeightVersion, to: Rung = Rung.SERVING) -> None:
         sent: Rung | None = None
-        async with asyncio.timeout(2 * DEADLINE_S):
+        async with asyncio.timeout(2 * self.deadline_s):
             while True:
                 low = self.slowest(version)
                 if self.ladder.reaches(low, to):
@@ -458,7 +472,7 @@ class PodGroup:
 
     async def news(self, is_so: Callable[[], bool]) -> None:
         try:
-            async with asyncio.timeout(DEADLINE_S):
+            async with asyncio.timeout(self.deadline_s):
                 while not is_so():
                     events = [asyncio.create_task(each.changed.wait()) for each in self.pods]
                     await asyncio.wait(events, return_when=asyncio.FIRST_COMPLETED)
@@ -467,7 +481,7 @@ class PodGroup:
                         each.changed.clear()
         except TimeoutError:
             stories = "\n".join(f"{each.now}\n{each.story()}" for each in self.pods)
-            raise AssertionError(f"no progress in {DEADLINE_S} s\n{stories}") from None
+            raise AssertionError(f"no progress in {self.deadline_s} s\n{stories}") from None
 
     async def stop(self) -> None:
         self.epoch += 1
