@@ -205,6 +205,10 @@ bench-gpu: setup-dev ## what a switch moves on one NVIDIA GPU, beside what the d
 test-gpu: setup-dev ## what must hold on one NVIDIA GPU; no part of test
 	@pytest tests/gpu
 
+.PHONY: prove-gpu
+prove-gpu: setup-dev ## 50 switches of a pod on one NVIDIA GPU, into docs/measurements.md: MODEL=0.6B, SWITCHES=10; no part of test
+	@PYTHONPATH=tests python -m bench.gpu.prove $(if $(MODEL),--model $(MODEL)) $(if $(SWITCHES),--switches $(SWITCHES))
+
 .PHONY: lock
 lock: ## resolve the pinned requirement files anew
 	@$(SETUP) --lock
