@@ -209,6 +209,10 @@ test-gpu: setup-dev ## what must hold on one NVIDIA GPU; no part of test
 prove-gpu: setup-dev ## 50 switches of a pod on one NVIDIA GPU, into docs/measurements.md: MODEL=0.6B, SWITCHES=10; no part of test
 	@PYTHONPATH=tests python -m bench.gpu.prove $(if $(MODEL),--model $(MODEL)) $(if $(SWITCHES),--switches $(SWITCHES))
 
+.PHONY: gpu-kit
+gpu-kit: setup-dev ## what these three need on a machine without a network, in .build/gpu-kit, pieces of at most 60 MiB: THERE=3.12 is its Python
+	@python -m bench.gpu.kit $(if $(THERE),--python $(THERE))
+
 .PHONY: lock
 lock: ## resolve the pinned requirement files anew
 	@$(SETUP) --lock

@@ -49,6 +49,10 @@ RUN: Mapping[str, str] = {
     "docs/gpus.md#A first job on one GPU": (
         "unit/test_cli_validate.py::test_the_first_job_for_a_gpu_is_written_and_judged_as_the_page_says"
     ),
+    "docs/gpus.md#On a machine without a network": (
+        "contract/test_gpu_kit.py::test_unpacked_kit_is_the_working_tree_and_says_what_the_machine_has and "
+        "contract/test_gpu_kit.py::test_unpacked_kit_needs_nothing_else, on a CPU"
+    ),
     "docs/install.md#Images": "no container builder is here; unit/test_images.py has what they are called with",
     "docs/install.md#On kind": "no container builder is here, and no kind",
     "docs/install.md#The chart": "contract/test_chart_install.py::test_chart_installs_and_upgrades_as_the_pages_say",
