@@ -1,4 +1,4 @@
-"""These helpers record every allocation and release of torch on the CPU, in order. Nothing is estimated."""
+"""These helpers tell what torch's allocators were asked for, on the CPU or on a GPU. Nothing is estimated."""
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import accumulate
 
+import torch
 from torch.profiler import ProfilerActivity, profile
+
+CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -18,9 +21,14 @@ class Allocated:
     left: int  # when the call had returned
 
 
-def allocated_by(do: Callable[[], object]) -> Allocated:
-    """Call `do` and return what torch's CPU allocator was asked for. The result of `do` is released."""
+def allocated_by(do: Callable[[], object], device: torch.device = CPU) -> Allocated:
+    """Call `do` and return what torch's allocator of the device was asked for. The result of `do` is released."""
     gc.collect()  # what is released meanwhile, and was there before, would be subtracted
+    if device.type == "cuda":
+        before = torch.cuda.memory_allocated(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        do()
+        return Allocated(torch.cuda.max_memory_allocated(device) - before, torch.cuda.memory_allocated(device) - before)
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
         do()
     assert seen.profiler is not None

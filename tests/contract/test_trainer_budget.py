@@ -12,7 +12,7 @@ import torch.distributed as dist
 import transformers
 import yaml
 from allocations import allocated_by
-from contract.trainer_in_process import RankInProcess
+from contract.trainer_in_process import RankInProcess, peak_and_budget
 from contract.trainer_ranks_in_process import UnwatchedTrainer, in_ranks
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
@@ -125,26 +125,13 @@ def test_memory_of_a_sample_grows_with_its_tokens_and_not_with_their_square(tmp_
 def test_trainer_and_its_step_take_what_the_budget_says(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: str, options: dict[str, object]
 ) -> None:
-    """The count begins before the model is read: state, reference, adapters and the
-    passes over two samples of full length.
-    """
     monkeypatch.setenv("HF_DEACTIVATE_ASYNC_LOAD", "1")  # what other threads allocate is not counted
     if model == "dense":
         write_tiny_model(tmp_path / model, hidden=256, layers=8, vocabulary=2048)
     else:
         torch.manual_seed(0)
         AutoModelForCausalLM.from_config(transformers.Qwen3MoeConfig(**EXPERTS)).save_pretrained(tmp_path / model)
-    samples = [Example([1], [3] * 299, [-1.0] * 299, reward, 0, 0) for reward in (0.0, 1.0)]
-    trainers: list[RankInProcess] = []
-
-    def start_and_train() -> None:
-        trainers.append(RankInProcess(tmp_path, tmp_path / model, longest=300, microBatchTokens=1, **options))
-        trainers[0].train(samples)
-
-    found = allocated_by(start_and_train).peak
-
-    loop = trainers[0].loop
-    budget = loop._budgets(loop._settings.read_job().spec)(bool(options.get("activationCheckpointing")))
+    found, budget = peak_and_budget(tmp_path, tmp_path / model, options, tokens=300)
     assert budget.host - budget.exports == pytest.approx(found, rel=NEAR)
 
 

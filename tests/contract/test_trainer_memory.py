@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import re
+from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from allocations import allocated_by
 from contract.test_trainer_sharding import resident
 from contract.test_trainer_weights import ARCHITECTURES
-from contract.trainer_ranks_in_process import UnwatchedTrainer, in_ranks
+from contract.trainer_ranks_in_process import ANSWER_S, UnwatchedTrainer, in_ranks
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -20,10 +22,11 @@ from colocated_rl_trainer.conformance.shards import Example, write_shards
 from colocated_rl_trainer.grpo.batch import Shard, divide_into_passes
 from colocated_rl_trainer.protocol.settings import ConfigError
 from colocated_rl_trainer.state.export import write_model
-from colocated_rl_trainer.state.sharding import whole
+from colocated_rl_trainer.state.sharding import divide, whole
 from colocated_rl_trainer.state.tensor_file import write_tensors
 from colocated_rl_trainer.state.weights import load_model
 from fakes.tiny_model import write_tiny_model
+from fakes.watched_trainer import forking
 
 BFLOAT16 = 2  # bytes
 HIDDEN, LAYERS = 256, 12
@@ -72,6 +75,39 @@ def test_forward_pass_of_ranks_that_share_a_model_has_a_layer_whole_in_bfloat16_
         assert 8 * layer < parameters
         activations = 6 * HIDDEN * LAYERS * 4 * (40 if with_gradient and not checkpointing else 4)
         assert 2 * BFLOAT16 * layer < peak < 3.5 * BFLOAT16 * layer + activations
+
+
+def layers_held(folder: Path, device: torch.device, *, hidden: int) -> list[float]:
+    """Peaks of a forward pass of a divided model, with a gradient and without, in layers of bfloat16.
+
+    One rank divides it, in a process of its own, as torch's FSDP2 does for any number: layers are cast one by one, and
+    gathered from nobody.
+    """
+    with ProcessPoolExecutor(1, mp_context=forking) as pool:
+        return pool.submit(_layers_held, folder, device, hidden).result(ANSWER_S)
+
+
+def _layers_held(folder: Path, device: torch.device, hidden: int) -> list[float]:
+    origin = write_tiny_model(folder / "model", hidden=hidden, layers=LAYERS, tied=False)
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    model = load_model(origin, share=lambda whole: divide(whole, device, ranks=1, dtype=torch.bfloat16))
+    size = BFLOAT16 * max(sum(each.numel() for each in layer.parameters()) for layer in model.model.layers)
+    ids, peaks = torch.tensor([[1, 2, 3, 4, 5, 6]], device=device), []
+    for with_gradient in (True, False):
+
+        def forward(with_gradient: bool = with_gradient) -> object:
+            with torch.set_grad_enabled(with_gradient):
+                return model(input_ids=ids, use_cache=False).logits
+
+        forward()  # what is made once has been made
+        peaks.append(allocated_by(forward, device).peak / size)
+    return peaks
+
+
+def test_divided_model_casts_a_layer_at_a_time(tmp_path: Path) -> None:
+    """It has twelve. With a gradient, activations of six tokens are beside it."""
+    assert all(1 < layers < 2.5 for layers in layers_held(tmp_path, torch.device("cpu"), hidden=HIDDEN))
 
 
 # ------------------------------------------------------------------------------------------------------------- loading

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import torch
+from allocations import allocated_by
 
 from colocated_rl_trainer.conformance.ranks import job_file, scores_beside
 from colocated_rl_trainer.conformance.shards import Example, write_shards
+from colocated_rl_trainer.grpo.budget import Budget
 from colocated_rl_trainer.grpo.loop import GRPOTrainer
 from colocated_rl_trainer.protocol.settings import RankSettings, TrainerConfig
 
@@ -24,6 +26,7 @@ def only_rank(
     is_apart: bool = False,
     replays: bool = False,
     longest: int | None = None,
+    device: str = "cpu",
 ) -> RankSettings:
     """`folder` keeps its checkpoints: another one there goes on where this one saved. is_apart: the reference is.
 
@@ -52,7 +55,7 @@ def only_rank(
         local_rank=0,
         master_address="127.0.0.1",
         master_port=1,
-        device="cpu",
+        device=device,
     )
 
 
@@ -68,6 +71,7 @@ class RankInProcess:
         reference_apart: object = False,
         replays: object = False,
         longest: object = None,
+        device: object = "cpu",
         **config: object,
     ) -> None:
         self.folder = folder
@@ -80,6 +84,7 @@ class RankInProcess:
             is_apart=bool(reference_apart),
             replays=bool(replays),
             longest=longest if isinstance(longest, int) else None,
+            device=str(device),
         )
         self.loop = GRPOTrainer(settings, TrainerConfig.read(settings.config))
         self.step = self.loop.load()
@@ -124,3 +129,23 @@ class RankInProcess:
     @property
     def weights(self) -> dict[str, torch.Tensor]:
         return {name: tensor.detach().clone() for name, tensor in self.loop.model.named_parameters()}
+
+
+def peak_and_budget(
+    folder: Path, model: Path, options: dict[str, Any], *, tokens: int, device: str = "cpu"
+) -> tuple[int, Budget]:
+    """Return the bytes that a trainer and its step allocated on a device at the peak, and the trainer's own budget.
+
+    The count begins before the model is read: state, reference, adapters, passes over two samples of full length.
+    """
+    length = tokens - 1
+    samples = [Example([1], [3] * length, [-1.0] * length, reward, 0, 0) for reward in (0.0, 1.0)]
+    trainers: list[RankInProcess] = []
+
+    def start_and_train() -> None:
+        trainers.append(RankInProcess(folder, model, longest=tokens, device=device, microBatchTokens=1, **options))
+        trainers[0].train(samples)
+
+    found = allocated_by(start_and_train, torch.device(device)).peak
+    loop = trainers[0].loop
+    return found, loop._budgets(loop._settings.read_job().spec)(bool(options.get("activationCheckpointing")))

@@ -1,4 +1,4 @@
-"""These tests must pass on an NVIDIA GPU: `make test-gpu` on a machine that has one, no part of `make test`.
+"""A switch finds on an NVIDIA GPU what it needs: `make test-gpu` on a machine that has one, no part of `make test`.
 
 16 GiB of device memory are enough. Figures are those of `make bench-gpu`.
 """
@@ -36,6 +36,7 @@ def device() -> torch.device:
 def test_an_offload_gives_the_device_back_and_an_onload_brings_every_bit(device: torch.device) -> None:
     before = free_bytes(device)
     state = make_state("0.5B", device)
+    assert 0 == state.pageable_bytes, "all of it is pinned on the host"
     state.onload()
     kept = {kind: {name: part.cpu() for name, part in state.named(kind).items()} for kind in (PARAMETERS, *MOMENTS)}
     onloaded = free_bytes(device)
