@@ -2,6 +2,7 @@ package storage
 
 import (
 	"bytes"
+	"context"
 	"errors"
 	"fmt"
 	"os"
@@ -112,7 +113,8 @@ func (m *mounts) inUserSpace(path string) error {
 	if err != nil {
 		return err
 	}
-	server, err := fs.Mount(path, root, &fs.Options{MountOptions: fuse.MountOptions{
+	syscall.Umask(0) // the kernel has applied the caller's
+	server, err := fs.Mount(path, &sharedNode{root.(*fs.LoopbackNode)}, &fs.Options{MountOptions: fuse.MountOptions{
 		AllowOther: true, DirectMountStrict: true, EnableLocks: true, FsName: "localcluster", Name: "network",
 		Options: []string{"default_permissions"},
 	}})
@@ -121,6 +123,42 @@ func (m *mounts) inUserSpace(path string) error {
 	}
 	m.servers[path] = server
 	return nil
+}
+
+// sharedNode gives what is made in a directory whose set-group-ID bit is set the directory's group, as file systems of a
+// kernel do: pods of several users share a volume by its group.
+type sharedNode struct{ *fs.LoopbackNode }
+
+func (n *sharedNode) WrapChild(_ context.Context, child fs.InodeEmbedder) fs.InodeEmbedder {
+	return &sharedNode{child.(*fs.LoopbackNode)}
+}
+
+func (n *sharedNode) Mkdir(ctx context.Context, name string, mode uint32, out *fuse.EntryOut) (*fs.Inode, syscall.Errno) {
+	made, errno := n.LoopbackNode.Mkdir(ctx, name, mode, out)
+	if errno == 0 {
+		n.inherit(name, &out.Attr)
+	}
+	return made, errno
+}
+
+func (n *sharedNode) Create(ctx context.Context, name string, flags, mode uint32, out *fuse.EntryOut) (*fs.Inode, fs.FileHandle, uint32, syscall.Errno) {
+	made, handle, fuseFlags, errno := n.LoopbackNode.Create(ctx, name, flags, mode, out)
+	if errno == 0 {
+		n.inherit(name, &out.Attr)
+	}
+	return made, handle, fuseFlags, errno
+}
+
+func (n *sharedNode) inherit(name string, told *fuse.Attr) {
+	directory := filepath.Join(n.RootData.Path, n.Path(n.Root()))
+	var above, st syscall.Stat_t
+	if syscall.Lstat(directory, &above) != nil || above.Mode&syscall.S_ISGID == 0 {
+		return
+	}
+	path := filepath.Join(directory, name)
+	if syscall.Lchown(path, -1, int(above.Gid)) == nil && syscall.Lstat(path, &st) == nil {
+		told.FromStat(&st)
+	}
 }
 
 // remove ends what is mounted at a path, and removes that with its data.
