@@ -136,6 +136,15 @@ async def test_every_finished_sample_gets_the_references_scores_of_its_own_token
     assert 4 == scene.counted("scored")
 
 
+async def test_pods_get_samples_that_come_one_by_one_in_turn(scene: ReferenceScene) -> None:
+    """Each was done before the next came, and the first pod got them all."""
+    scene.follow(*scene.pods)
+    for number in range(4):
+        scene.want(make_group(number, samples=1))
+        await until(lambda: not scene.stage.unscored)
+    assert [2, 2] == [len(pod.asked) for pod in scene.pods]
+
+
 async def test_connection_that_is_left_half_open_has_its_samples_scored_by_another_pod(scene: ReferenceScene) -> None:
     """A node that is gone says nothing: its samples wait for one answer's deadline, or until its pod is replaced."""
     lost, other = scene.pods

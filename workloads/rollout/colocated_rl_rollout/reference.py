@@ -55,6 +55,7 @@ class NotScored(Exception):
 class _Pod:
     endpoint: Endpoint
     in_flight: int = 0
+    asked_at: float = 0.0  # with its newest sample
     failures: int = 0  # in a row
     rests_until: float = 0.0
     under_way: set[asyncio.Timeout] = field(default_factory=set)
@@ -155,13 +156,17 @@ class ReferencePods:
 
     # ------------------------------------------------------------------------------------------------- asking
     def send(self, group: asyncio.TaskGroup) -> None:
-        """Send due samples to pods that take them: those that answer first, of them those with the fewest samples."""
+        """Send due samples to pods that take them: those that answer first, of them those with the fewest samples.
+
+        Of several with as few, each gets one in turn.
+        """
         while self._due and (pod := self._pick()) is not None:
             sample = self._due.pop(next(iter(self._due)))
             if not self._wants(sample):
                 self._is_done_with(sample)
                 continue
             pod.in_flight += 1
+            pod.asked_at = asyncio.get_running_loop().time()
             task = group.create_task(self._attempt(sample, pod), name=f"reference/{sample.id}")
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
@@ -176,7 +181,7 @@ class ReferencePods:
         now = asyncio.get_running_loop().time()
         takes = (pod for pod in self._pods.values() if pod.in_flight < AT_ONCE and now >= pod.rests_until)
         # one that has failed comes last: it rests for as long as its sample does, and would get it again and again
-        return min(takes, key=lambda pod: (pod.failures > 0, pod.in_flight, pod.endpoint.pod), default=None)
+        return min(takes, key=lambda pod: (pod.failures > 0, pod.in_flight, pod.asked_at), default=None)
 
     async def _attempt(self, sample: Sample, pod: _Pod) -> None:
         temperature = self.temperature
