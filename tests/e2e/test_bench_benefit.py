@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -19,7 +20,7 @@ def test_a_job_and_trl_train_as_many_samples_each() -> None:
     words = ("--steps", "2", "--only", "maxStaleness 1", "--only", "trl, by the same engine")
     done = subprocess.run(
         [sys.executable, "-m", "bench.benefit", *words], cwd=CHECKOUT.root, capture_output=True, text=True,
-        timeout=RUN_S, check=False,
+        env={**os.environ, "PYTHONPATH": "tests"}, timeout=RUN_S, check=False,
     )  # fmt: skip
     assert 0 == done.returncode, done.stdout + done.stderr
     rows = re.findall(
