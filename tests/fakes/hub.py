@@ -14,8 +14,6 @@ from typing import Any
 
 from aiohttp import web
 
-from fakes import serving
-
 COMMIT = "e53f048856ff4f594e959d75785d2c2d37b678ee"
 SMALL = 1024  # bytes; larger files are kept, and hashed, as Git's large files
 
@@ -51,6 +49,8 @@ class FakeHub:
     @asynccontextmanager
     async def listening(self) -> AsyncIterator[str]:
         """Its address."""
+        from fakes import serving
+
         runner = web.AppRunner(self.application())
         await runner.setup()
         site = web.TCPSite(runner, "127.0.0.1", 0)
