@@ -11,6 +11,7 @@ from typing import Annotated, Self
 
 from pydantic import Field
 
+from colocated_rl_api.back_off import doubled_s
 from colocated_rl_api.parts import Distinct, Part, Quantity, Rule, size_in_bytes
 from colocated_rl_api.rungs import Rung
 
@@ -240,4 +241,4 @@ class FailurePolicy(Part):
 
     def backoff_s(self, tries: int) -> float:
         """Return the delay before the answer to a failure that so many others preceded in a row."""
-        return min(self.backoff_seconds * 2.0 ** min(tries, 32), self.max_backoff_seconds)
+        return doubled_s(self.backoff_seconds, tries, self.max_backoff_seconds)

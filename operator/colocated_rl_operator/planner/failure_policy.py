@@ -11,6 +11,7 @@ import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from colocated_rl_api.back_off import doubled_s
 from colocated_rl_api.failure import FailureAction, FailureCause
 from colocated_rl_api.rungs import Rung
 from colocated_rl_operator.planner.actions import DeletePod, PodAction
@@ -262,7 +263,7 @@ def queue_s(seen: Observation, climb: Climb) -> float:
     """
     digest = hashlib.sha256(f"{seen.job.uid} {climb.epoch}".encode()).digest()
     share = (int.from_bytes(digest[:4]) / 2**32 + seen.has_elder) / 2
-    return min(QUEUE_S * 2.0 ** min(climb.tally.tries - 1, 32), MAX_QUEUE_S) * (1 + share)
+    return doubled_s(QUEUE_S, climb.tally.tries - 1, MAX_QUEUE_S) * (1 + share)
 
 
 def after_replacement(seen: Observation, climb: Climb) -> Decision:

@@ -20,6 +20,7 @@ can send it new keys, so its pod is replaced for them, one after the other.
 
 from __future__ import annotations
 
+from colocated_rl_api.back_off import doubled_s
 from colocated_rl_api.seats import ROLLOUT_SEAT
 from colocated_rl_operator.planner.actions import CreatePod, DeletePod, PodAction
 from colocated_rl_operator.planner.observation import Member, Observation, PodPhase
@@ -28,8 +29,7 @@ from colocated_rl_operator.planner.size import has_no_room, seat_to_open
 SILENCE_S = 30.0  # a running member may stay silent this long: the network heals
 RESTARTS_S = 300.0  # or this long, while its containers start, or kubelet restarts them again and again
 FORCE_AFTER_S = 30.0  # past the grace of a deletion: the node does not answer
-MAX_DELAY_S = 60.0  # between two attempts at one seat
-MAX_DOUBLINGS = 6  # of that delay, from one second
+FIRST_DELAY_S, MAX_DELAY_S = 1.0, 60.0  # between two attempts at one seat
 
 
 def muster(seen: Observation) -> tuple[tuple[PodAction, ...], float | None]:
@@ -153,7 +153,7 @@ def _fill(seat: str, pods: list[Member], seen: Observation, actions: list[PodAct
     if last is None:
         actions.append(CreatePod(seat, attempt=0, avoids=avoids))
         return
-    delay_s = min(2.0 ** min(last, MAX_DOUBLINGS), MAX_DELAY_S)
+    delay_s = doubled_s(FIRST_DELAY_S, last, MAX_DELAY_S)
     due = max(pod.created_at for pod in pods) + delay_s if pods else seen.now
     if seen.now >= due:
         actions.append(CreatePod(seat, attempt=last + 1, avoids=avoids))

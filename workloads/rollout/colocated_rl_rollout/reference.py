@@ -19,6 +19,7 @@ import numpy as np
 import pydantic
 from numpy.typing import NDArray
 
+from colocated_rl_api.back_off import doubled_s
 from colocated_rl_api.facts import Problem
 from colocated_rl_api.logs import failure_of, log
 from colocated_rl_api.member_wire import Endpoint
@@ -211,11 +212,11 @@ class ReferencePods:
         level = logging.WARNING if is_first or failures + 1 == TOLD_AFTER else logging.DEBUG
         log(LOG, "sample not scored", level, sample=sample.id, reason=self._words)
         if not error.is_of_sample and loop.time() >= pod.rests_until:
-            rest_s = min(self._rest_s * 2**pod.failures, REST_AT_MOST_S)
-            pod.failures = min(pod.failures + 1, 30)
+            rest_s = doubled_s(self._rest_s, pod.failures, REST_AT_MOST_S)
+            pod.failures += 1
             pod.rests_until = loop.time() + rest_s
             loop.call_later(rest_s, self._changed)
-        loop.call_later(min(self._rest_s * 2 ** min(failures, 30), REST_AT_MOST_S), self._is_due_again, sample)
+        loop.call_later(doubled_s(self._rest_s, failures, REST_AT_MOST_S), self._is_due_again, sample)
 
     def _is_due_again(self, sample: Sample) -> None:
         self._due[sample.id] = sample

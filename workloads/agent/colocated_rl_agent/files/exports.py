@@ -32,6 +32,7 @@ from colocated_rl_agent.files.volume import (
     VolumeSilent,
     in_threads,
 )
+from colocated_rl_api.back_off import doubled_s
 from colocated_rl_api.rungs import WeightVersion
 from colocated_rl_api.weights import MANIFEST, Algorithm, Digest, Manifest, TensorEntry, algorithm_of
 
@@ -99,7 +100,7 @@ class Exports:
         try:
             self.whole = await self._compare(version)
         except (ExportTorn, VolumeSilent):
-            wait_s = min(VERIFY_AGAIN_S * 2.0 ** min(self._failures, 16), VERIFY_AGAIN_MOST_S)
+            wait_s = doubled_s(VERIFY_AGAIN_S, self._failures, VERIFY_AGAIN_MOST_S)
             self._failures, self.verify_after = self._failures + 1, time.monotonic() + wait_s
             raise
         self._failures, self.verify_after = 0, 0.0

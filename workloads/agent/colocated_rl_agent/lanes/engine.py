@@ -40,6 +40,7 @@ from colocated_rl_agent.runner.runner_link import (
     RunnerRefused,
 )
 from colocated_rl_agent.settings import AgentSettings
+from colocated_rl_api.back_off import doubled_s
 from colocated_rl_api.engines import dtype_of, overflowing
 from colocated_rl_api.facts import TagState
 from colocated_rl_api.job import Switch
@@ -476,7 +477,7 @@ class Engine:
 
     def _lost(self, reason: str) -> None:
         self.failures += 1
-        wait_s = 0.0 if self.failures == 1 else min(MAX_BACK_OFF_S, 2.0 ** (self.failures - 2))
+        wait_s = 0.0 if self.failures == 1 else doubled_s(1.0, self.failures - 2, MAX_BACK_OFF_S)
         self._metrics.replaced.inc()
         told = {"engine": self.name, "reason": reason, "failures": self.failures, "starts_again_in_s": wait_s}
         log(LOG, "engine lost", logging.WARNING, **told)

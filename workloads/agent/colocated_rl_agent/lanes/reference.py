@@ -23,6 +23,7 @@ from colocated_rl_agent.metrics import AgentMetrics
 from colocated_rl_agent.runner.runner_link import ChildExited, ChildStatus, RunnerError, RunnerLink
 from colocated_rl_agent.settings import AgentSettings
 from colocated_rl_api import names
+from colocated_rl_api.back_off import doubled_s
 from colocated_rl_api.logs import log
 from colocated_rl_api.reference_wire import ScoreError
 
@@ -94,7 +95,7 @@ class ReferenceLane:
                 await self._gone.wait()
             except RunnerError as error:
                 self._fail(f"it could not be started: {error}")
-            await asyncio.sleep(min(2.0 ** (self._failures - 1), MAX_BACK_OFF_S) if self._failures else 0)
+            await asyncio.sleep(doubled_s(1.0, self._failures - 1, MAX_BACK_OFF_S) if self._failures else 0)
 
     async def _start(self) -> None:
         settings, places = self._settings, self._settings.directories

@@ -33,6 +33,7 @@ from colocated_rl_agent.runner.runner_link import (
     RunnerRefused,
 )
 from colocated_rl_agent.settings import AgentSettings
+from colocated_rl_api.back_off import doubled_s
 from colocated_rl_api.facts import TrainerState
 from colocated_rl_api.logs import log
 from colocated_rl_api.member_wire import Rendezvous
@@ -394,7 +395,7 @@ class Trainers:
         """Set the back-off after a refusal, and return the message for the pod's problem."""
         # in the next try, ranks of other pods wait only this long for those of this pod
         most_s = min(KEEP_AGAIN_MOST_S, self._settings.job.spec.switch.trainer_progress_seconds / 2)
-        self.keep_after = time.monotonic() + min(KEEP_AGAIN_S * 2.0 ** min(self._refusals, 16), most_s)
+        self.keep_after = time.monotonic() + doubled_s(KEEP_AGAIN_S, self._refusals, most_s)
         self._refusals += 1
         return f"{error}; it is tried again, and nothing is lost meanwhile"
 

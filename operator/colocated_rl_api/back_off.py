@@ -1,0 +1,10 @@
+"""Pauses that double, with an end however often they did."""
+
+from __future__ import annotations
+
+MOST_TIMES = 32  # beyond that a float overflows some day, and every limit is reached long before
+
+
+def doubled_s(first_s: float, times: int, most_s: float) -> float:
+    """Return a pause that has doubled so many times, up to a limit, in seconds."""
+    return min(first_s * 2.0 ** min(times, MOST_TIMES), most_s)
