@@ -22,6 +22,7 @@ from colocated_rl_api.facts import (
     TrainerState,
 )
 from colocated_rl_api.job import ColocatedRLJobSpec
+from colocated_rl_api.job_status import ColocatedRLJobStatus
 from colocated_rl_api.ladder import TIME_SLICED, Ladder
 from colocated_rl_api.member_wire import Endpoint, Goal, PodTarget, Rendezvous
 from colocated_rl_api.rungs import Placement, Rung, WeightVersion
@@ -36,10 +37,13 @@ from colocated_rl_operator.planner.observation import (
     PodPhase,
     remember,
 )
-from colocated_rl_operator.planner.reasons import Cause
+from colocated_rl_operator.planner.plan import Plan, plan
+from colocated_rl_operator.planner.reasons import Cause, ConditionType
+from colocated_rl_operator.planner.status import report
 
 UID = names.JobUid("6f1f0c5e-0000-4000-8000-000000000000")
 CREATED = datetime(2026, 1, 1, tzinfo=UTC)
+BLANK = ColocatedRLJobStatus()
 
 
 # ------------------------------------------------------------------------------------------------------------- the job
@@ -241,3 +245,21 @@ def make_observation(
     if climb is not None:
         seen = replace(seen, climb=replace(climb, group=seen.group or ""))
     return remember(replace(seen, **changes))
+
+
+# ------------------------------------------------------------------------------------------------- what is made of it
+def status_of(seen: Observation, before: ColocatedRLJobStatus = BLANK) -> ColocatedRLJobStatus:
+    return report(seen, plan(seen), before=before, at=CREATED)
+
+
+def condition(status: ColocatedRLJobStatus, kind: ConditionType) -> tuple[str, str]:
+    """Return status and message of a condition."""
+    (found,) = [each for each in status.conditions if each.type == kind]
+    return found.status.value, found.message
+
+
+def plan_past_pods_deadline(missing: Observation) -> Plan:
+    """Return what is decided once somebody has been missing for `podsReadyDeadlineSeconds`, which begin now."""
+    assert missing.memory.awaited_since == missing.now
+    deadline_s = missing.job.spec.pods_ready_deadline_seconds
+    return plan(remember(replace(missing, now=missing.now + deadline_s)))

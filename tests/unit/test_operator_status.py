@@ -8,7 +8,18 @@ from typing import Any
 
 import pytest
 
-from builders import CREATED, engine, facts_at, make_climb, make_job, make_observation, rollout_facts, trainer
+from builders import (
+    BLANK,
+    CREATED,
+    engine,
+    facts_at,
+    make_climb,
+    make_job,
+    make_observation,
+    rollout_facts,
+    status_of,
+    trainer,
+)
 from colocated_rl_api.facts import BestOf, EngineState, EvaluationResult, PodFacts, Problem
 from colocated_rl_api.job_status import (
     CheckpointStatus,
@@ -36,7 +47,6 @@ from colocated_rl_operator.planner.status import (
     report,
 )
 
-BLANK = ColocatedRLJobStatus()
 V0, V1 = WeightVersion(0, 1), WeightVersion(1, 1)
 SWITCH = make_climb(1, cause=Cause.NEXT_STEP)
 
@@ -47,10 +57,6 @@ def seen_at(*rungs: Rung, climb: Climb = SWITCH, served: WeightVersion | None = 
     return make_observation(
         make_job(replicas=len(rungs)), list(facts), climb=climb, rollout=rollout, served=served, raised=raised
     )
-
-
-def status_of(seen: Observation, before: ColocatedRLJobStatus = BLANK) -> ColocatedRLJobStatus:
-    return report(seen, plan(seen), before=before, at=CREATED)
 
 
 def conditions(status: ColocatedRLJobStatus) -> dict[str, tuple[bool, str]]:

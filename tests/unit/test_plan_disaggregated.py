@@ -9,7 +9,6 @@ import pytest
 from pydantic import ValidationError
 
 from builders import (
-    CREATED,
     OWN_ROLLOUT,
     PLACED,
     ROLLOUT,
@@ -20,12 +19,13 @@ from builders import (
     make_job,
     make_observation,
     rollout_facts,
+    status_of,
     trainers_at,
 )
 from colocated_rl_api import names
 from colocated_rl_api.facts import PodFacts
 from colocated_rl_api.failure import FailureCause
-from colocated_rl_api.job_status import ColocatedRLJobStatus, Holder, Phase
+from colocated_rl_api.job_status import Holder, Phase
 from colocated_rl_api.ladder import DISAGGREGATED, SCORED_DISAGGREGATED
 from colocated_rl_api.member_wire import Goal, PodTarget, RolloutTarget
 from colocated_rl_api.rungs import Placement, Rung, WeightVersion
@@ -41,7 +41,6 @@ from colocated_rl_operator.planner.observation import (
 from colocated_rl_operator.planner.plan import Plan, plan
 from colocated_rl_operator.planner.reasons import Cause
 from colocated_rl_operator.planner.roster import SILENCE_S
-from colocated_rl_operator.planner.status import report
 
 V0, V1 = WeightVersion(0, 1), WeightVersion(1, 1)
 TRAINERS = ("sums-trainer-0-0", "sums-trainer-1-0")
@@ -67,10 +66,6 @@ def climbing(trainers: list[Rung], engines: list[Rung | PodFacts], **options: An
 
 def targets(seen: Observation) -> dict[str, PodTarget]:
     return {name: each for name, each in plan(seen).targets.items() if isinstance(each, PodTarget)}
-
-
-def status_of(seen: Observation) -> ColocatedRLJobStatus:
-    return report(seen, plan(seen), before=ColocatedRLJobStatus(), at=CREATED)
 
 
 def test_placement_follows_from_asking_for_devices_of_their_own() -> None:

@@ -12,16 +12,19 @@ from builders import (
     OWN_ROLLOUT,
     PLACED,
     UID,
+    condition,
     facts_at,
     make_climb,
     make_job,
     make_member,
     make_observation,
+    plan_past_pods_deadline,
     rollout_facts,
+    status_of,
 )
 from colocated_rl_api import names
 from colocated_rl_api.failure import FailureCause
-from colocated_rl_api.job_status import ColocatedRLJobStatus, Phase
+from colocated_rl_api.job_status import Phase
 from colocated_rl_api.member_wire import PodTarget, RolloutTarget
 from colocated_rl_api.rungs import Placement, ReferencePlacement, Rung, WeightVersion
 from colocated_rl_operator.loop.observe import read_job
@@ -37,7 +40,7 @@ from colocated_rl_operator.planner.observation import (
 )
 from colocated_rl_operator.planner.plan import patience_s, plan
 from colocated_rl_operator.planner.reasons import Cause, ConditionType, Waiting
-from colocated_rl_operator.planner.status import SCORING, SHARING, report
+from colocated_rl_operator.planner.status import SCORING, SHARING
 
 V1 = WeightVersion(1, 1)
 IMAGES = PodImages(agent="agent:1", rollout="rollout:1", gpu="gpu:1", pull_policy="IfNotPresent")
@@ -64,15 +67,6 @@ def make_reference(replica: int, *, is_ready: bool = True, **changes: Any) -> Me
 
 
 READY = make_reference(0), make_reference(1)
-
-
-def status_of(seen: Observation, before: ColocatedRLJobStatus | None = None) -> ColocatedRLJobStatus:
-    return report(seen, plan(seen), before=before or ColocatedRLJobStatus(), at=CREATED)
-
-
-def condition(status: ColocatedRLJobStatus, kind: ConditionType) -> tuple[str, str]:
-    (found,) = [each for each in status.conditions if each.type == kind]
-    return found.status.value, found.message
 
 
 # -------------------------------------------------------------------------------------------------- seats and ladders
@@ -158,9 +152,7 @@ def test_a_lost_one_is_made_again_and_costs_nobody_anything() -> None:
 def test_devices_are_not_held_for_ever_for_one_that_never_comes() -> None:
     """PodsReadyDeadlineSeconds runs for it as for any pod."""
     missing = seen_with(READY[0])
-    assert missing.memory.awaited_since == missing.now
-    late = remember(replace(missing, now=missing.now + missing.job.spec.pods_ready_deadline_seconds))
-    decided = plan(late)
+    decided = plan_past_pods_deadline(missing)
     assert decided.climb is not None
     assert Cause.PODS_NOT_READY is decided.climb.cause
     assert "reference-1 (no pod)" in decided.message

@@ -8,17 +8,18 @@ from typing import Any
 import pytest
 
 from builders import (
-    CREATED,
     OWN_ROLLOUT,
+    condition,
     engine_at,
     make_climb,
     make_job,
     make_observation,
+    plan_past_pods_deadline,
     rollout_facts,
+    status_of,
     trainers_at,
 )
 from colocated_rl_api import names
-from colocated_rl_api.job_status import ColocatedRLJobStatus
 from colocated_rl_api.ladder import DISAGGREGATED
 from colocated_rl_api.member_wire import RolloutTarget
 from colocated_rl_api.rungs import Placement, ReferencePlacement, Rung, WeightVersion
@@ -27,7 +28,7 @@ from colocated_rl_operator.manifests.resources import PodImages
 from colocated_rl_operator.planner.observation import Job, Observation, remember
 from colocated_rl_operator.planner.plan import plan
 from colocated_rl_operator.planner.reasons import Cause, ConditionType
-from colocated_rl_operator.planner.status import SCORING, SHARING, report
+from colocated_rl_operator.planner.status import SCORING, SHARING
 
 V1 = WeightVersion(1, 1)
 BESIDE: dict[str, Any] = {"rollout": OWN_ROLLOUT | {"replicas": 2}, "reference": {"placement": "WithRollout"}}
@@ -46,15 +47,6 @@ def seen_with(*ready: bool | None, **options: Any) -> Observation:
         "climb": make_climb(1, cause=Cause.NEXT_STEP), "rollout": rollout_facts(trained=1, unscored=3), "served": V1,
     }  # fmt: skip
     return make_observation(make_beside(), [trainers_at(Rung.SERVING, V1), *pods], **usual | options)
-
-
-def status_of(seen: Observation) -> ColocatedRLJobStatus:
-    return report(seen, plan(seen), before=ColocatedRLJobStatus(), at=CREATED)
-
-
-def condition(status: ColocatedRLJobStatus, kind: ConditionType) -> tuple[str, str]:
-    (found,) = [each for each in status.conditions if each.type == kind]
-    return found.status.value, found.message
 
 
 def test_it_has_no_rung_and_no_pods_and_engine_pods_score() -> None:
@@ -126,9 +118,7 @@ def test_a_pod_that_does_not_answer_is_waited_for_as_a_member() -> None:
 
 def test_devices_are_not_held_for_ever_for_one_that_never_comes() -> None:
     missing = seen_with(True, False)
-    assert missing.memory.awaited_since == missing.now
-    late = remember(replace(missing, now=missing.now + missing.job.spec.pods_ready_deadline_seconds))
-    decided = plan(late)
+    decided = plan_past_pods_deadline(missing)
     assert decided.climb is not None
     assert Cause.PODS_NOT_READY is decided.climb.cause
     assert "engine-1 (pod Running, its reference is not ready)" in decided.message

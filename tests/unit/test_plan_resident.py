@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from builders import (
-    CREATED,
     RESIDENT_ROLLOUT,
     absent_trainer,
     facts_at,
@@ -16,6 +15,7 @@ from builders import (
     make_job,
     make_observation,
     rollout_facts,
+    status_of,
 )
 from colocated_rl_api.facts import (
     EngineFacts,
@@ -23,14 +23,13 @@ from colocated_rl_api.facts import (
     EvaluationResult,
     PodFacts,
 )
-from colocated_rl_api.job_status import ColocatedRLJobStatus, ConditionStatus, Holder, Phase
+from colocated_rl_api.job_status import ConditionStatus, Holder, Phase
 from colocated_rl_api.ladder import RESIDENT, TIME_SLICED
 from colocated_rl_api.member_wire import PodTarget, RolloutTarget
 from colocated_rl_api.rungs import Placement, Rung, WeightVersion
 from colocated_rl_operator.planner.observation import Job, Observation, remember
 from colocated_rl_operator.planner.plan import patience_s, plan
 from colocated_rl_operator.planner.reasons import Cause, ConditionType
-from colocated_rl_operator.planner.status import report
 
 V0, V1 = WeightVersion(0, 1), WeightVersion(1, 1)
 
@@ -199,10 +198,6 @@ def test_the_wait_for_an_evaluation_is_no_delay_of_a_pod() -> None:
 
 
 # --------------------------------------------------------------------------------------------------------------- status
-def status_of(seen: Observation) -> ColocatedRLJobStatus:
-    return report(seen, plan(seen), before=ColocatedRLJobStatus(), at=CREATED)
-
-
 @pytest.mark.parametrize(
     ("rung", "phase", "holder"),
     [
