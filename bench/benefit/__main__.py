@@ -12,34 +12,31 @@ The time begins when the first prompt may be generated, and ends when the last s
 from __future__ import annotations
 
 import argparse
+import asyncio
 import copy
 import json
-import os
-import signal
-import socket
 import subprocess
 import sys
-import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
-import httpx
 import yaml
 from rich.console import Console
 
 from bench.benefit import judge
 from bench.benefit.workload import question, write_model
 from colocated_rl_api.holders import PodHolder
-from colocated_rl_api.rungs import Rung
+from colocated_rl_api.rungs import Rung, WeightVersion
 from colocated_rl_cli.draw.figures import batches_of, read_figures, staleness_tokens
 from colocated_rl_cli.evidence.records import Records
+from engines import ADMIN_KEY, engine_process
 from examples.arithmetic.cluster import ClusterError, LocalCluster, remove_old
 from examples.arithmetic.demo import IMAGES, NAMESPACE, Demo, NotSetUp, model_volume
 from examples.arithmetic.verdict import ARITHMETIC
+from fakes import serving
 from setup.environments import PEERS
 from setup.layout import CHECKOUT
 from setup.toolchain import clean_environment
@@ -132,70 +129,25 @@ def took(records: Records, steps: int) -> JobTook:
 
 
 # ----------------------------------------------------------------------------------------------------------------- trl
-def run_trl(folder: Path, job: Mapping[str, Any], judge_url: str, engine: str | None) -> JobTook:
+async def run_trl(folder: Path, job: Mapping[str, Any], engine: str | None) -> JobTook:
     """Return what one run of trl took. engine: where one listens; None: it generates by itself."""
     spec = job["spec"]
     case = {
         "model": str(folder / "model"),
         "prompts": [question(number) for number in range(PROMPTS)],
-        "judge": judge_url,
         "steps": spec["steps"] if engine else min(TRL_STEPS, spec["steps"]),
         "batch": spec["rollout"]["batchSize"], "groupSize": spec["rollout"]["groupSize"],
         "maxTokens": spec["rollout"]["maxResponseTokens"], "learningRate": spec["trainer"]["config"]["learningRate"],
-        "threads": spec["trainer"]["config"]["threads"], "engine": engine,
+        "threads": spec["trainer"]["config"]["threads"], "engine": engine, "adminKey": ADMIN_KEY,
     }  # fmt: skip
-    (folder / "case.json").write_text(json.dumps(case))
-    program = CHECKOUT.root / "tests/peers/trl_job.py"
-    done = subprocess.run(
-        [CHECKOUT.python(PEERS), program, folder], env=clean_environment() | {"HF_HUB_OFFLINE": "1"},
-        stdout=subprocess.PIPE, text=True, timeout=RUN_S, check=True, cwd=CHECKOUT.root,
-    )  # fmt: skip
+    async with serving.listening(judge.application()) as case["judge"]:
+        (folder / "case.json").write_text(json.dumps(case))
+        done = await asyncio.to_thread(
+            subprocess.run, [CHECKOUT.python(PEERS), CHECKOUT.root / "tests/peers/trl_job.py", folder],
+            env=clean_environment() | {"HF_HUB_OFFLINE": "1"}, stdout=subprocess.PIPE, text=True, timeout=RUN_S,
+            check=True, cwd=CHECKOUT.root,
+        )  # fmt: skip
     return JobTook(**json.loads(done.stdout.splitlines()[-1]))
-
-
-@contextmanager
-def engine_alone(folder: Path, job: Mapping[str, Any]) -> Iterator[str]:
-    """An engine as those of the jobs, without a pod; yields its URL."""
-    image = json.loads(IMAGES.read_text())["images"]["colocated-rl/gpu:dev"]
-    environment = {name: value for name, value in image["env"].items() if name != "PATH"}
-    model = ("--model-path", folder / "model", "--host", "127.0.0.1")
-    python = CHECKOUT.root / ".build/env/gpu/bin/python"
-    command = [python, "-m", "sglang.launch_server", *model, *job["spec"]["rollout"]["engine"]["args"], "--port"]
-    with listening(command, path="health", log=folder / "engine.log", environment=environment) as url:
-        yield url
-
-
-@contextmanager
-def listening(
-    command: Sequence[str | Path], *, path: str, log: Path, environment: dict[str, str] | None = None
-) -> Iterator[str]:
-    """A program that gets a port as its last argument; yields its URL once it answers there."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    url, until = f"http://127.0.0.1:{port}/", time.monotonic() + START_S
-    with (
-        log.open("wb") as said,
-        subprocess.Popen(
-            [*command, str(port)], env=clean_environment() | (environment or {}), stdout=said, stderr=said,
-            start_new_session=True,
-        ) as program,
-    ):  # fmt: skip
-        try:
-            while not _answers(f"{url}{path}"):
-                if program.poll() is not None or time.monotonic() > until:
-                    raise NotSetUp(f"{command[0]} did not start; it said why in {log}")
-                time.sleep(0.2)
-            yield url
-        finally:
-            os.killpg(program.pid, signal.SIGKILL)
-
-
-def _answers(url: str) -> bool:
-    try:
-        return httpx.get(url, timeout=5.0).status_code < 500
-    except httpx.TransportError:
-        return False
 
 
 # ---------------------------------------------------------------------------------------------------------------- main
@@ -243,12 +195,13 @@ def main(arguments: Sequence[str]) -> int:
                 for name in asked:
                     if name in jobs:
                         runs[name].append(bench.run(copy.deepcopy(jobs[name])))
-            with listening([sys.executable, judge.__file__], path="", log=OUT / "judge.log") as judge_url:
-                if TRL_ENGINE in asked:
-                    with engine_alone(OUT, job) as url:
-                        runs[TRL_ENGINE].append(run_trl(OUT, job, judge_url, url))
-                if TRL in asked:
-                    runs[TRL].append(run_trl(OUT, job, judge_url, None))
+            if TRL_ENGINE in asked:
+                flags = job["spec"]["rollout"]["engine"]["args"]
+                with engine_process(OUT / "model", version=WeightVersion(0, 1), root=OUT, flags=flags) as engine:
+                    engine.wait_until_up()
+                    runs[TRL_ENGINE].append(asyncio.run(run_trl(OUT, job, engine.url)))
+            if TRL in asked:
+                runs[TRL].append(asyncio.run(run_trl(OUT, job, None)))
     except (ClusterError, NotSetUp, ValueError) as error:
         print(f"bench-benefit: {error}", file=sys.stderr)
         return 1

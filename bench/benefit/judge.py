@@ -24,17 +24,17 @@ def verdict(response: str) -> tuple[float, float]:
     return float(found[0] % 2), min(LONGEST_S, SHORTEST_S * (1 - chance) ** -0.6)
 
 
-async def judge(request: web.Request) -> web.Response:
+def application() -> web.Application:
+    app = web.Application(client_max_size=1 << 24)
+    app.add_routes([web.post("/", _judge)])
+    return app
+
+
+async def _judge(request: web.Request) -> web.Response:
     reward, wait_s = verdict((await request.json())["response"])
     await asyncio.sleep(wait_s)
     return web.json_response({"reward": reward})
 
 
-def main(port: int) -> None:
-    app = web.Application(client_max_size=1 << 24)
-    app.add_routes([web.post("/", judge)])
-    web.run_app(app, port=port, print=None)
-
-
 if __name__ == "__main__":
-    main(int(sys.argv[1]))
+    web.run_app(application(), port=int(sys.argv[1]), print=None)  # at the pod's address

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import sys
-from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -45,20 +44,6 @@ class FakeHub:
         self.listing: bytes | None = None
         self.downloads: list[str] = []
         self.revisions: list[str] = []
-
-    @asynccontextmanager
-    async def listening(self) -> AsyncIterator[str]:
-        """Its address."""
-        from fakes import serving
-
-        runner = web.AppRunner(self.application())
-        await runner.setup()
-        site = web.TCPSite(runner, "127.0.0.1", 0)
-        await site.start()
-        try:
-            yield f"http://127.0.0.1:{runner.addresses[0][1]}"
-        finally:
-            await serving.end(runner)
 
     def application(self) -> web.Application:
         application = web.Application()

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
 
 from aiohttp import web
 
@@ -18,6 +19,13 @@ async def listen(stack: AsyncExitStack, app: web.Application) -> int:
     await web.TCPSite(runner, "127.0.0.1", 0).start()
     port: int = runner.addresses[0][1]
     return port
+
+
+@asynccontextmanager
+async def listening(app: web.Application) -> AsyncIterator[str]:
+    """Yield the address of a server that ends with the context."""
+    async with AsyncExitStack() as stack:
+        yield f"http://127.0.0.1:{await listen(stack, app)}"
 
 
 def hang_up(runner: web.BaseRunner) -> None:

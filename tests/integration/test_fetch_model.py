@@ -17,6 +17,7 @@ from colocated_rl_api.member_wire import JobFile
 from colocated_rl_rollout.fetch_model import COMPLETE
 from fakes.hub import COMMIT, FakeHub
 from fakes.rollout import until
+from fakes.serving import listening
 
 NAME = "us/small"
 DEADLINE_S = 60
@@ -70,7 +71,7 @@ class FetchingPod:
 
 async def test_what_engine_and_trainer_read_is_fetched_once_and_nothing_else(tmp_path: Path) -> None:
     hub = FakeHub(NAME, MODEL, failures=1)
-    async with hub.listening() as endpoint:
+    async with listening(hub.application()) as endpoint:
         pod = FetchingPod(tmp_path, endpoint)
         code, line = await pod.run()
         assert (0, "model fetched", COMMIT) == (code, line["event"], line["revision"])
@@ -82,7 +83,7 @@ async def test_what_engine_and_trainer_read_is_fetched_once_and_nothing_else(tmp
 
 async def test_pods_that_begin_together_share_one_volume(tmp_path: Path) -> None:
     hub = FakeHub(NAME, MODEL)
-    async with hub.listening() as endpoint:
+    async with listening(hub.application()) as endpoint:
         pod = FetchingPod(tmp_path, endpoint)
         ends = await asyncio.gather(*(pod.run() for _ in range(6)))
     assert [0] * 6 == [code for code, _ in ends]
@@ -94,7 +95,7 @@ async def test_pods_that_begin_together_share_one_volume(tmp_path: Path) -> None
 async def test_a_file_that_was_damaged_on_its_way_is_never_used_and_fetched_again(tmp_path: Path, name: str) -> None:
     hub = FakeHub(NAME, MODEL)
     hub.instead[name] = bytes(reversed(MODEL[name]))
-    async with hub.listening() as endpoint:
+    async with listening(hub.application()) as endpoint:
         pod = FetchingPod(tmp_path, endpoint)
         code, line = await pod.run()
         assert (1, "model not fetched") == (code, line["event"])
@@ -107,7 +108,7 @@ async def test_a_file_that_was_damaged_on_its_way_is_never_used_and_fetched_agai
 
 async def test_a_download_that_was_killed_goes_on(tmp_path: Path) -> None:
     hub = FakeHub(NAME, MODEL)
-    async with hub.listening() as endpoint:
+    async with listening(hub.application()) as endpoint:
         pod = FetchingPod(tmp_path, endpoint)
         process = await pod.begin()
         await until(lambda: hub.downloads)
@@ -120,7 +121,7 @@ async def test_a_download_that_was_killed_goes_on(tmp_path: Path) -> None:
 
 async def test_a_private_model_needs_its_token_and_no_message_holds_it(tmp_path: Path) -> None:
     hub = FakeHub(NAME, MODEL, token="hf_open_sesame")
-    async with hub.listening() as endpoint:
+    async with listening(hub.application()) as endpoint:
         pod = FetchingPod(tmp_path, endpoint, secretName="mine")
         code, line = await pod.run()
         assert 1 == code
@@ -133,7 +134,7 @@ async def test_a_private_model_needs_its_token_and_no_message_holds_it(tmp_path:
 
 async def test_what_is_no_model_of_the_format_is_refused_by_name(tmp_path: Path) -> None:
     hub = FakeHub(NAME, {"config.json": b"{}", "weights.gguf": b"-"})
-    async with hub.listening() as endpoint:
+    async with listening(hub.application()) as endpoint:
         pod = FetchingPod(tmp_path, endpoint)
         code, line = await pod.run()
     assert 1 == code
@@ -145,7 +146,7 @@ async def test_no_hub_writes_outside_of_the_models_directory(tmp_path: Path, nam
     """Other jobs' models may lie beside it on the same claim."""
     name = name.replace("TMP", str(tmp_path))
     hub = FakeHub(NAME, MODEL | {name: b"{}"})
-    async with hub.listening() as endpoint:
+    async with listening(hub.application()) as endpoint:
         pod = FetchingPod(tmp_path, endpoint)
         code, line = await pod.run()
     assert (1, "model not fetched") == (code, line["event"])
@@ -157,7 +158,7 @@ async def test_no_hub_writes_outside_of_the_models_directory(tmp_path: Path, nam
 async def test_what_answers_and_is_no_hub_is_named(tmp_path: Path, listed: bytes) -> None:
     hub = FakeHub(NAME, MODEL)
     hub.listing = listed
-    async with hub.listening() as endpoint:
+    async with listening(hub.application()) as endpoint:
         code, line = await FetchingPod(tmp_path, endpoint).run()
     assert (1, "model not fetched") == (code, line["event"])
     assert f"{NAME} at {COMMIT} can't be fetched from {endpoint}" in str(line["reason"])

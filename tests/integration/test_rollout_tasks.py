@@ -54,6 +54,7 @@ from colocated_rl_rollout.tasks.task_wire import Greeting, PromptContent, Reward
 from examples.own_prompts.judge import JudgeHandler
 from fakes.hub import FakeHub
 from fakes.rollout import make_spec, until
+from fakes.serving import listening
 from fakes.tasks import task_processes, task_server
 from setup.layout import CHECKOUT
 
@@ -520,7 +521,7 @@ async def test_a_dataset_comes_from_the_hub_at_one_commit_and_once(tmp_path: Pat
     card = {"configs": [{"config_name": "main", "data_files": [{"split": "train", "path": "main/train-*"}]}]}
     files = {"README.md": b"-", "main/train-0.parquet": parquet.getvalue().to_pybytes(), "main/test-0.parquet": b""}
     hub = FakeHub("us/sums", files, card=card)
-    async with hub.listening() as endpoint:
+    async with listening(hub.application()) as endpoint:
         source = HuggingFace(
             name="us/sums", revision="v1", endpoint=endpoint, prompt_field="question", reward=Reward(math=MathReward())
         )
@@ -544,7 +545,7 @@ async def test_the_hubs_own_conversion_to_parquet_is_read(tmp_path: Path) -> Non
     pyarrow.parquet.write_table(pyarrow.table({"prompt": ["1 + 1?"], "answer": [2]}), parquet)
     files = {f"default/{split}/0000.parquet": parquet.getvalue().to_pybytes() for split in ("train", "test")}
     hub = FakeHub("us/sums", files)
-    async with hub.listening() as endpoint:
+    async with listening(hub.application()) as endpoint:
         source = HuggingFace(
             name="us/sums", revision="refs/convert/parquet", endpoint=endpoint, reward=Reward(math=MathReward())
         )
@@ -555,7 +556,7 @@ async def test_the_hubs_own_conversion_to_parquet_is_read(tmp_path: Path) -> Non
 
 async def test_a_hub_that_does_not_answer_is_asked_again(tmp_path: Path) -> None:
     hub = FakeHub("us/sums", {"train.jsonl": b'{"prompt": "1 + 1?", "answer": 2}'}, failures=2)
-    async with hub.listening() as endpoint:
+    async with listening(hub.application()) as endpoint:
         source = HuggingFace(name="us/sums", endpoint=endpoint, reward=Reward(math=MathReward()))
         (path,) = await asyncio.to_thread(fetch, source, cache=tmp_path)
         assert 3 == len(hub.revisions)

@@ -18,6 +18,7 @@ from peft import LoraConfig
 from resident import peak_bytes, resident_bytes  # type: ignore[import-not-found]  # beside this program
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
+from trl_settings import QUIET_ON_A_CPU  # type: ignore[import-not-found]  # beside this program
 
 
 class TimedCompletions(GRPOTrainer):  # type: ignore[misc]  # untyped where we are checked
@@ -68,13 +69,8 @@ def main(folder: Path) -> None:
             learning_rate=1e-4,
             beta=0.0,
             loss_type="dapo",
-            gradient_checkpointing=False,
             bf16=halves,
-            use_cpu=True,
-            report_to=[],
-            save_strategy="no",
-            logging_strategy="no",
-            disable_tqdm=True,
+            **QUIET_ON_A_CPU,
         ),
         train_dataset=Dataset.from_list([{"prompt": "w3", "given": reward} for reward in prompts]),
         processing_class=AutoTokenizer.from_pretrained(folder / "model"),
