@@ -294,6 +294,8 @@ class SimulatedEngines(Engines):
 class PromptsInOrder(PromptSource):
     """A source of prompts of one token each: the prompt's number."""
 
+    is_over = False
+
     def __init__(self, position: int = 0) -> None:
         self._position = position
         self.problem = None

@@ -222,6 +222,7 @@ class RolloutFacts(Wire):
     trained_step: int = 0  # batches up to here are accounted as trained
     evaluated: tuple[EvaluationResult, ...] = ()  # newest result of each set that is evaluated now
     began_at: int | None = None  # step of the former checkpoint that the store began from; None: from the model
+    last_step: int | None = None  # no batch follows this one, because the prompts' passes are over; None: not known
     samples: dict[str, int] = Field(default_factory=dict)  # by state (I3), all of them: they add up to admitted
     filtered: dict[str, int] = Field(default_factory=dict)  # those that filters kept from training, by filter
     reward_mean: float | None = None  # of the newest sealed batch

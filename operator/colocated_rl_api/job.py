@@ -206,6 +206,11 @@ class AtMaxStaleness(StrEnum):
     DROP = "Drop"  # the sample is discarded and replaced
 
 
+class IncompleteBatch(StrEnum):
+    DROP = "Drop"  # its groups are discarded
+    TRAIN = "Train"  # as a batch of fewer groups
+
+
 class UnversionedTokens(StrEnum):
     REFUSE = "Refuse"  # the attempt brought nothing
     ACCEPT = "Accept"  # they are trained, apart from others in counts and batch
@@ -220,6 +225,13 @@ _SPARE = Rule(
     field="spareGroups",
     rule=f"self.spareGroups == 0 || self.atMaxStaleness == '{AtMaxStaleness.DROP}'",
     message="spareGroups need atMaxStaleness Drop: groups that are too old are discarded, and not waited for or masked",
+)
+
+
+_INCOMPLETE = Rule(
+    field="incompleteBatch",
+    rule=f"self.incompleteBatch == '{IncompleteBatch.DROP}' || has(self.prompts.passes)",
+    message="incompleteBatch Train needs prompts.passes: without them prompts never end, and each batch is full",
 )
 
 
@@ -252,6 +264,7 @@ class Rollout(Part):
         _CONCURRENCY,
         _OVERLONG,
         _SPARE,
+        _INCOMPLETE,
         _OFFLOAD,
         *_own("engine"),
         *fixed(
@@ -259,7 +272,7 @@ class Rollout(Part):
             *("maxPromptTokens", "maxResponseTokens"),
             *("batchSize", "groupSize", "maxStaleness", "atMaxStaleness", "interruption", "filters"),
             *("filterFunctions", "maxFilteredPerBatch", "minRolloutSeconds", "overlongPenalty", "sampling.stop"),
-            *("spareGroups", "routerReplay", "unversionedTokens"),
+            *("incompleteBatch", "spareGroups", "routerReplay", "unversionedTokens"),
         ),
     )
 
@@ -296,6 +309,12 @@ class Rollout(Part):
     )
     batch_size: int = Field(ge=1, le=65_536, description="Groups (prompts) in the batch of one training step.")
     group_size: int = Field(ge=2, le=1024, description="Samples of each prompt; advantages are relative to their mean.")
+    incomplete_batch: IncompleteBatch = Field(
+        default=IncompleteBatch.DROP,
+        strict=False,
+        description="What happens to groups that fill no batch when prompts.passes are over: they are discarded "
+        "(Drop), or trained as a last batch that is smaller (Train).",
+    )
     max_concurrency: int | None = Field(
         default=None,
         ge=1,

@@ -79,6 +79,9 @@ class RolloutStatus(StatusPart):
     filtered: dict[str, int] = Field(
         default_factory=dict, max_length=16, description="Those that filters kept from training, by filter."
     )
+    last_step: int | None = Field(
+        default=None, description="Step of the last batch, once prompts.passes are over. Absent before."
+    )
 
 
 class WeightSyncStatus(StatusPart):

@@ -299,6 +299,13 @@ class Prompts(OneSource):
     RULES = (one_of("prompts come from", *SOURCES, "mix"),)
 
     mix: Mix | None = Field(default=None, description="Several sources, in fixed shares.")
+    passes: int | None = Field(
+        default=None,
+        ge=1,
+        le=1_000_000,
+        description="The job ends after so many passes over the prompts, or after spec.steps if that is earlier. "
+        "No limit when absent.",
+    )
     image: str | None = Field(
         default=None,
         min_length=1,

@@ -35,20 +35,20 @@ STATE = 4  # float32 of each parameter: itself, its gradient, two moments
 FILE_BYTES = 4 << 20
 
 
-def samples(step: int) -> list[Example]:
+def samples(step: int, count: int = 8) -> list[Example]:
     return [
         Example([1 + number, 2], [3 + number % 5, 4, 5 + step], [-3.0] * 3, float(number % 3), number // 4, step - 1)
-        for number in range(8)
+        for number in range(count)
     ]
 
 
-def train(trainer: UnwatchedTrainer, steps: int = 1) -> None:
+def train(trainer: UnwatchedTrainer, steps: int = 1, count: int = 8) -> None:
     folder = trainer._settings.checkpoints.parent
     for step in range(trainer.step + 1, trainer.step + steps + 1):
         ranks = trainer._settings.world_size
         mine = folder / f"rank-{trainer.rank}"
         mine.mkdir(exist_ok=True)
-        trainer.train(step, write_shards(mine, samples(step), step=step, split=ranks)[trainer.rank], trainer)
+        trainer.train(step, write_shards(mine, samples(step, count), step=step, split=ranks)[trainer.rank], trainer)
     trainer.step += steps
 
 
@@ -102,6 +102,28 @@ def test_gradient_is_clipped_by_the_norm_of_all_its_parts(tmp_path: Path, clip: 
         assert (ours - theirs).norm() < 1e-5 * max(float(theirs.norm()), 1e-3)
         moved += float(ours.square().sum())
     assert (moved**0.5 < 1.01e-3) == (clip < 1)
+
+
+def train_two_samples(trainer: UnwatchedTrainer) -> dict[str, list[float]]:
+    train(trainer, count=2)
+    return state_of(trainer)
+
+
+@pytest.mark.parametrize("state", ["Sharded", "Replicated"])
+def test_batch_of_fewer_samples_than_ranks_is_trained_as_one_rank_trains_it(tmp_path: Path, state: str) -> None:
+    """The last batch of a job may be as small: its one group is in one of two minibatches, and a rank has nothing."""
+    config: dict[str, object] = {"optimizer": "SGD", "learningRate": 1.0, "minibatches": 2, "trainingState": state}
+    model = write_tiny_model(tmp_path / "model")
+    begin = load_file(model / "model.safetensors")
+    (alone,), of_ranks = (in_ranks(ranks, tmp_path, model, train_two_samples, **config) for ranks in (1, 3))
+
+    assert of_ranks[1:] == of_ranks[:-1]
+    apart, moved = 0.0, 0.0
+    for name, tensor in begin.items():
+        ours, theirs = (torch.tensor(one[f"parameters.{name}"]) - tensor.flatten() for one in (of_ranks[0], alone))
+        apart, moved = apart + float((ours - theirs).square().sum()), moved + float(theirs.square().sum())
+    assert 0 < moved
+    assert apart < 1e-10 * moved
 
 
 def test_ranks_that_compute_in_bfloat16_keep_and_update_the_state_in_float32(tmp_path: Path) -> None:

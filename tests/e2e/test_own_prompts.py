@@ -12,14 +12,16 @@ from colocated_rl_api import names
 from colocated_rl_api.ladder import SCORED_TIME_SLICED
 from colocated_rl_api.rungs import Rung
 
-DONE_S = 1200  # an engine and a trainer start, two steps
-ROWS = 81  # that the function makes
+DONE_S = 1200  # an engine and a trainer start, three steps
+ROWS = 20  # of each source: one in ten is held out, and of the others the filter keeps half
+STEPS = 3  # of 8 groups; the last of those that are left, one or two: judging the first one fails, whichever it is
 OF_USERS = ("State the final answer", "Answer:", "CANARY")  # in each prompt, in good responses, in variables of pods
 
 
 def test_job_trains_on_a_mix_and_its_reward_function_gets_no_keys_store_or_answer(kubectl: KubectlCall) -> None:
     job = apply(kubectl, "own-prompts.yaml")
     job.wait_for_condition("Complete", deadline_s=DONE_S)
+    assert_ended_with_its_prompts(job)
     assert 0 <= job.status["rollout"]["reward"] <= 1
     assert job.status["rollout"]["filtered"]["making:odd"] > 0
     lines = of_rewards(job)
@@ -43,17 +45,29 @@ def test_job_trains_on_a_mix_and_its_reward_function_gets_no_keys_store_or_answe
     job.delete()
 
 
+def assert_ended_with_its_prompts(job: RunningJob) -> None:
+    status = job.status
+    assert (STEPS, STEPS) == (status["step"], status["rollout"]["lastStep"])
+    (done,) = (each["message"] for each in status["conditions"] if each["type"] == "Complete")
+    assert done.startswith(f"all {STEPS} steps are done; the model is in ")
+    *full, last = (line.fields["groups"] for line in job.rollout_lines("batch sealed"))
+    assert [8, 8] == full
+    assert last in (1, 2)
+    assert 4 * sum((*full, last)) == status["rollout"]["samples"]["trained"]
+    assert {"filtered", "failed", "trained"} >= {*status["rollout"]["samples"]}, "none is left"
+
+
 def assert_scored(job: RunningJob) -> None:
     """Its reference saw each batch before the step, and the step measured how far the policy has gone."""
-    for step in (1, 2):
+    for step in range(1, STEPS + 1):
         rungs = [Rung(line.fields["rung"]) for line in job.rungs(step)]
         assert sorted(rungs, key=SCORED_TIME_SLICED.place) == rungs, f"step {step}"
         assert {Rung.RELEASED, Rung.SCORED, Rung.TRAINED} <= {*rungs}, f"step {step}"
     actions = [line.fields["action"] for line in job.agent_lines("action ended")]
-    assert ["Score", "Train"] * 2 == [action for action in actions if action in ("Score", "Train")]
-    first, second = (line.fields["metrics"]["kl"] for line in job.agent_lines("step trained"))
+    assert ["Score", "Train"] * STEPS == [action for action in actions if action in ("Score", "Train")]
+    first, *later = (line.fields["metrics"]["kl"] for line in job.agent_lines("step trained"))
     assert abs(first) < 1e-6, "the policy begins as its reference"
-    assert 0 < second, "and has moved by a step"
+    assert all(0 < divergence for divergence in later), "and has moved since"
 
 
 def assert_nothing_of_users_is_shown(job: RunningJob, kubectl: KubectlCall) -> None:

@@ -980,6 +980,36 @@ async def test_the_last_step_is_the_one_that_the_spec_names_now(job: JobOnDisk, 
         await scene.sealed(2)
 
 
+async def test_a_job_of_one_pass_trains_each_prompt_once_and_says_with_which_step_it_ends(tmp_path: Path) -> None:
+    """It says so after a restart too. The last batch has the groups that are left."""
+    few = {"reasoningGym": {"name": "chain_sum", "size": 9, "heldOutPercent": 20}, "passes": 1}
+    job = with_rollout(tmp_path, prompts=few, incompleteBatch="Train")
+    ended: list[RolloutFacts] = []
+    async with task_processes(job.spec.rollout.prompts, tmp_path) as own:
+        rows = [row for row in await own.prompts(0, 9) if not row.held_out]
+        batches = [[BATCH] * (len(rows) // BATCH), [len(rows) % BATCH]]
+        sizes = [size for size in chain.from_iterable(batches) if size]
+        assert sizes[-1] < BATCH, "the last one is smaller"
+        found = []
+        async with running(job, own) as scene:
+            for step, size in enumerate(sizes, 1):
+                await scene.target(step, trained_step=step - 1)
+                await scene.open(WeightVersion(step - 1, 1))
+                facts = await scene.sealed(step)
+                assert facts.sealed is not None
+                assert (size, 2 * size) == (facts.sealed.groups, facts.sealed.samples)
+                found.append(await scene.batch(step))
+                await scene.close()
+            ended.append(await scene.operator.until(lambda facts: facts.last_step is not None))
+        async with running(job, own) as scene:
+            await scene.target(len(sizes) + 1, trained_step=len(sizes))
+            ended.append(await scene.operator.until(lambda facts: facts.trained_step == len(sizes)))
+        expected = sorted(job.chat.prompt_ids(row.prompt) for row in rows for _ in range(2) if row.prompt is not None)
+    assert expected == sorted(chain.from_iterable(prompts_of(batch) for batch in found))
+    assert [len(sizes)] * 2 == [facts.last_step for facts in ended]
+    assert {"trained": 2 * len(rows)} == ended[1].samples
+
+
 async def test_concurrency_and_temperature_are_those_that_the_spec_names_now(
     job: JobOnDisk, processes: TaskProcesses
 ) -> None:

@@ -168,7 +168,7 @@ def test_the_model_that_a_job_leaves_is_named_and_stays_named() -> None:
     over = seen_at(Rung.SERVING, climb=make_climb(1, cause=Cause.ALL_STEPS_DONE), served=V1)
     status = status_of(replace(over, members=()), before=status)
     (done,) = (condition.message for condition in status.conditions if condition.type == ConditionType.COMPLETE)
-    assert (Phase.COMPLETE, f"all 3 steps are done; the model is in {status.model}") == (status.phase, done)
+    assert (Phase.COMPLETE, f"all 1 steps are done; the model is in {status.model}") == (status.phase, done)
 
 
 def test_the_newest_durable_checkpoint_is_reported_with_when_it_was_first_seen() -> None:

@@ -675,10 +675,27 @@ def test_steps_that_are_lowered_end_the_job_where_it_stands_and_raised_ones_let_
     assert not plan(replace(seen, job=make_job(steps=2))).raises, "its checkpoint is not durable yet"
 
 
-@pytest.mark.parametrize("steps", [1, 3], ids=["cut short", "complete"])
-def test_a_job_is_evaluated_where_it_ends(steps: int) -> None:
+def test_prompts_that_are_over_end_the_job_before_its_steps_do_and_never_after() -> None:
+    known = rollout_facts(sealed=5, trained=5, last_step=5)
+    for step, steps, expected in ((5, 100, True), (4, 100, False), (4, 4, True)):
+        seen = climbing(Rung.RELEASED, Rung.RELEASED, climb=make_climb(step), job=make_job(steps=steps), rollout=known)
+        assert {expected} == {target.is_last for target in pod_targets(plan(seen))}
+    ended = last(saved=1)
+    members = [
+        replace(member, facts=rollout_facts(trained=1, last_step=1)) if member.rollout_facts else member
+        for member in ended.members
+    ]
+    over = plan(remember(replace(ended, job=make_job(steps=100), members=tuple(members))))
+    assert (Cause.ALL_STEPS_DONE, "all 1 steps are done") == (over.climb and over.climb.cause, over.message)
+
+
+@pytest.mark.parametrize(
+    ("steps", "ends"), [(1, None), (3, None), (9, 3)], ids=["cut short", "complete", "out of prompts"]
+)
+def test_a_job_is_evaluated_where_it_ends(steps: int, ends: int | None) -> None:
     job = make_job(steps=steps, evaluation={"everySteps": 10})
-    seen = climbing(Rung.SERVING, Rung.SERVING, climb=make_climb(3), job=job, rollout=rollout_facts(trained=3))
+    rollout = rollout_facts(trained=3, last_step=ends)
+    seen = climbing(Rung.SERVING, Rung.SERVING, climb=make_climb(3), job=job, rollout=rollout)
     assert 3 == rollout_target(plan(seen)).evaluate
 
 

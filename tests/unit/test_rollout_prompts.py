@@ -98,6 +98,38 @@ async def test_a_template_that_takes_no_prompt_stops_the_job(tmp_path: Path) -> 
     assert prompts.problem.message.endswith("<template>:1")
 
 
+@pytest.mark.parametrize(
+    ("passes", "begins", "expected"),
+    [(1, 0, 128), (1, 100, 28), (2, 100, 156), (3, 384, 0)],
+    ids=["one", "one that is under way", "the first of two is under way", "all are over"],
+)
+async def test_prompts_are_over_after_so_many_passes(tmp_path: Path, passes: int, begins: int, expected: int) -> None:
+    """The last row of each pass is held out. What is ready can still be taken."""
+    job = JobOnDisk.write(tmp_path, make_spec())
+    command = says_rows("place % 128, f'{place} + 1 =', place % 128 == 127")
+    news: list[bool] = []
+    async with task_processes(job.spec.rollout.prompts, tmp_path, command=command) as processes:
+        prompts = PromptSource(
+            processes,
+            job.chat,
+            max_prompt_tokens=200,
+            position=PromptPosition(begins),
+            passes=passes,
+            changed=lambda: news.append(prompts.is_over),
+        )
+        unseen = prompts.is_over
+        await prompts.run()
+    taken = []
+    while not prompts.is_over:
+        prompt = prompts.take()
+        assert prompt is not None
+        taken.append(prompt.position)
+    assert [place for place in range(begins, begins + expected) if place % 128 != 127] == taken
+    assert (None, None) == (prompts.take(), prompts.problem)
+    assert not unseen, "nobody had looked"
+    assert news, "whoever waits for another prompt is told that none comes"
+
+
 def says_rows(row: str) -> list[str]:
     """A process with 128 rows; row: of a `place`."""
     program = f"""

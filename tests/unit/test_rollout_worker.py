@@ -14,7 +14,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 from safetensors.numpy import load_file
 
-from colocated_rl_api.job import AtMaxStaleness
+from colocated_rl_api.job import AtMaxStaleness, IncompleteBatch
 from colocated_rl_api.member_wire import Endpoint
 from colocated_rl_api.names import PromptPosition
 from colocated_rl_api.rungs import WeightVersion
@@ -591,6 +591,71 @@ async def test_slime_of_ten_groups_that_are_ready_four_are_taken_in_order_and_si
         scene.worker.wake()
     await scene.end(running)
     assert (3, ready[8:]) == (scene.store.next_step, [*scene.store.groups]), "two are no batch of four"
+
+
+ONCE = {"reasoningGym": {"name": "chain_sum"}, "passes": 1}
+LAST = {"batchSize": 4, "maxStaleness": 3, "prompts": ONCE}
+TRAINED = LAST | {"incompleteBatch": "Train"}
+
+
+@pytest.mark.parametrize("scene", [TRAINED], indirect=True)
+async def test_tunix_what_is_left_of_the_prompts_is_a_last_batch_where_the_job_says_so(scene: WorkerScene) -> None:
+    """It is sealed once nothing else can join it: five groups, one of them scored last, are a batch of four and one."""
+    scene.worker._prompts._is_at_end = True
+    ready = [await scene.complete(1.0, 0.0) for _ in range(4)]
+    late = scene.admit()
+    running = asyncio.create_task(scene.worker.run())
+    await until(lambda: scene.store.next_step > 1)
+    scene.store.commit(1)
+    scene.worker.wake()
+    await asyncio.sleep(0)
+    assert ([late[0].group.id], None) == ([*scene.store.groups], scene.worker.ended_at)
+    for sample in late:
+        scene.store.start(sample)
+        scene.store.finish(sample, one_token(), Finish.STOP)
+        scene.store.score(sample, 1.0)
+    scene.worker.wake()
+    await until(lambda: scene.worker.ended_at)
+    assert scene.store.sealed is not None
+    assert (2, 2, 1, 2) == (scene.worker.ended_at, scene.store.sealed.step, scene.store.sealed.groups, len(late))
+    await scene.end(running)
+    assert {SampleState.TRAINED: 2 * len(ready), SampleState.SEALED: 2} == +scene.store.counts
+
+
+@pytest.mark.parametrize("scene", [LAST], indirect=True)
+async def test_what_is_left_of_the_prompts_is_discarded_otherwise(scene: WorkerScene) -> None:
+    """This happens while the last batch still waits for its trainers. What clients send later is in no batch."""
+    scene.worker._prompts._is_at_end = True
+    left = [await scene.complete(1.0, 0.0) for _ in range(6)][4:]
+    running = asyncio.create_task(scene.worker.run())
+    await until(lambda: scene.worker.ended_at)
+    assert (1, {}) == (scene.worker.ended_at, scene.store.groups)
+    assert {(SampleState.DISCARDED, "IncompleteBatch"): 2 * len(left)} == scene.store.reasons
+    assert {SampleState.SEALED: 8, SampleState.DISCARDED: 4} == +scene.store.counts
+    scene.worker._prompts._ready.append(Prompt(PromptPosition(9), 0, (1, 2)))  # in place of a client's group
+    scene.worker._admit()
+    assert {} == scene.store.groups
+    await scene.end(running)
+    assert scene.worker.problem is None
+
+
+@pytest.mark.parametrize("scene", [LAST, TRAINED], indirect=True)
+async def test_prompts_that_fill_not_even_one_batch_are_a_problem_and_not_a_job_that_is_done(
+    scene: WorkerScene,
+) -> None:
+    """The same holds where smaller batches are trained, if there is no group at all."""
+    scene.worker._prompts._is_at_end = True
+    if scene.worker._rollout.incomplete_batch is IncompleteBatch.DROP:
+        await scene.complete(1.0, 0.0)
+    kept = dict(scene.store.groups)
+    running = asyncio.create_task(scene.worker.run())
+    await until(lambda: scene.worker.problem)
+    assert scene.worker.problem is not None
+    assert scene.worker.problem.message.startswith(
+        f"rollout.prompts.passes are over with {len(kept)} groups, and a batch takes 4: "
+    )
+    assert (None, kept) == (scene.worker.ended_at, scene.store.groups)
+    await scene.end(running)
 
 
 ON_POLICY = {"batchSize": 2, "maxStaleness": 0, "atMaxStaleness": "Drop", "spareGroups": 3}

@@ -69,7 +69,8 @@ def report_status(state: JobState, seen: Observation, decided: Plan, doors: Door
     if is_new:
         log(LOG, "phase changed", epoch=status.epoch, step=status.step, phase=status.phase)
     if is_new and status.phase is Phase.COMPLETE:
-        news.append(News("Normal", Reason.COMPLETED, all_done(seen.job, status.model), action="Complete"))
+        done = all_done(seen.job, status.step, status.model)
+        news.append(News("Normal", Reason.COMPLETED, done, action="Complete"))
     if backs_off(status) and not backs_off(before) and decided.wait is not None:
         news.append(News("Warning", Reason.BACKING_OFF, decided.wait.message, action="BackOff"))
     for recorded, former in ((status.start_time, before.start_time), (status.ended_at, before.ended_at)):

@@ -503,6 +503,12 @@ class Observation:
         return facts.sealed.step if facts and facts.sealed else 0
 
     @property
+    def last_step(self) -> int:
+        """Return the step that the job ends with: spec.steps, or an earlier one with which its prompts end."""
+        steps, ends = self.job.spec.steps, self.rollout_facts.last_step if self.rollout_facts else None
+        return steps if ends is None else min(steps, ends)
+
+    @property
     def is_finished(self) -> bool:
         """Return whether the climb's step is done, as far as the store is concerned."""
         return self.job.ladder.reaches(self.slowest, self.job.ladder.finished_at)

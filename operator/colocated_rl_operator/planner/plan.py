@@ -215,7 +215,7 @@ def _decide_for_whole_group(seen: Observation, climb: Climb) -> Decision | Hold 
         return _decide_without_trainers(seen, climb)
     if difference := _difference(seen, climb):
         return after_difference(seen, climb, difference)
-    if seen.is_up and climb.step >= seen.job.spec.steps:
+    if seen.is_up and climb.step >= seen.last_step:
         return _decide_after_last_step(seen, climb)
     if seen.is_up and _may_begin_next_step(seen, climb):
         return _wait_for_engines(seen) or _begin_next_step(seen, replace(climb, step=climb.step + 1))
@@ -223,7 +223,7 @@ def _decide_for_whole_group(seen: Observation, climb: Climb) -> Decision | Hold 
 
 
 def _decide_without_trainers(seen: Observation, climb: Climb) -> Decision | Hold | None:
-    steps = seen.job.spec.steps
+    steps = seen.last_step
     if seen.recorded_step < steps or evaluation_due(seen) is not None:
         return resize(seen, climb, until=seen.now) if seen.is_up else None
     return raise_epoch(seen, climb, Cause.ALL_STEPS_DONE, f"all {steps} batches are recorded")
@@ -302,7 +302,7 @@ def _recycle_trainers(seen: Observation, following: Climb) -> Decision | Hold | 
 def _decide_after_last_step(seen: Observation, climb: Climb) -> Decision | Hold | None:
     """End the job once its last weights are durable and evaluated. Saving has a deadline."""
     if seen.keeps_all and evaluation_due(seen) is None:
-        return raise_epoch(seen, climb, Cause.ALL_STEPS_DONE, f"all {seen.job.spec.steps} steps are done")
+        return raise_epoch(seen, climb, Cause.ALL_STEPS_DONE, f"all {seen.last_step} steps are done")
     if seen.trainer_died and not (seen.keeps_all and _holds_new_weights(seen)):
         return after_death(seen, climb)
     if not seen.keeps_all and seen.now >= _deadline(seen):

@@ -227,9 +227,9 @@ class _Pass:
         return next(recorded, "") or self.plan.message
 
 
-def all_done(job: Job, model: str | None) -> str:
+def all_done(job: Job, steps: int | None, model: str | None) -> str:
     what = "steps are done" if job.ladder.trains else "batches are recorded"
-    return f"all {job.spec.steps} {what}" + (f"; the model is in {model}" if model else "")
+    return f"all {steps} {what}" + (f"; the model is in {model}" if model else "")
 
 
 def is_brief_outage(seen: Observation, before: ColocatedRLJobStatus) -> bool:
@@ -434,7 +434,7 @@ def _suspended(found: _Pass) -> tuple[bool, DocumentedReason, str]:
 
 def _complete(found: _Pass) -> tuple[bool, DocumentedReason, str]:
     if found.phase is Phase.COMPLETE:
-        return True, Reason.COMPLETED, all_done(found.seen.job, found.model)
+        return True, Reason.COMPLETED, all_done(found.seen.job, found.step, found.model)
     return False, Reason.STEPS_REMAIN, ""
 
 
@@ -538,6 +538,7 @@ def _rollout(seen: Observation) -> RolloutStatus | None:
         tokens_per_second=_rounded(facts.tokens_per_second, digits=1),
         samples=facts.samples,
         filtered=facts.filtered,
+        last_step=facts.last_step,
     )
 
 

@@ -40,7 +40,7 @@ def climb_targets(seen: Observation) -> dict[str, PodTarget | RolloutTarget]:
             world_size=seen.job.replicas * seen.job.ranks_per_pod,
         ),
         batches=rollout.data_port,
-        is_last=climb.step >= seen.job.spec.steps,
+        is_last=climb.step >= seen.last_step,
         saves=seen.is_warned or size_at_boundary(seen) != seen.job.replicas,
         weights=_weights(seen, climb),
     )
@@ -148,7 +148,7 @@ def evaluation_due(seen: Observation) -> Evaluating | None:
         version, since = climb.version, seen.memory.reached.get(Rung.SERVING, seen.now)
     elif version is None or not ladder.serves_on or not ladder.reaches(Rung.EXPORTED, seen.slowest):
         return None
-    if version.step < seen.job.spec.steps and version.step % evaluation.every_steps != 0:
+    if version.step < seen.last_step and version.step % evaluation.every_steps != 0:
         return None
     is_done = facts is not None and not evaluation.lacking(facts.evaluated, version.step)
     ends = since + evaluation.deadline_seconds

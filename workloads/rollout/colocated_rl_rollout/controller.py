@@ -109,6 +109,7 @@ class Controller:
             chat,
             max_prompt_tokens=spec.rollout.max_prompt_tokens,
             position=store.cursor,
+            passes=spec.rollout.prompts.passes,
             known_digest=store.data_digest,
             remember=store.remember_data,
             changed=self._wake,
@@ -330,7 +331,8 @@ class Controller:
         """Return the facts that a plan depends on."""
         store = self._store
         step, evaluated = store.sealed and store.sealed.step, self._evaluation.results
-        return store.epoch, step, store.trained_step, evaluated, len(self._engines.open), self._problem()
+        ends = self._sealer.ended_at
+        return store.epoch, step, store.trained_step, evaluated, len(self._engines.open), ends, self._problem()
 
     async def _publish(self) -> None:
         facts = self._observe()
@@ -349,6 +351,7 @@ class Controller:
             trained_step=self._store.trained_step,
             evaluated=self._evaluation.results,
             began_at=self._store.began_at,
+            last_step=self._sealer.ended_at,
             samples=self._counts(),
             filtered=self._filtered(),
             reward_mean=sealed and sealed.reward_mean,

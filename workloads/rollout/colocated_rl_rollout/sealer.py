@@ -26,6 +26,7 @@ WrittenT = TypeVar("WrittenT")
 class Sealer(ABC):
     """Makes batches; the controller drives it. `changed` is called when facts may have changed.
 
+    ended_at: the step after whose batch no other can come, whatever spec.steps is; None while one can.
     problem: why there is no progress.
     """
 
@@ -35,6 +36,7 @@ class Sealer(ABC):
         self._wake = asyncio.Event()
         self._draining = False
         self.last_step = spec.steps  # nothing is made for later ones
+        self.ended_at: int | None = None
         self.problem: Problem | None = None
 
     @property

@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from colocated_rl_api.facts import Problem
-from colocated_rl_api.job import AtMaxStaleness, ColocatedRLJobSpec, Interruption
+from colocated_rl_api.job import AtMaxStaleness, ColocatedRLJobSpec, IncompleteBatch, Interruption
 from colocated_rl_api.logs import log
 from colocated_rl_api.member_wire import RolloutTarget
 from colocated_rl_rollout.engines.engine_client import (
@@ -192,6 +192,8 @@ class Worker(Sealer):
 
     # ------------------------------------------------------------------------------------------------- admission
     def _admit(self) -> None:
+        if self.ended_at is not None:
+            return
         groups = self._store.groups.values()
         completed = sum(group.is_complete for group in groups)
         admitted = room(
@@ -439,21 +441,44 @@ class Worker(Sealer):
     # ------------------------------------------------------------------------------------------------- sealing
     def _seal_if_due(self) -> None:
         step = self._store.next_step
-        if self._sealing or self._untrained_groups or step > self.last_step or self._is_too_soon(step):
+        if self._sealing:
             return
-        groups = self._store.groups.values()
-        if sum(map(self._is_ready, groups)) < self._rollout.batch_size:
+        groups, size = self._store.groups.values(), self._rollout.batch_size
+        if self._prompts.is_over and len(groups) < size and all(map(self._is_ready, groups)):
+            if not groups or self._rollout.incomplete_batch is IncompleteBatch.DROP:
+                self._end_with_prompts(step)
+                return
+            size = len(groups)
+        if self._untrained_groups or step > self.last_step or self._is_too_soon(step):
+            return
+        if sum(map(self._is_ready, groups)) < size:
             return
         self.discard_stale()
         candidates = [Candidate(self._deadline(group), group.id, self._is_ready(group)) for group in groups]
         waits = self._rollout.at_max_staleness is AtMaxStaleness.WAIT
-        chosen = choose(candidates, step=step, batch_size=self._rollout.batch_size, waits=waits)
+        chosen = choose(candidates, step=step, batch_size=size, waits=waits)
         if chosen is None:
             self._held_since = self._held_since or time.monotonic()
         else:
             self._held_since = None
             self._expect_switch()
             self._sealing = self._group.create_task(self._seal(step, [self._store.groups[number] for number in chosen]))
+
+    def _end_with_prompts(self, step: int) -> None:
+        """Discard what fills no batch: none follows that before `step`."""
+        left = list(self._store.groups.values())
+        if step == 1:
+            self.problem = Problem(
+                reason="PromptsUnusable",
+                message=f"rollout.prompts.passes are over with {len(left)} groups, and a batch takes "
+                f"{self._rollout.batch_size}: make a job with a smaller rollout.batchSize, with more passes, or with "
+                "rollout.incompleteBatch Train",
+            )
+        elif self.ended_at is None:
+            for group in left:
+                self._give_up(group, "IncompleteBatch")
+            self.ended_at = step - 1
+            log(LOG, "prompts exhausted", step=self.ended_at, groups=len(left))
 
     def _held_s(self) -> float:
         return 0.0 if self._held_since is None else time.monotonic() - self._held_since

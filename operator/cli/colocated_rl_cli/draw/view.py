@@ -28,6 +28,7 @@ from colocated_rl_cli.draw.figures import (
     evaluations_of,
     standings,
 )
+from colocated_rl_cli.evidence.evidence import steps_of
 from colocated_rl_cli.evidence.records import ladder_of
 
 COLOURS = {
@@ -46,8 +47,8 @@ STEPS_FOR_PACE = 20  # the time left is estimated from at most so many of the ne
 
 def frame(job: Mapping[str, Any], lines: Sequence[Line], *, now: float, trouble: str | None = None) -> RenderableType:
     """Draw the job at this moment. now: seconds since the epoch. trouble: why the frame may be out of date."""
-    spec, status = job.get("spec", {}), job.get("status", {})
-    steps, step = int(spec.get("steps", 1)), int(status.get("step") or 0)
+    status = job.get("status", {})
+    steps, step = steps_of(job), int(status.get("step") or 0)
     head = Table.grid(padding=(0, 2))
     head.add_row(
         Text(str(status.get("phase") or "Pending"), style="bold"),

@@ -56,6 +56,15 @@ def is_over(job: Object) -> bool:
     return job.get("status", {}).get("phase") in (Phase.COMPLETE, Phase.FAILED)
 
 
+def steps_of(job: Mapping[str, Any]) -> int:
+    """Return the step that the job ends with: spec.steps, or an earlier one with which its prompts end."""
+    steps, ends = (
+        int(job.get("spec", {}).get("steps", 1)),
+        ((job.get("status") or {}).get("rollout") or {}).get("lastStep"),
+    )
+    return steps if ends is None else min(steps, int(ends))
+
+
 def has_pages(pod: Object) -> bool:
     """Return whether the pod is a member, which has pages; a reference on devices of its own is not one."""
     return bool(pod["metadata"]["labels"].get(names.ROLE_LABEL) != names.ROLE_REFERENCE)

@@ -28,6 +28,7 @@ from colocated_rl_cli.evidence.evidence import (
     has_pages,
     rungs_of,
     seats_of,
+    steps_of,
 )
 from colocated_rl_cli.explain import remedies
 from colocated_rl_cli.explain.waiting import waits_for
@@ -107,8 +108,7 @@ def _status(job: Object) -> tuple[ColocatedRLJobStatus, list[str]]:
 
 
 def _headline(job: Object, status: ColocatedRLJobStatus, *, now: datetime) -> str:
-    steps = job["spec"].get("steps", "?")
-    parts = [str(status.phase or "not acted on"), f"step {status.step or 0} of {steps}"]
+    parts = [str(status.phase or "not acted on"), f"step {status.step or 0} of {steps_of(job)}"]
     if status.target_step is not None and status.target_step != status.step and not _is_over(status):
         parts.append(f"on the way to step {status.target_step}")
     if status.epoch is not None:

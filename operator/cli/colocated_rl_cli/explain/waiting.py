@@ -9,7 +9,7 @@ from colocated_rl_api.facts import EvaluationResult, PodFacts, RolloutFacts
 from colocated_rl_api.job import ColocatedRLJobSpec
 from colocated_rl_api.job_status import ColocatedRLJobStatus
 from colocated_rl_api.rungs import Placement, Rung
-from colocated_rl_cli.evidence.evidence import Evidence, spec_of
+from colocated_rl_cli.evidence.evidence import Evidence, spec_of, steps_of
 from colocated_rl_cli.evidence.records import ladder_of
 
 
@@ -116,7 +116,7 @@ def _batch(seen: Evidence, status: ColocatedRLJobStatus, rollout: RolloutFacts |
     spec, step = spec_of(seen.job), status.step or 0
     if spec is None:
         return f"the batch of step {step + 1}"
-    if step >= spec.steps:
+    if step >= steps_of(seen.job):
         return "the last checkpoint, the model that the job leaves and the last evaluation"
     if not spec.ladder.serves:
         return f"the recorded batch of step {step + 1}"

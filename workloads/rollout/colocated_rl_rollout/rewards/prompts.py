@@ -1,9 +1,9 @@
 """A job's prompts come in a fixed order, divided into those that train and those that are held out.
 
-The order is that of the source, pass after pass; the store keeps the position, so a restart resumes where it was. A
-prompt is held out by its hash, wherever it stands and however often: it never trains. Prompts longer than
-`maxPromptTokens`, and those that the model's chat template refuses, are left out and counted. A task of an environment
-has no prompt: its episodes ask their own.
+The order is that of the source, pass after pass, without end or for `passes` of them; the store keeps the position, so
+a restart resumes where it was. A prompt is held out by its hash, wherever it stands and however often: it never trains.
+Prompts longer than `maxPromptTokens`, and those that the model's chat template refuses, are left out and counted. A
+task of an environment has no prompt: its episodes ask their own.
 """
 
 from __future__ import annotations
@@ -47,6 +47,7 @@ class LeftOut(StrEnum):
 class PromptSource:
     """Makes the prompts of one job. `run` keeps AHEAD of them ready.
 
+    passes: after which there are no more; None: without end. is_over: there are none to take, and none will come.
     changed: called when there is something new to take, or a problem came or went. known_digest: of the data that the
     position refers to; remember: called with the data's digest. count: called for each prompt that is left out.
     """
@@ -58,6 +59,7 @@ class PromptSource:
         *,
         max_prompt_tokens: int,
         position: PromptPosition,
+        passes: int | None = None,
         changed: Callable[[], None],
         known_digest: str | None = None,
         remember: Callable[[str], None] = lambda _: None,
@@ -73,11 +75,17 @@ class PromptSource:
         self._count = count
         self._retry_s = retry_s
         self._position: int = position  # of the next row to look at
+        self._passes = passes
+        self._is_at_end = False
         self._ready: deque[Prompt] = deque()
         self._taken = asyncio.Event()
         self.left_out: Counter[LeftOut] = Counter()
         self._refused_in_a_row = 0
         self.problem: Problem | None = None
+
+    @property
+    def is_over(self) -> bool:
+        return self._is_at_end and not self._ready
 
     def take(self) -> Prompt | None:
         """Return the next prompt to train on, or None while it is being made."""
@@ -96,7 +104,9 @@ class PromptSource:
                     self._stop("PromptsUnusable", OTHER_DATA)
                     return
                 self._remember(data.digest)
-                found = await self._look(self._position, held_out=False)
+                end = self._passes and self._passes * data.size
+                count = CHUNK if end is None else max(0, min(CHUNK, end - self._position))
+                found = await self._look(self._position, count, held_out=False) if count else []
             except RewardFailed as error:
                 log(LOG, "prompts not made", logging.WARNING, reason=str(error))
                 self._report(Problem(reason="PromptsNotMade", message=f"{error}; asked again"[:1024]))
@@ -107,14 +117,17 @@ class PromptSource:
                 return
             if self.problem:
                 self._report(None)
-            self._position += CHUNK
-            barren = 0 if found else barren + CHUNK
+            self._position += count
+            barren = 0 if found else barren + count
             if barren >= data.size:
                 self._stop("PromptsUnusable", f"no prompt to train on among {data.size}: {self._counts_left_out()}")
                 return
             self._ready.extend(found)
-            if found:
+            self._is_at_end = end is not None and self._position >= end
+            if found or self._is_at_end:
                 self._changed()
+            if self._is_at_end:
+                return
             while len(self._ready) >= AHEAD:
                 self._taken.clear()
                 await self._taken.wait()
@@ -128,7 +141,7 @@ class PromptSource:
         found: dict[tuple[int, ...], Prompt] = {}
         size = (await self._processes.data()).size_of(source)
         for position in range(0, size if source is not None or self._processes.holds_out else 0, CHUNK):
-            for prompt in await self._look(position, held_out=True, source=source):
+            for prompt in await self._look(position, CHUNK, held_out=True, source=source):
                 found.setdefault(prompt.ids or (prompt.index,), prompt)
             if len(found) >= count:
                 break
@@ -136,10 +149,10 @@ class PromptSource:
             raise NoPrompts(f"no held-out prompt among {size}: {self._counts_left_out()}")
         return list(found.values())[:count]
 
-    async def _look(self, start: int, *, held_out: bool, source: int | None = None) -> list[Prompt]:
-        """Return the usable prompts of the next CHUNK rows."""
+    async def _look(self, start: int, count: int, *, held_out: bool, source: int | None = None) -> list[Prompt]:
+        """Return the usable prompts of the next `count` rows."""
         found = []
-        rows = await self._processes.prompts(start, CHUNK, source=source)
+        rows = await self._processes.prompts(start, count, source=source)
         of_kind = [(position, row) for position, row in enumerate(rows, start) if row.held_out is held_out]
         for _ in range(0 if held_out else len(rows) - len(of_kind)):
             self._leave_out(LeftOut.HELD_OUT)
