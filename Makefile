@@ -95,9 +95,14 @@ e2e-kueue: setup ## jobs in a queue of the real Kueue, built from its module, 10
 	@pytest tests/kueue
 
 .PHONY: e2e-gangs
-e2e-gangs: setup ## gangs by scheduler-plugins' own scheduler, built from its module, and kinds of others; no part of test
+e2e-gangs: setup ## gangs by the schedulers of scheduler-plugins and Volcano, built from their modules; no part of test
 	@tests/gangs/build.sh .build/gangs
 	@pytest tests/gangs
+
+.PHONY: e2e-cert-manager
+e2e-cert-manager: setup ## an authority that cert-manager's own controller makes and renews, built from its module; no part of test
+	@tests/cert_manager/build.sh .build/cert-manager
+	@pytest tests/cert_manager
 
 .PHONY: e2e-prometheus
 e2e-prometheus: setup ## alerts, monitors and dashboard in the real Prometheus, built from its module; no part of test

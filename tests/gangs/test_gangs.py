@@ -1,25 +1,20 @@
-"""A job's gang by the scheduler of scheduler-plugins, built from its module; what kinds of others say to what is made.
-
-The kinds are Volcano's and cert-manager's own; neither of them runs.
-"""
+"""A job's gang by the schedulers of scheduler-plugins and of Volcano, built from their modules."""
 
 from __future__ import annotations
 
-import subprocess
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import yaml
-from racks import RACK, TWO_NODES, racks_of
+from neighbours import add_kinds, kubectl, running
+from racks import RACK, TWO_NODES, Racks, racks_of
 
 from colocated_rl_operator.clients.cluster import ClusterAccess
 from real_operator import Body, cluster_without_nodes, kubeconfig_of
 from setup.layout import CHECKOUT
 
 BUILT = CHECKOUT.build / "gangs"
-CHART = CHECKOUT.root / "charts/colocated-rl"
 GROUPS = {
     "Coscheduling": "/apis/scheduling.x-k8s.io/v1alpha1/namespaces/default/podgroups",
     "Volcano": "/apis/scheduling.volcano.sh/v1beta1/namespaces/default/podgroups",
@@ -43,39 +38,61 @@ COSCHEDULING: Body = {
 }
 
 
+VOLCANO: Body = {  # as its chart has it
+    "actions": "enqueue, allocate, backfill",
+    "tiers": [
+        {"plugins": [{"name": "priority"}, {"name": "gang", "enablePreemptable": False}, {"name": "conformance"}]},
+        {
+            "plugins": [
+                *({"name": "overcommit"}, {"name": "drf", "enablePreemptable": False}, {"name": "predicates"}),
+                *({"name": "proportion"}, {"name": "nodeorder"}, {"name": "binpack"}),
+                {"name": "network-topology-aware"},
+            ]
+        },
+    ],
+}
+DISCOVERY: Body = {  # of racks, by the label of nodes
+    "networkTopologyDiscovery": [
+        {
+            "source": "label",
+            "enabled": True,
+            "interval": "1s",
+            "config": {
+                "networkTopologyTypes": {"racks": [{"nodeLabel": RACK}, {"nodeLabel": "kubernetes.io/hostname"}]}
+            },
+        }
+    ]
+}
+OF_VOLCANO: Body = {
+    "apiVersion": "v1",
+    "kind": "ConfigMap",
+    "metadata": {"name": "volcano-controller-configmap", "namespace": "volcano-system"},
+    "data": {"volcano-controller.conf": yaml.safe_dump(DISCOVERY)},
+}
+HYPER_NODES = "/apis/topology.volcano.sh/v1alpha1/hypernodes"
+
+
 @pytest.fixture(scope="module")
 def gang_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ClusterAccess]:
-    """A cluster with the kinds of all of them, and with that scheduler."""
+    """A cluster with the kinds of all of them, and with both schedulers."""
     place = tmp_path_factory.mktemp("c")
     with cluster_without_nodes(place / "c", *TWO_NODES) as access:
         kubeconfig = place / "kubeconfig"
         kubeconfig.write_text(kubeconfig_of(access))
-        kubectl(kubeconfig, "apply", "--server-side", "-f", BUILT / "crds")
-        kubectl(kubeconfig, "wait", "--for=condition=Established", "crd", "--all", "--timeout=60s")
+        add_kinds(kubeconfig, BUILT / "crds")
         config = place / "coscheduling.yaml"
         config.write_text(yaml.safe_dump(COSCHEDULING | {"clientConnection": {"kubeconfig": str(kubeconfig)}}))
-        with running(place, "coscheduling", f"--config={config}", "--secure-port=0"):
+        tiers = place / "volcano.yaml"
+        tiers.write_text(yaml.safe_dump(VOLCANO))
+        kubectl(kubeconfig, "create", "namespace", "volcano-system")
+        kubectl(kubeconfig, "apply", "-f", "-", stdin=yaml.safe_dump(OF_VOLCANO))
+        alone = (f"--kubeconfig={kubeconfig}", "--leader-elect=false")
+        with (
+            running(BUILT / "bin/coscheduling", place, f"--config={config}", "--secure-port=0"),
+            running(BUILT / "bin/volcano-controller-manager", place, *alone),
+            running(BUILT / "bin/volcano-scheduler", place, f"--scheduler-conf={tiers}", *alone),
+        ):
             yield access
-
-
-@contextmanager
-def running(place: Path, name: str, *words: str) -> Iterator[None]:
-    """Run a scheduler. Its log is what pytest shows of a test that fails."""
-    with (
-        (place / f"{name}.log").open("wb") as log,
-        subprocess.Popen([BUILT / "bin" / name, *words], stdout=log, stderr=log) as it,
-    ):
-        try:
-            yield
-        finally:
-            it.terminate()
-            it.wait(60)
-            print((place / f"{name}.log").read_text()[-20_000:])  # noqa: T201 - for the person who reads the failure
-
-
-def kubectl(kubeconfig: Path, *words: str | Path, stdin: str | None = None) -> str:
-    command: list[str | Path] = [CHECKOUT.localcluster, "kubectl", "--kubeconfig", kubeconfig, *words]
-    return subprocess.run(command, input=stdin, check=True, capture_output=True, text=True, timeout=120).stdout
 
 
 async def test_a_gang_of_two_with_room_for_one_holds_no_device_and_is_placed_once_there_is_room(
@@ -87,27 +104,38 @@ async def test_a_gang_of_two_with_room_for_one_holds_no_device_and_is_placed_onc
         assert ("ColocatedRLJob", 2) == (group["metadata"]["ownerReferences"][0]["kind"], group["spec"]["minMember"])
 
 
-async def test_volcano_s_kind_takes_a_gang_and_its_topology_as_they_are_made(
-    gang_cluster: ClusterAccess, tmp_path: Path
-) -> None:
+async def group_of(racks: Racks) -> Body:
+    """Return the spec of the PodGroup that the pods are in: that of a former job may not be gone yet."""
+    pods = await racks.pods()
+    assert {"volcano"} == {pod["spec"]["schedulerName"] for pod in pods}
+    (name,) = {pod["metadata"]["annotations"]["scheduling.k8s.io/group-name"] for pod in pods}
+    groups = {group["metadata"]["name"]: group for group in await racks.api.all(GROUPS["Volcano"])}
+    spec: Body = groups[name]["spec"]
+    return spec
+
+
+async def test_volcano_places_a_gang_of_two_at_once_or_not_at_all(gang_cluster: ClusterAccess, tmp_path: Path) -> None:
     async with racks_of(gang_cluster, tmp_path, SCHEDULERS | {"GANGS": "Volcano"}) as racks:
-        await racks.submit(scheduling={"topology": {"required": RACK}})
-        (group,) = await racks.api.all(GROUPS["Volcano"])
-        topology = {"mode": "hard", "highestTierName": RACK}
-        assert {"minMember": 2, "queue": "default", "networkTopology": topology} == group["spec"]
-        pods = await racks.pods()
-        names = {pod["metadata"]["annotations"]["scheduling.k8s.io/group-name"] for pod in pods}
-        assert ({group["metadata"]["name"]}, {"volcano"}) == (names, {pod["spec"]["schedulerName"] for pod in pods})
+        await racks.wait_for_room()
+        assert {"minMember": 2, "queue": "default"} == await group_of(racks)
 
 
-def test_the_server_takes_the_certificate_and_the_issuer_that_the_chart_renders(
+async def test_volcano_keeps_a_gang_in_one_rack_where_that_is_required(
     gang_cluster: ClusterAccess, tmp_path: Path
 ) -> None:
-    """Strictly, by cert-manager's own kinds: no unknown field, no wrong type."""
-    kubeconfig = tmp_path / "kubeconfig"
-    kubeconfig.write_text(kubeconfig_of(gang_cluster))
-    for values in ((), ("--values", CHART / "ci/cert-manager-values.yaml")):
-        words = ("template", "rl", CHART, "--set", "authority.certManager.enabled=true", *values)
-        command = [CHECKOUT.localcluster, "helm", *words, "--show-only", "templates/certificate.yaml"]
-        rendered = subprocess.run(command, check=True, capture_output=True, text=True, timeout=120).stdout
-        kubectl(kubeconfig, "apply", "--dry-run=server", "--validate=strict", "-f", "-", stdin=rendered)
+    """Its discovery by labels makes the racks, and names their tier by the label, as the job does."""
+    async with racks_of(gang_cluster, tmp_path, SCHEDULERS | {"GANGS": "Volcano"}) as racks:
+        await racks.place("a", "b")
+
+        async def are_found() -> bool:
+            tiers = [found["spec"].get("tierName") for found in await racks.api.all(HYPER_NODES)]
+            return tiers.count(RACK) == 2
+
+        await racks.until(are_found, "both racks are found")
+        await racks.submit(scheduling={"topology": {"required": RACK}})
+        topology = {"mode": "hard", "highestTierName": RACK}
+        assert {"minMember": 2, "queue": "default", "networkTopology": topology} == await group_of(racks)
+        await racks.until(racks.is_refused, "the scheduler has tried")
+        assert [] == await racks.nodes()
+        await racks.place("b", "b")
+        await racks.until(racks.are_placed, "both are placed")

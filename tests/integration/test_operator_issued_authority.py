@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
-import asyncio
 import base64
 from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
-from real_world import DEADLINE_S, LEASE, RealWorld, open_real_world
+from issued_authority import (
+    FOLLOWS,
+    ISSUED,
+    SECRETS,
+    must_follow_a_renewal_under_a_running_job,
+    own,
+    taken,
+)
+from real_world import RealWorld, open_real_world
 
 from colocated_rl_operator.clients.authority import SECRET_NAME, Authority
 from colocated_rl_operator.clients.cluster import ClusterAccess
@@ -16,9 +23,6 @@ from fakes.issuer import issued_files
 from real_operator import OPERATORS
 
 pytestmark = pytest.mark.cluster
-
-SECRETS = f"/api/v1/namespaces/{OPERATORS}/secrets"
-FOLLOWS = {**LEASE, "KEYS_CHECK_S": "0.2", "AUTHORITY_SECRET": "issued"}
 
 
 @pytest.fixture
@@ -32,7 +36,7 @@ async def world(access: ClusterAccess, tmp_path: Path) -> AsyncIterator[RealWorl
 
 
 async def forget(world: RealWorld) -> None:
-    for name in ("issued", SECRET_NAME):
+    for name in (ISSUED, SECRET_NAME):
         if await world.api.call("GET", f"{SECRETS}/{name}"):
             await world.api.call("DELETE", f"{SECRETS}/{name}")
 
@@ -41,62 +45,16 @@ async def issue(world: RealWorld) -> Authority:
     """Make the Secret, or make it again, as cert-manager does."""
     files = issued_files()
     data = {name: base64.b64encode(content).decode() for name, content in files.items()}
-    metadata = {"name": "issued", "namespace": OPERATORS, "annotations": {"cert-manager.io/certificate-name": "issued"}}
+    metadata = {"name": ISSUED, "namespace": OPERATORS, "annotations": {"cert-manager.io/certificate-name": ISSUED}}
     secret = {"apiVersion": "v1", "kind": "Secret", "type": "kubernetes.io/tls", "metadata": metadata, "data": data}
-    path = f"{SECRETS}/issued"
+    path = f"{SECRETS}/{ISSUED}"
     is_there = await world.api.call("GET", path)
     await world.api.call("PUT" if is_there else "POST", path if is_there else SECRETS, secret)
     return Authority.issued(files)
 
 
-async def own(world: RealWorld) -> Authority | None:
-    """Return the authority in the operator's own Secret."""
-    found = await world.api.call("GET", f"{SECRETS}/{SECRET_NAME}")
-    return Authority.read({name: base64.b64decode(data) for name, data in found["data"].items()}) if found else None
-
-
-async def taken(world: RealWorld, issued: Authority) -> list[Authority]:
-    """Return the authorities that the operator had on its way to the issued one alone."""
-    seen = list[Authority]()
-    async with asyncio.timeout(DEADLINE_S):
-        while not seen or (seen[-1].certificate, seen[-1].others) != (issued.certificate, ()):
-            present = await own(world)
-            if present is not None and (not seen or seen[-1].files() != present.files()):
-                seen.append(present)
-            await asyncio.sleep(0.02)
-    return seen
-
-
-def issuers(world: RealWorld) -> set[str]:
-    """Return whose certificates the members have."""
-    keys = [member.server.hello.keys for member in world.kubelet.members.values()]
-    return {each.issuer for each in keys if each is not None}
-
-
 async def test_a_renewal_is_followed_in_steps_under_a_running_job_and_by_the_next_operator(world: RealWorld) -> None:
-    """No connection ends, no pod is made again, and the former authority is trusted by nobody in the end."""
-    world.stay_in_rollout()
-    first = await issue(world)
-    async with world.operator(FOLLOWS) as operator:
-        await world.until(lambda: world.status.get("phase") == "Rollout")
-        assert [first.files()] == [each.files() for each in await taken(world, first)]
-        before, members = issuers(world), dict(world.kubelet.members)
-        second = await issue(world)
-        former, both, swapped, last = await taken(world, second)
-        assert [former.files(), last.files()] == [first.files(), second.files()]
-        assert (first.certificate, (second.certificate,)) == (both.certificate, both.others)
-        assert (second.certificate, (first.certificate,)) == (swapped.certificate, swapped.others)
-        async with asyncio.timeout(DEADLINE_S):
-            while len(issuers(world)) > 1 or issuers(world) == before:  # noqa: ASYNC110 - nobody is told of new keys
-                await asyncio.sleep(0.05)
-        assert members == world.kubelet.members
-        assert [] == operator.logged("member lost")
-    third = await issue(world)
-    async with world.operator(FOLLOWS):
-        assert third.files() == (await taken(world, third))[-1].files()
-        world.kubelet.release("rollout")
-        await world.until(lambda: world.is_complete)
-    assert (0, 1) == (world.status["restarts"], world.status["lineage"])
+    await must_follow_a_renewal_under_a_running_job(world, issue)
 
 
 async def test_jobs_of_an_operator_that_made_its_own_authority_get_to_the_issued_one(world: RealWorld) -> None:
