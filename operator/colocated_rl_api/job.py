@@ -390,7 +390,8 @@ class Rollout(Part):
     sampling: Sampling = Field(default_factory=Sampling, description="How tokens are drawn.")
     resources: Resources = Field(
         default_factory=Resources,
-        description="Resources of the rollout controller. May change while the job is suspended.",
+        description="Resources of the rollout controller. 200m of CPU and 512Mi of memory are requested where it names "
+        "none. May change while the job is suspended.",
     )
 
     @property

@@ -315,7 +315,8 @@ class Prompts(OneSource):
     )
     resources: Resources = Field(
         default_factory=Resources,
-        description="Resources of that container. Its processes share the memory limit, each has its part of it.",
+        description="Resources of that container. 100m of CPU and 256Mi of memory are requested where it names none. "
+        "Its processes share the memory limit, each has its part of it.",
     )
     reward_deadline_seconds: int = Field(
         default=30,

@@ -1,5 +1,7 @@
 """A local cluster with the operator, and with Kueue's own manager, built from its module by `build.sh`.
 
+Whole jobs run on one node. Four others stand in two racks, for jobs whose pods are placed there and never run.
+
 The API server reaches Kueue's webhooks by address instead of by Service: the local cluster has no service proxy.
 """
 
@@ -27,7 +29,17 @@ from setup.layout import CHECKOUT
 KUEUE = CHECKOUT.build / "kueue"
 HERE = Path(__file__).parent
 WEBHOOKS = "https://127.0.0.1:19443"  # manager.yaml
-SERVED = {"pod", "clusterqueue", "cohort", "localqueue", "resourceflavor", "workload"}  # by what manager.yaml asks for
+RACK, RACKED, DEVICE = "example.com/rack", "example.com/racked", "example.com/gpu"
+RACKS = {"node2": "a", "node3": "b", "node4": "a", "node5": "b"}  # in the order of names, neighbours stand apart
+SERVED = {
+    "pod",
+    "clusterqueue",
+    "cohort",
+    "localqueue",
+    "resourceflavor",
+    "topology",
+    "workload",
+}  # by what manager.yaml asks for
 LEFT_ALONE = ["kube-system", "kueue-system", "colocated-rl-system"]
 
 
@@ -37,7 +49,10 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     images = place / "images.yaml"
     manager = {"binds": [f"{KUEUE}/bin:{KUEUE}/bin:ro"], "entrypoint": [f"{KUEUE}/bin/kueue"]}
     images.write_text(with_images({"kueue": manager}))
-    with installed(place / "c", images=images) as cluster:
+    options = (f"--nodes={1 + len(RACKS)}", f"--extended-resource={DEVICE}=2")
+    with installed(place / "c", images=images, options=options, cordoned=RACKS) as cluster:
+        for node, rack in RACKS.items():
+            cluster.kubectl("label", "node", node, f"{RACK}={rack}", f"{RACKED}=true")
         install_kueue(cluster)
         yield cluster
 

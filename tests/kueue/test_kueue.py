@@ -60,8 +60,8 @@ def reserved(kubectl: KubectlCall) -> int | None:
     if not (flavors := queue.get("status", {}).get("flavorsReservation")):
         return None
     (flavor,) = flavors
-    (resource,) = flavor["resources"]
-    return int(resource["total"])
+    (total,) = (resource["total"] for resource in flavor["resources"] if resource["name"] == "pods")
+    return int(total)
 
 
 def wait_until_reserved(kubectl: KubectlCall, count: int, job: RunningJob) -> None:

@@ -117,6 +117,23 @@ def test_what_a_field_requests_is_requested() -> None:
     assert resources["requests"].items() <= found["requests"].items()
 
 
+@pytest.mark.parametrize("queued", [False, True])
+def test_a_rollout_pod_requests_something_of_each_resource_that_the_job_does_not_name(queued: bool) -> None:
+    """A node without memory ends first what requests none, and Kueue's manager ends where a pod requests nothing."""
+    template = {"metadata": {"labels": {"kueue.x-k8s.io/queue-name": "research"}}} if queued else {}
+    usual = pod(ROLLOUT_SEAT, podTemplates={"rollout": template})
+    for name, expected in (
+        ("rollout", {"cpu": "200m", "memory": "512Mi"}),
+        ("rewards", {"cpu": "100m", "memory": "256Mi"}),
+    ):
+        found = container(usual, name)["resources"]
+        assert expected.items() <= found["requests"].items()
+        assert {} == found["limits"], "nothing is taken from it"
+    limited = OWN_ROLLOUT | {"resources": {"limits": {"memory": "8Gi"}}}
+    requested = container(pod(ROLLOUT_SEAT, rollout=limited), "rollout")["resources"]["requests"]
+    assert ("200m", "8Gi") == (requested["cpu"], requested["memory"])
+
+
 def test_trainers_write_beside_their_batches_only_where_a_reference_has_something_to_keep() -> None:
     assert mounts(pod(gpu_seat(0)), names.GPU_CONTAINER)["batches"]
     assert not mounts(pod(gpu_seat(0), reference={}), names.GPU_CONTAINER)["batches"]

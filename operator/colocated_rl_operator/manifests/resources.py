@@ -47,6 +47,10 @@ DISK = "ephemeral-storage"
 OWN_VOLUME_LIMIT = "1Gi"  # of what holds only files of ours: sockets, a journal of 16 MiB, the runner
 VOLUME_LIMIT = "100Gi"  # of what programs of others fill, where the job does not limit the container's disk
 GPU_DISK, ROLLOUT_DISK = "4Gi", "2Gi"  # requested where the job says nothing: compiled kernels, shards, logs, prompts
+# Likewise of a rollout pod: a node without memory ends first what requests none. And Kueue 0.19 ends, for all queues,
+# where a pod that requests nothing comes to nodes with a topology.
+ROLLOUT_REQUESTS = {"cpu": "200m", "memory": "512Mi"}
+REWARDS_REQUESTS = {"cpu": "100m", "memory": "256Mi"}
 SHM_LIMIT = "64Gi"  # of a container whose memory has no limit; else half of that, which Linux gives a tmpfs by itself
 
 
@@ -364,7 +368,9 @@ def _rollout_spec(job: Job, images: PodImages, users: Users) -> Object:
                 "imagePullPolicy": images.pull_policy,
                 "terminationMessagePolicy": LAST_WORDS,
                 "securityContext": RESTRICTED,
-                "resources": _resources(job.spec.rollout.resources, disk=_rollout_disk(job, images)),
+                "resources": _resources(
+                    job.spec.rollout.resources, usual={**ROLLOUT_REQUESTS, **_rollout_disk(job, images)}
+                ),
                 "env": [*_env(**_cache_env(TMP)), *_identity()],
                 "ports": _ports(),
                 "startupProbe": _probe(period_s=1, failures=300),
@@ -424,7 +430,7 @@ def _rewards_container(job: Job, images: PodImages, users: Users) -> Object:
         "restartPolicy": "Always",
         "command": ["python3", "-P", "-m", "colocated_rl_rollout.tasks.task_server"],
         "securityContext": RESTRICTED | {"runAsUser": users.rewards},
-        "resources": _resources(prompts.resources),
+        "resources": _resources(prompts.resources, usual=REWARDS_REQUESTS),
         "env": _env(**_cache_env("/tmp")),
         "volumeMounts": [
             _mount("tasks", names.TASKS_DIR),
@@ -509,7 +515,7 @@ def _probe(*, period_s: int, failures: int, path: str = "/healthz") -> Object:
 
 
 WHOLE_CPU = "1"
-NO_DISK: Mapping[str, str] = {}
+NOTHING: Mapping[str, str] = {}
 
 
 def _fixed(*, cpu: str, memory: str, beside: Resources) -> Object:
@@ -523,23 +529,23 @@ def _fixed(*, cpu: str, memory: str, beside: Resources) -> Object:
     return {"requests": {"cpu": cpu, "memory": memory}, "limits": {"memory": memory}}
 
 
-def _resources(resources: Resources, *, disk: Mapping[str, str] = NO_DISK) -> Object:
-    """Return the resources; one without a request is requested up to its limit. disk: what else is requested."""
-    return {"requests": {**disk, **resources.limits, **resources.requests}, "limits": dict(resources.limits)}
+def _resources(resources: Resources, *, usual: Mapping[str, str] = NOTHING) -> Object:
+    """Return the resources; one without a request is requested up to its limit. usual: requests of others."""
+    return {"requests": {**usual, **resources.limits, **resources.requests}, "limits": dict(resources.limits)}
 
 
 def _gpu_disk(job: Job, images: PodImages) -> Mapping[str, str]:
     """Return the disk that is requested. A queue of Kueue admits no pod that requests what it has no quota of."""
-    return {DISK: GPU_DISK} if images.requests_disk and not job.queue else NO_DISK
+    return {DISK: GPU_DISK} if images.requests_disk and not job.queue else NOTHING
 
 
 def _rollout_disk(job: Job, images: PodImages) -> Mapping[str, str]:
     is_queued = job.spec.pod_templates.rollout.queue or in_queue(job, names.ROLE_ROLLOUT)
-    return {DISK: ROLLOUT_DISK} if images.requests_disk and not is_queued else NO_DISK
+    return {DISK: ROLLOUT_DISK} if images.requests_disk and not is_queued else NOTHING
 
 
 def _gpu_resources(gpus: Gpus, *, disk: Mapping[str, str]) -> Object:
-    resources = _resources(gpus.resources, disk=disk)
+    resources = _resources(gpus.resources, usual=disk)
     if gpus.resource_claim_template_name is not None:
         resources["claims"] = [{"name": DEVICES}]
     elif gpus.count > 0:
