@@ -55,13 +55,14 @@ class Racks:
             await self.api.call("PATCH", f"{NODES}/{node['metadata']['name']}", change, MERGE)
 
     async def submit(self, **spec: Any) -> None:
-        job = make_manifest(replicas=2, gpus=GPUS, **ANYWHERE, **spec)
+        job = make_manifest(**{"replicas": 2, "gpus": GPUS, **ANYWHERE, **spec})
         await self.api.call("POST", JOBS, job)
         await self.until(self.has_both, "both pods are there")
 
     async def pods(self) -> list[Body]:
+        """Return the pods with devices."""
         found = await self.api.all(PODS)
-        return [pod for pod in found if pod["metadata"]["labels"].get(names.ROLE_LABEL) == names.ROLE_GPU]
+        return [pod for pod in found if pod["metadata"]["labels"].get(names.ROLE_LABEL) in names.GPU_ROLES]
 
     async def has_both(self) -> bool:
         return len(await self.pods()) == 2

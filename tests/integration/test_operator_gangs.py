@@ -6,9 +6,11 @@ from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
-from racks import MERGE, RACK, TWO_NODES, Racks, racks_of
+from racks import MERGE, NODES, RACK, TWO_NODES, VOLUME, Racks, racks_of
 from real_world import LEASE, RealWorld, open_real_world
 
+from builders import ROLLOUT
+from colocated_rl_api import names
 from colocated_rl_operator.clients.cluster import ClusterAccess
 from real_operator import JOBS, NAMESPACE, PODS, Body, cluster_without_nodes
 
@@ -79,6 +81,35 @@ async def test_a_gang_waits_for_a_rack_that_has_room_for_all_of_it(racks: Racks)
     assert [] == await racks.nodes()
     await racks.place("a", "a")
     await racks.until(racks.are_placed, "both are placed")
+
+
+@SINCE_1_36
+async def test_engines_and_trainers_take_devices_of_different_kinds_each_on_nodes_of_its_own(racks: Racks) -> None:
+    """The gang waits for both. Nodes of engines are tainted, and have a smaller device."""
+    trains, serves = [node["metadata"]["name"] for node in await racks.api.all(NODES)]
+    await racks.place("trains", "serves")
+    added = [{"op": "add", "path": "/status/capacity/example.com~1small", "value": "1"}]
+    await racks.api.call("PATCH", f"{NODES}/{serves}/status", added, "application/json-patch+json")
+    taint = {"key": "example.com/pool", "value": "serves", "effect": "NoSchedule"}
+    await racks.api.call("PATCH", f"{NODES}/{serves}", {"spec": {"taints": [taint]}}, MERGE)
+
+    def on(rack: str, **spec: object) -> Body:
+        return {"spec": {"nodeSelector": {RACK: rack}, **spec}}
+
+    tolerated = [{"key": "example.com/pool", "operator": "Equal", "value": "serves", "effect": "NoSchedule"}]
+    engines = {"placement": "OwnDevices", "replicas": 1, "gpus": {"count": 1, "resourceName": "example.com/small"}}
+    try:
+        await racks.submit(
+            replicas=1,
+            rollout=ROLLOUT | engines,
+            weightSync={"volume": VOLUME["volume"]},
+            podTemplates={"gpu": on("trains"), "engine": on("serves", tolerations=tolerated)},
+        )
+        await racks.until(racks.are_placed, "both are placed")
+        placed = {pod["metadata"]["labels"][names.ROLE_LABEL]: pod["spec"]["nodeName"] for pod in await racks.pods()}
+        assert {names.ROLE_TRAINER: trains, names.ROLE_ENGINE: serves} == placed
+    finally:
+        await racks.api.call("PATCH", f"{NODES}/{serves}", {"spec": {"taints": None}}, MERGE)
 
 
 # ------------------------------------------------------------------------------------------- with a kubelet of the test
