@@ -48,6 +48,12 @@ def test_the_live_view_shows_the_jobs_phase_its_pods_rungs_and_what_it_learns(ru
         assert any(pod in row and rung in row for row in text.splitlines())
 
 
+def test_a_job_whose_prompts_are_over_has_the_steps_that_they_made(run: Records) -> None:
+    status = {"phase": "Training", "step": 2, "rollout": {"lastStep": 3}}
+    assert "step 2 of 3" in shown({"spec": run.job["spec"], "status": status}, [])
+    assert "step 2 of 2" in shown({"spec": {"steps": 2}, "status": status}, [])
+
+
 def test_the_live_view_of_a_job_that_has_not_begun_makes_nothing_up() -> None:
     text = shown({}, [])
     assert "Pending" in text

@@ -58,11 +58,9 @@ def is_over(job: Object) -> bool:
 
 def steps_of(job: Mapping[str, Any]) -> int:
     """Return the step that the job ends with: spec.steps, or an earlier one with which its prompts end."""
-    steps, ends = (
-        int(job.get("spec", {}).get("steps", 1)),
-        ((job.get("status") or {}).get("rollout") or {}).get("lastStep"),
-    )
-    return steps if ends is None else min(steps, int(ends))
+    steps = int(job.get("spec", {}).get("steps", 1))
+    rollout = (job.get("status") or {}).get("rollout") or {}
+    return min(steps, int(rollout.get("lastStep", steps)))
 
 
 def has_pages(pod: Object) -> bool:
