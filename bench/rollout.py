@@ -11,6 +11,7 @@ synchronous loop's rollout.
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import sys
 import time
@@ -20,7 +21,7 @@ from pathlib import Path
 
 from bench.rollout_bound import least_rollout_s
 from bench.simulated_engines import PROMPT_TOKENS, Rates
-from bench.simulated_job import SimulatedJob, SimulatedOutcome, colocated, synchronous
+from bench.simulated_job import SimulatedJob, SimulatedOutcome, apart, colocated, synchronous
 from bench.traces import near_uniform, reasoning
 from colocated_rl_api.job import Interruption
 from colocated_rl_rollout.store.store import Store
@@ -91,6 +92,22 @@ def resent(job: SimulatedJob, say: Callable[[str], None]) -> None:
         say(f"  {groups:4}  {outcome.rollout_s / len(outcome.phases_s):7.1f} s  {share:6.3f}")
 
 
+def in_turns(job: SimulatedJob, say: Callable[[str], None]) -> None:
+    """Print what it would bring that engines on devices of their own load new weights one after the other."""
+    say(
+        f"\nreasoning, {job.engines} engines on devices of their own, which load new weights together or in turns:\n"
+        "s/step and staleness of each, and speed of the second, that of the first = 1"
+    )
+    loop = synchronous(job)
+    for staleness, training, load_s in itertools.product((1, 2), (0.25, 1.0), (5.0, 15.0)):
+        train_s = training * loop.rollout_s / loop.trained_tokens
+        placed = replace(job, max_staleness=staleness, train_s=train_s, switch_s=load_s)
+        together, one_by_one = apart(placed, in_turns=False), apart(placed, in_turns=True)
+        figures = [f"{each.took_s / job.steps:6.1f} {each.staleness_mean:5.2f}" for each in (together, one_by_one)]
+        case = f"maxStaleness {staleness}, train {training:4.2f}, load {load_s:2.0f} s"
+        say(f"  {case}  {'   '.join(figures)}   {together.took_s / one_by_one.took_s:5.3f}")
+
+
 def held(job: SimulatedJob) -> list[tuple[int, int]]:
     """Memory of this process and the store's files after each step, KiB."""
     seen: list[tuple[int, int]] = []
@@ -133,6 +150,7 @@ def main(arguments: Sequence[str]) -> int:
     for name, trace in TRACES.items():
         compare(name, replace(job, trace=trace), lambda line: print(line, flush=True))
     resent(job, lambda line: print(line, flush=True))
+    in_turns(job, lambda line: print(line, flush=True))
     few = SimulatedJob(
         lambda prompt, number: 1 + reasoning(prompt, number) // 200, SOAK_STEPS, 64, 8, engines=8, max_staleness=2
     )

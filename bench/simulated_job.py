@@ -11,7 +11,8 @@ import asyncio
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -88,6 +89,11 @@ class SimulatedOutcome:
     sealed_tokens: int = 0
     batches: list[BatchRecord] = field(default_factory=list)
 
+    def take(self, batch: BatchRecord) -> None:
+        """Count a batch that is trained."""
+        self.trained_tokens += batch.loss_tokens
+        self.batches.append(batch)
+
     @property
     def rollout_s(self) -> float:
         return sum(self.phases_s)
@@ -132,24 +138,56 @@ def colocated(job: SimulatedJob, *, watch: Callable[[Store], None] = lambda _: N
 
 async def _colocated(job: SimulatedJob, directory: Path, watch: Callable[[Store], None]) -> SimulatedOutcome:
     loop = virtual_time.loop()
-    scene = SimulatedController(job, directory)
-    outcome = SimulatedOutcome()
-    async with asyncio.TaskGroup() as group:
-        following = group.create_task(scene.engines.run(), name="engines")
-        working = group.create_task(scene.worker.run(), name="worker")
-        await asyncio.sleep(0)
+    async with _running(job, directory) as (scene, outcome):
         for step in range(1, job.steps + 1):
             began = loop.now
             scene.open_gates(WeightVersion(step - 1, 1))
             batch = await scene.sealed(step)
             scene.close_gates()
             outcome.phases_s.append(loop.now - began)
-            outcome.trained_tokens += batch.loss_tokens
-            outcome.batches.append(batch)
+            outcome.take(batch)
             await asyncio.sleep(job.switch_s + batch.loss_tokens * job.train_s)
             scene.trained(step)
             watch(scene.store)
-        outcome.took_s = loop.now
+    return outcome
+
+
+def apart(job: SimulatedJob, *, in_turns: bool) -> SimulatedOutcome:
+    """Engines on devices of their own: rollout goes on beside training, until new weights come.
+
+    An engine takes `switch_s` to load them: all at once, or `in_turns`, while the others serve.
+    """
+    with tempfile.TemporaryDirectory(dir="/dev/shm" if Path("/dev/shm").is_dir() else None) as directory:
+        return virtual_time.run(_apart(job, Path(directory), in_turns=in_turns))
+
+
+async def _apart(job: SimulatedJob, directory: Path, *, in_turns: bool) -> SimulatedOutcome:
+    async with _running(job, directory) as (scene, outcome):
+        scene.open_gates(WeightVersion(0, 1))
+        for step in range(1, job.steps + 1):
+            batch = await scene.sealed(step)
+            outcome.take(batch)
+            await asyncio.sleep(batch.loss_tokens * job.train_s)
+            for engines in [[engine] for engine in scene.engines.simulated] if in_turns else [scene.engines.simulated]:
+                for engine in engines:
+                    engine.close()
+                await asyncio.sleep(job.switch_s)
+                for engine in engines:
+                    engine.open(WeightVersion(step, 1))
+            scene.trained(step)
+    return outcome
+
+
+@asynccontextmanager
+async def _running(job: SimulatedJob, directory: Path) -> AsyncIterator[tuple[SimulatedController, SimulatedOutcome]]:
+    """A controller that runs until the end of the block; the outcome is complete behind it."""
+    scene, outcome = SimulatedController(job, directory), SimulatedOutcome()
+    async with asyncio.TaskGroup() as group:
+        following = group.create_task(scene.engines.run(), name="engines")
+        working = group.create_task(scene.worker.run(), name="worker")
+        await asyncio.sleep(0)
+        yield scene, outcome
+        outcome.took_s = virtual_time.loop().now
         scene.worker.drain()
         await working
         following.cancel()
@@ -159,7 +197,6 @@ async def _colocated(job: SimulatedJob, directory: Path, watch: Callable[[Store]
     outcome.sealed_tokens = scene.counted("colocate_rollout_sealed_response_tokens_sum")
     assert scene.store.counts[SampleState.TRAINED] == job.steps * job.samples, scene.store.counts
     scene.store.close()
-    return outcome
 
 
 class SimulatedController:

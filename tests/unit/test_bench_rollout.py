@@ -19,7 +19,7 @@ from safetensors.numpy import load_file
 from bench import virtual_time
 from bench.rollout_bound import least_s
 from bench.simulated_engines import PROMPT_TOKENS, EngineMachine, Rates
-from bench.simulated_job import SimulatedController, SimulatedJob, colocated, synchronous
+from bench.simulated_job import SimulatedController, SimulatedJob, apart, colocated, synchronous
 from colocated_rl_api.job import AtMaxStaleness, Interruption
 from colocated_rl_api.rungs import WeightVersion
 from colocated_rl_rollout.engines.engines import BURST, PACE_S
@@ -227,6 +227,15 @@ def test_slime_topping_up_stops_while_twice_the_concurrency_waits(tmp_path: Path
 
     run_scene(job, tmp_path, script)
     assert (8, 8) == (max(held), held[-1])
+
+
+def test_engines_that_load_new_weights_in_turns_make_a_job_slower_and_lose_no_sample() -> None:
+    """The reason why they load together, where each has devices of its own: trainers would wait for all loads."""
+    job = small(steps=4, max_staleness=1, train_s=1e-3, switch_s=15.0)
+    together, in_turns = apart(job, in_turns=False), apart(job, in_turns=True)
+    assert together.took_s < in_turns.took_s
+    assert [4, 4] == [len(each.batches) for each in (together, in_turns)]
+    assert job.tokens <= min(each.finished_tokens for each in (together, in_turns))
 
 
 def test_tunix_four_groups_in_batches_of_two_are_two_batches_and_then_no_more(tmp_path: Path) -> None:
