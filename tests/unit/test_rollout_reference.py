@@ -251,14 +251,16 @@ async def test_word_says_what_the_pods_say_when_all_of_them_fail(scene: Referenc
     assert not scene.problem_text
 
 
-async def test_sample_that_no_pod_can_score_is_reported_and_tried_again(scene: ReferenceScene) -> None:
+@pytest.mark.parametrize("fault", [400, 413])
+async def test_sample_that_no_pod_can_score_is_reported_and_tried_again(scene: ReferenceScene, fault: int) -> None:
     poisoned = make_group(1, samples=1)
-    scene.pods[0].faults.extend([400] * (TOLD_AFTER + 3))
+    scene.pods[0].faults.extend([fault] * (TOLD_AFTER + 3))
     scene.follow(scene.pods[0])
     scene.want(poisoned)
     await until(lambda: scene.problem_text)
 
-    assert "as the test has it: 400" in scene.problem_text
+    assert f"as the test has it: {fault}" in scene.problem_text
+    assert 0 == scene.stage._pods[scene.pods[0].endpoint].failures, "others are still sent to it"
     assert not scene.stage.has_scored(poisoned)
     await until(lambda: scene.stage.has_scored(poisoned))
     assert not scene.problem_text

@@ -37,6 +37,7 @@ from colocated_rl_rollout.rules.samples import (
 
 LOG = logging.getLogger(__name__)
 
+REFUSES_SAMPLE = (HTTPStatus.BAD_REQUEST, HTTPStatus.REQUEST_ENTITY_TOO_LARGE)  # for which no pod has to rest
 AT_ONCE = 32  # samples on the way to one pod, which takes several into one pass
 CONNECT_S = 10.0
 MAX_ERROR_BYTES = 2048
@@ -253,7 +254,7 @@ class ReferencePods:
             "POST", endpoint, path, data=body, headers=headers, timeout=timeout
         ) as response:
             if response.status != HTTPStatus.OK:
-                is_of_sample = response.status == HTTPStatus.BAD_REQUEST
+                is_of_sample = response.status in REFUSES_SAMPLE
                 why = _words_of(await response.content.read(MAX_ERROR_BYTES))
                 raise NotScored(f"{endpoint.pod} answered {response.status}: {why}", is_of_sample=is_of_sample)
             answer: bytearray = bytearray()
