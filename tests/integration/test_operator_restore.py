@@ -38,11 +38,13 @@ def stopped(process: int) -> Iterator[None]:
 
 
 def process_of(program: str, folder: Path) -> int:
-    """Return a component of the cluster of that folder."""
+    """Return a component of the cluster of that folder: a part of its binary, or a program of an older release."""
     [found] = [
         int(path.parent.name)
         for path in (place / "cmdline" for place in Path("/proc").glob("[0-9]*"))
-        if (words := _words(path))[1:2] == [program.encode()] and any(bytes(folder) in word for word in words)
+        if (words := _words(path))
+        and (words[1:2] == [program.encode()] or words[0].endswith(f"/{program}".encode()))
+        and any(bytes(folder) in word for word in words)
     ]
     return found
 
