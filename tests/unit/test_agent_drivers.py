@@ -22,6 +22,7 @@ from colocated_rl_agent.drivers.sglang import (
     SGLang,
     engine_command,
     engine_config,
+    new_admin_key,
     undivided_heads,
 )
 from colocated_rl_agent.drivers.trainer import MAX_STATUS_BYTES, TrainerRank, trainer_environment
@@ -187,6 +188,13 @@ def test_h56_crash_dumps_are_off_and_the_admin_key_is_no_argument() -> None:
     )
     assert "--admin-api-key" not in command.argv
     assert "secret" in engine_config("secret")
+
+
+def test_h64_an_admin_key_begins_as_no_flag() -> None:
+    """One of 64 keys did, and with it the engine ended before it had started."""
+    keys = {new_admin_key() for _ in range(256)}
+    assert 256 == len(keys)
+    assert {key for key in keys if key.isalnum() and len(key) == 48} == keys
 
 
 @pytest.fixture

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import re
+import secrets
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -135,6 +136,11 @@ def undivided_heads(model: Path, *, gpus: int, of: int, extra: Sequence[str]) ->
 def _sets(words: Sequence[str], flag: str) -> bool:
     """Return whether a command line sets the flag, perhaps abbreviated."""
     return any(abbreviates(word, flag) for word in words)
+
+
+def new_admin_key() -> str:
+    """Return a key for one engine. It has letters and digits alone: one that begins as a flag ends the engine (H64)."""
+    return secrets.token_hex(24)
 
 
 def engine_config(admin_key: str) -> str:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import secrets
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
@@ -20,7 +19,14 @@ from typing import Literal
 import aiohttp
 
 from colocated_rl_agent.drivers.base import CallRefused, DriverError, OutcomeUnknown
-from colocated_rl_agent.drivers.sglang import ServerInfo, SGLang, engine_command, engine_config, undivided_heads
+from colocated_rl_agent.drivers.sglang import (
+    ServerInfo,
+    SGLang,
+    engine_command,
+    engine_config,
+    new_admin_key,
+    undivided_heads,
+)
 from colocated_rl_agent.files.exports import TensorDigests, export_directory
 from colocated_rl_agent.files.journal import EngineRecord, Intent, Journal
 from colocated_rl_agent.gate.entrance import Backend, Entrance
@@ -109,7 +115,7 @@ class Engine:
 
     # ------------------------------------------------------------------------------------------------- its process
     async def start(self, version: WeightVersion) -> None:
-        settings, admin_key = self._settings, secrets.token_urlsafe(24)
+        settings, admin_key = self._settings, new_admin_key()
         model, extra = settings.weights_of(version), settings.job.spec.rollout.engine_flags
         exported = {tensor.dtype for tensor in self._exported().get(version, {}).values()}
         if impossible := overflowing(dtype_of(extra), exported) or await asyncio.to_thread(
