@@ -200,6 +200,7 @@ MAY_NOT_CHANGE = {
     "rollout.maxStaleness": 7,
     "rollout.atMaxStaleness": "Mask",
     "rollout.spareGroups": 7,
+    "rollout.incompleteBatch": "Train",
     "rollout.sampling.stop": ["7"],
     "rollout.interruption": "Retry",
     "rollout.filters": ["Truncated"],
