@@ -14,15 +14,8 @@ module=github.com/cert-manager/cert-manager controller=v1.11.5 kinds=v1.21.2
 echo "build.sh: building cert-manager $controller: about 3 minutes on 2 cores the first time"
 rm -rf "$out" && mkdir -p "$out/bin" "$out/crds"
 
-folder_of() { # a version
-  local found
-  found=$("$GO" mod download -json "$module@$1") || { echo "$found" >&2; exit 1; }
-  sed -n 's/^\t"Dir": "\(.*\)",$/\1/p' <<<"$found"
-}
-
-install -m 644 "$(folder_of $kinds)/deploy/crds/"*.yaml "$out/crds/"
-cp -r "$(folder_of $controller)" "$out/source" # its own go.sum, in a directory that may be written to
-chmod -R u+w "$out/source"
+install -m 644 "$(module_folder $module@$kinds)/deploy/crds/"*.yaml "$out/crds/"
+module_copy $module@$controller "$out/source"
 (cd "$out/source" && "$GO" build -ldflags='-s -w' -o "$out/bin/cert-manager" ./cmd/controller)
 rm -rf "$out/source"
 echo "$controller $kinds" >"$out/version"

@@ -15,19 +15,12 @@ version="$plugins $volcano $kinds_of_volcano"
 echo "build.sh: building two schedulers: about 15 minutes on 2 cores the first time"
 rm -rf "$out" && mkdir -p "$out/bin" "$out/crds"
 
-source_of() { # a module: a copy that may be written to
-  local found
-  found=$("$GO" mod download -json "$1") || { echo "$found" >&2; exit 1; }
-  cp -r "$(sed -n 's/^\t"Dir": "\(.*\)",$/\1/p' <<<"$found")" "$out/source"
-  chmod -R u+w "$out/source"
-}
-
-source_of $plugins
+module_copy $plugins "$out/source"
 cp "$out/source/config/crd/bases/scheduling.x-k8s.io_podgroups.yaml" "$out/crds/"
 (cd "$out/source" && "$GO" build -ldflags='-s -w' -o "$out/bin/coscheduling" ./cmd/scheduler)
 rm -rf "$out/source"
 
-source_of $volcano
+module_copy $volcano "$out/source"
 cp "$out/source/config/crd/"{volcano,jobflow}/bases/*.yaml "$out/crds/"
 (
   cd "$out/source"

@@ -11,11 +11,8 @@ version=v0.19.0
 # shellcheck source=tests/localcluster/go-env.sh
 . ../localcluster/go-env.sh
 echo "build.sh: building Kueue $version: about 10 minutes on 2 cores the first time"
-found=$("$GO" mod download -json sigs.k8s.io/kueue@$version) || { echo "$found" >&2; exit 1; }
-source=$(sed -n 's/^\t"Dir": "\(.*\)",$/\1/p' <<<"$found")
 rm -rf "$out" && mkdir -p "$out/bin"
-cp -r "$source" "$out/source" # its own go.sum, in a directory that may be written to
-chmod -R u+w "$out/source"
+module_copy sigs.k8s.io/kueue@$version "$out/source"
 (cd "$out/source" && "$GO" build -ldflags='-s -w' -o "$out/bin/kueue" ./cmd/kueue)
 mv "$out/source/config" "$out/config"
 rm -rf "$out/source"

@@ -17,11 +17,8 @@ esac
 # shellcheck source=tests/localcluster/go-env.sh
 . ./go-env.sh
 echo "release.sh: building Kubernetes $kubernetes: about 5 minutes on 2 cores the first time"
-found=$("$GO" mod download -json "k8s.io/kubernetes@v$kubernetes") || { echo "$found" >&2; exit 1; }
-source=$(sed -n 's/^\t"Dir": "\(.*\)",$/\1/p' <<<"$found")
 rm -rf "$out" && mkdir -p "$out/new"
-cp -r "$source" "$out/source" # a directory that may be written to
-chmod -R u+w "$out/source"
+module_copy "k8s.io/kubernetes@v$kubernetes" "$out/source"
 cd "$out/source"
 # what a checkout of Kubernetes has in staging/ is not in its module: each is a module of its own, of the same release
 rm go.work go.work.sum

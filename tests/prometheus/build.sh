@@ -14,17 +14,10 @@ version=v0.92.1
 echo "build.sh: building Prometheus' operator $version and Prometheus: about 5 minutes on 2 cores the first time"
 rm -rf "$out" && mkdir -p "$out/bin"
 
-directory() { # of a module
-  local found
-  found=$("$GO" mod download -json "$1") || { echo "$found" >&2; exit 1; }
-  sed -n 's/^\t"Dir": "\(.*\)",$/\1/p' <<<"$found"
-}
-
-cp -r "$(directory $operator@$version)" "$out/source"
-chmod -R u+w "$out/source"
+module_copy $operator@$version "$out/source"
 cd "$out/source"
 "$GO" mod edit -dropreplace=$operator/pkg/apis/monitoring -dropreplace=$operator/pkg/client # modules of their own, and not in it
-cat "$(directory $prometheus)/go.sum" >>go.sum # of what its commands need and its library does not
+cat "$(module_folder $prometheus)/go.sum" >>go.sum # of what its commands need and its library does not
 GOFLAGS="$GOFLAGS -mod=mod" "$GO" build -tags=remove_all_sd,enable_kubernetes_sd -ldflags='-s -w' -o "$out/bin/" \
   $prometheus/cmd/{prometheus,promtool} ./cmd/{operator,prometheus-config-reloader}
 mv bundle.yaml "$out/"
