@@ -132,13 +132,12 @@ async def _synchronous(job: SimulatedJob) -> SimulatedOutcome:
 # ------------------------------------------------------------------------------------------------------ this system
 def colocated(job: SimulatedJob, *, watch: Callable[[Store], None] = lambda _: None) -> SimulatedOutcome:
     """The real worker over simulated engines. watch: called after each step."""
-    with tempfile.TemporaryDirectory(dir="/dev/shm" if Path("/dev/shm").is_dir() else None) as directory:
-        return virtual_time.run(_colocated(job, Path(directory), watch))
+    return virtual_time.run(_colocated(job, watch))
 
 
-async def _colocated(job: SimulatedJob, directory: Path, watch: Callable[[Store], None]) -> SimulatedOutcome:
+async def _colocated(job: SimulatedJob, watch: Callable[[Store], None]) -> SimulatedOutcome:
     loop = virtual_time.loop()
-    async with _running(job, directory) as (scene, outcome):
+    async with _running(job) as (scene, outcome):
         for step in range(1, job.steps + 1):
             began = loop.now
             scene.open_gates(WeightVersion(step - 1, 1))
@@ -157,46 +156,52 @@ def apart(job: SimulatedJob, *, in_turns: bool) -> SimulatedOutcome:
 
     An engine takes `switch_s` to load them: all at once, or `in_turns`, while the others serve.
     """
-    with tempfile.TemporaryDirectory(dir="/dev/shm" if Path("/dev/shm").is_dir() else None) as directory:
-        return virtual_time.run(_apart(job, Path(directory), in_turns=in_turns))
+    return virtual_time.run(_apart(job, in_turns=in_turns))
 
 
-async def _apart(job: SimulatedJob, directory: Path, *, in_turns: bool) -> SimulatedOutcome:
-    async with _running(job, directory) as (scene, outcome):
+async def _apart(job: SimulatedJob, *, in_turns: bool) -> SimulatedOutcome:
+    async with _running(job) as (scene, outcome):
         scene.open_gates(WeightVersion(0, 1))
+        engines = scene.engines.simulated
+        turns = [[engine] for engine in engines] if in_turns else [engines]
         for step in range(1, job.steps + 1):
             batch = await scene.sealed(step)
             outcome.take(batch)
             await asyncio.sleep(batch.loss_tokens * job.train_s)
-            for engines in [[engine] for engine in scene.engines.simulated] if in_turns else [scene.engines.simulated]:
-                for engine in engines:
+            for loading in turns:
+                for engine in loading:
                     engine.close()
                 await asyncio.sleep(job.switch_s)
-                for engine in engines:
+                for engine in loading:
                     engine.open(WeightVersion(step, 1))
             scene.trained(step)
     return outcome
 
 
 @asynccontextmanager
-async def _running(job: SimulatedJob, directory: Path) -> AsyncIterator[tuple[SimulatedController, SimulatedOutcome]]:
+async def _running(job: SimulatedJob) -> AsyncIterator[tuple[SimulatedController, SimulatedOutcome]]:
     """A controller that runs until the end of the block; the outcome is complete behind it."""
-    scene, outcome = SimulatedController(job, directory), SimulatedOutcome()
-    async with asyncio.TaskGroup() as group:
-        following = group.create_task(scene.engines.run(), name="engines")
-        working = group.create_task(scene.worker.run(), name="worker")
-        await asyncio.sleep(0)
-        yield scene, outcome
-        outcome.took_s = virtual_time.loop().now
-        scene.worker.drain()
-        await working
-        following.cancel()
-    outcome.resent_tokens = scene.counted("colocate_rollout_resent_tokens_total")
-    outcome.discarded_tokens = scene.counted("colocate_rollout_discarded_tokens_total")
-    outcome.finished_tokens = scene.counted("colocate_rollout_response_tokens_sum")
-    outcome.sealed_tokens = scene.counted("colocate_rollout_sealed_response_tokens_sum")
-    assert scene.store.counts[SampleState.TRAINED] == job.steps * job.samples, scene.store.counts
-    scene.store.close()
+    with _in_memory() as directory:
+        scene, outcome = SimulatedController(job, Path(directory)), SimulatedOutcome()
+        async with asyncio.TaskGroup() as group:
+            following = group.create_task(scene.engines.run(), name="engines")
+            working = group.create_task(scene.worker.run(), name="worker")
+            await asyncio.sleep(0)
+            yield scene, outcome
+            outcome.took_s = virtual_time.loop().now
+            scene.worker.drain()
+            await working
+            following.cancel()
+        outcome.resent_tokens = scene.counted("colocate_rollout_resent_tokens_total")
+        outcome.discarded_tokens = scene.counted("colocate_rollout_discarded_tokens_total")
+        outcome.finished_tokens = scene.counted("colocate_rollout_response_tokens_sum")
+        outcome.sealed_tokens = scene.counted("colocate_rollout_sealed_response_tokens_sum")
+        assert scene.store.counts[SampleState.TRAINED] == job.steps * job.samples, scene.store.counts
+        scene.store.close()
+
+
+def _in_memory() -> tempfile.TemporaryDirectory[str]:
+    return tempfile.TemporaryDirectory(dir="/dev/shm" if Path("/dev/shm").is_dir() else None)
 
 
 class SimulatedController:
