@@ -23,13 +23,14 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from e2e.conftest import installed, with_images
 from e2e.running_job import KubectlCall
+from racks import RACK
 
 from setup.layout import CHECKOUT
 
 KUEUE = CHECKOUT.build / "kueue"
 HERE = Path(__file__).parent
 WEBHOOKS = "https://127.0.0.1:19443"  # manager.yaml
-RACK, RACKED, DEVICE = "example.com/rack", "example.com/racked", "example.com/gpu"
+RACKED, DEVICE = "example.com/racked", "example.com/gpu"
 RACKS = {"node2": "a", "node3": "b", "node4": "a", "node5": "b"}  # in the order of names, neighbours stand apart
 SERVED = {
     "pod",

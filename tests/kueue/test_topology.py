@@ -12,7 +12,8 @@ import pytest
 import yaml
 from e2e.conftest import NAMESPACE, SCENARIOS
 from e2e.running_job import KubectlCall, RunningJob, wait_for
-from kueue.conftest import DEVICE, RACK, RACKS
+from kueue.conftest import DEVICE, RACKS
+from racks import RACK
 
 from colocated_rl_api import names
 

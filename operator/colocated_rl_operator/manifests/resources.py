@@ -530,7 +530,7 @@ def _fixed(*, cpu: str, memory: str, beside: Resources) -> Object:
 
 
 def _resources(resources: Resources, *, usual: Mapping[str, str] = NOTHING) -> Object:
-    """Return the resources; one without a request is requested up to its limit. usual: requests of others."""
+    """Return the resources; one without a request is requested up to its limit. usual: requests of those not named."""
     return {"requests": {**usual, **resources.limits, **resources.requests}, "limits": dict(resources.limits)}
 
 

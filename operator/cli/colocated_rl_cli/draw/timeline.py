@@ -33,6 +33,7 @@ from colocated_rl_cli.draw.figures import (
     typical_switch,
 )
 from colocated_rl_cli.evidence.causes import causes_by_epoch
+from colocated_rl_cli.evidence.evidence import steps_of
 from colocated_rl_cli.evidence.records import Records
 
 COLOURS = {
@@ -120,7 +121,7 @@ def render(records: Records) -> str:
     status = job.get("status", {})
     intro = (
         f"<p>Phase {escape(str(status.get('phase') or '-'))}, step {status.get('step') or 0} of "
-        f"{job.get('spec', {}).get('steps', '-')}. All figures are from the job's own log lines and status; what its "
+        f"{steps_of(job)}. All figures are from the job's own log lines and status; what its "
         f"pods no longer keep is not here.</p>{table(_figures(figures), heading=['what', 'measured'])}"
     )
     metadata = job.get("metadata", {})

@@ -56,7 +56,7 @@ def is_over(job: Object) -> bool:
     return job.get("status", {}).get("phase") in (Phase.COMPLETE, Phase.FAILED)
 
 
-def steps_of(job: Mapping[str, Any]) -> int:
+def steps_of(job: Object) -> int:
     """Return the step that the job ends with: spec.steps, or an earlier one with which its prompts end."""
     steps = int(job.get("spec", {}).get("steps", 1))
     rollout = (job.get("status") or {}).get("rollout") or {}
