@@ -125,12 +125,18 @@ async def test_volcano_keeps_a_gang_in_one_rack_where_that_is_required(
 ) -> None:
     """Its discovery by labels makes the racks, and names their tier by the label, as the job does."""
     async with racks_of(gang_cluster, tmp_path, SCHEDULERS | {"GANGS": "Volcano"}) as racks:
-        await racks.place("a", "b")
+
+        async def found() -> list[str | None]:
+            return [each["spec"].get("tierName") for each in await racks.api.all(HYPER_NODES)]
+
+        async def are_gone() -> bool:
+            return RACK not in await found()
 
         async def are_found() -> bool:
-            tiers = [found["spec"].get("tierName") for found in await racks.api.all(HYPER_NODES)]
-            return tiers.count(RACK) == 2
+            return (await found()).count(RACK) == 2
 
+        await racks.until(are_gone, "those of a former test are gone")
+        await racks.place("a", "b")
         await racks.until(are_found, "both racks are found")
         await racks.submit(scheduling={"topology": {"required": RACK}})
         topology = {"mode": "hard", "highestTierName": RACK}
