@@ -104,6 +104,11 @@ e2e-cert-manager: setup ## an authority that cert-manager's own controller makes
 	@tests/cert_manager/build.sh .build/cert-manager
 	@pytest tests/cert_manager
 
+.PHONY: e2e-policies
+e2e-policies: setup ## NetworkPolicies that kube-router enforces, built from its module; needs iptables, ipset and root; no part of test
+	@tests/policies/build.sh .build/policies
+	@pytest tests/policies
+
 .PHONY: e2e-prometheus
 e2e-prometheus: setup ## alerts, monitors and dashboard in the real Prometheus, built from its module; no part of test
 	@tests/prometheus/build.sh .build/prometheus

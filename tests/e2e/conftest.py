@@ -65,12 +65,19 @@ def pytest_runtest_makereport(
 
 @contextmanager
 def installed(
-    place: Path, *, images: Path = CHECKOUT.images, options: Iterable[str] = (), cordoned: Iterable[str] = ()
+    place: Path,
+    *,
+    images: Path = CHECKOUT.images,
+    options: Iterable[str] = (),
+    cordoned: Iterable[str] = (),
+    values: Iterable[str] = (),
 ) -> Iterator[Cluster]:
     """A local cluster with the chart of this checkout, and the claims that jobs of these tests name.
 
-    options: of `localcluster up`. cordoned: nodes on which nothing is put, the operator neither.
+    options: of `localcluster up`. cordoned: nodes on which nothing is put, the operator neither. values: further ones
+    of the chart, as `--set` takes them.
     """
+    further = [f"--set={each}" for each in values]
     with Cluster.up(place, images=images, options=options) as cluster:
         for node in cordoned:
             cluster.kubectl("cordon", node)
@@ -79,6 +86,7 @@ def installed(
         cluster.helm(
             *("install", "colocated-rl", chart, "--namespace", OPERATOR_NAMESPACE, "--wait"),
             *("--values", chart / "ci/local-values.yaml"),
+            *further,
             deadline_s=HELM_S,
         )
         yield cluster

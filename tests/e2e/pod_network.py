@@ -1,7 +1,8 @@
-"""Faults of the network between two pods of the local cluster lose packets, cut the pods off, slow or delay them.
+"""Faults of the network between two pods of the local cluster, and what a pod has open to it.
 
-By the kernel's own means in one pod's network namespace, and so by root, nft and tc; a delay is made by a process, as
-not every kernel has netem. Each fault counts the packets that it met: one that met none would show nothing.
+They lose packets, cut the pods off, slow or delay them, by the kernel's own means in one pod's network namespace, and
+so by root, nft and tc; a delay is made by a process, as not every kernel has netem. Each fault counts the packets that
+it met: one that met none would show nothing.
 """
 
 from __future__ import annotations
@@ -21,6 +22,15 @@ TOOLS = ("nsenter", "ip", "nft", "tc")
 _ENTER = ("nsenter", "--target")
 DELAY_S = 0.3  # of a round trip
 DELAYED = Path(__file__).with_name("delayed_packets.py")
+
+# run in a pod, prints the ports at which it listens for others
+OPEN_PORTS = """
+import json, pathlib
+LOOPBACK, LISTENS = {"0100007F", 24 * "0" + "01000000", 16 * "0" + "FFFF00000100007F"}, "0A"
+rows = [row.split() for of in ("tcp", "tcp6") for row in pathlib.Path("/proc/net", of).read_text().splitlines()[1:]]
+found = {int(row[1].split(":")[1], 16) for row in rows if row[3] == LISTENS and row[1].split(":")[0] not in LOOPBACK}
+print(json.dumps(sorted(found)))
+"""
 
 
 class NetworkFault(StrEnum):

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 from documents.blocks import blocks, under
 from e2e.conftest import OPERATOR_NAMESPACE, CommandLine, apply
+from e2e.pod_network import OPEN_PORTS
 from e2e.running_job import KubectlCall, Line, RunningJob, reached, wait_for
 from e2e.terminal import RecordedTerminal
 
@@ -125,6 +126,14 @@ def test_f13_f73_columns_and_status_show_the_step_and_what_it_has_collected(job:
 def test_processes_of_a_pod_have_what_its_job_says_of_it(job: RunningJob) -> None:
     code = "import os; print(os.environ['TEAM'], os.environ['HF_HOME'], os.access('/cache', os.W_OK))"
     assert "sums /cache True" == job.python(job.gpu_pods[1], names.GPU_CONTAINER, code).strip()
+
+
+def test_h65_a_pod_listens_at_no_port_of_an_engine_but_its_store(job: RunningJob) -> None:
+    """Beside its own three ports and the one at which its trainer listens to its peers."""
+    own = {names.CONTROL_PORT, names.DATA_PORT, names.METRICS_PORT}
+    open_ports = set(json.loads(job.python(job.gpu_pods[1], names.GPU_CONTAINER, OPEN_PORTS)))
+    assert own < open_ports
+    assert 2 == len(open_ports - own)
 
 
 def test_no_pod_goes_beyond_a_barrier_while_another_is_slow(job: RunningJob) -> None:

@@ -14,6 +14,7 @@ import (
 
 	_ "a.localcluster/box" // acts before main, in the first process of a container
 	"a.localcluster/layout"
+	"a.localcluster/network"
 	"a.localcluster/supervisor"
 )
 
@@ -87,6 +88,8 @@ func upCommand(dir *string) *cobra.Command {
 	f.IntVar(&o.Nodes, "nodes", 1, "number of nodes, each a kubelet with its runtime")
 	f.StringVar(&o.Containerd, "containerd", "", "directory of containerd's programs: nodes run it in place of the runtime of our own")
 	f.BoolVar(&o.Services, "services", false, "Service addresses and names, by kube-proxy and CoreDNS; with --containerd")
+	f.StringVar(&o.Policies, "policies", "", "kube-router's program: NetworkPolicies are enforced, on one node")
+	f.StringSliceVar(&o.IPFamilies, "ip-families", []string{network.IPv4.Name}, "of Services, nodes and pods: IPv4, IPv6 or both, the first as the cluster's own")
 	f.StringVar(&o.Kubernetes, "kubernetes", os.Getenv(kubernetesVariable), "directory of another release's programs; also "+kubernetesVariable)
 	f.StringSliceVar(&resources, "extended-resource", nil, "NAME=NUMBER simulated on each node, as nvidia.com/gpu=8")
 	f.IntVar(&o.Devices, "devices", 0, "number of fake DRA devices on each node")

@@ -77,6 +77,10 @@ def test_h22_h48_h60_engine_listens_on_loopback_and_names_its_version_from_the_s
     assert argv.endswith("--dtype float32")
 
 
+def test_h65_processes_of_an_engine_meet_on_the_loopback_whatever_trainers_are_told() -> None:
+    assert "lo" == make_command(2).env["GLOO_SOCKET_IFNAME"]
+
+
 def test_engines_report_experts_where_training_replays_them() -> None:
     flag = "--enable-return-routed-experts"
     assert [] == make_spec().rollout.engine_flags

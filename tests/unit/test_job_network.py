@@ -83,6 +83,7 @@ def test_every_pod_reaches_dns_and_those_of_its_job_what_they_need(egress: Egres
     assert may_call(egress, pod(reference, names.DATA_PORT), seat=rollout)
     assert may_call(egress, pod(gpu, names.RENDEZVOUS_PORT), seat=gpu)
     assert not may_call(egress, pod(gpu, names.RENDEZVOUS_PORT), seat=rollout)
+    assert not may_call(egress, pod(gpu, names.CONTROL_PORT), seat=gpu)
 
 
 def test_pods_of_others_are_no_pods_of_the_job_though_they_have_its_name() -> None:

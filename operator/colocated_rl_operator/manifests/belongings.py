@@ -174,7 +174,7 @@ def network_policy(job: Job, *, operator_namespace: str) -> Object:
         {"matchLabels": own, "matchExpressions": [no_reference]},
         {"from": [operator], "ports": [_tcp(names.CONTROL_PORT)]},
         _from(job, own) | {"ports": [_tcp(names.DATA_PORT)]},
-        {"from": [_pods(own | {names.ROLE_LABEL: job.trainer_role})], "ports": [_tcp(1024, 65535)]},
+        {"from": [_pods(own | {names.ROLE_LABEL: job.trainer_role})], "ports": _all_but(names.CONTROL_PORT)},
         {"ports": [_tcp(names.METRICS_PORT)]},
     )
 
@@ -259,6 +259,11 @@ def _pods(labels: Mapping[str, str]) -> Object:
 def _tcp(first: int, last: int | None = None) -> Object:
     port: Object = {"protocol": "TCP", "port": first}
     return port if last is None else port | {"endPort": last}
+
+
+def _all_but(port: int) -> list[Object]:
+    """Return the ports that any user may listen at, without one."""
+    return [_tcp(1024, port - 1), _tcp(port + 1, 65535)]
 
 
 def pod_keys(job: Job, *, name: str, pod: str, pod_uid: PodUid, role: str, files: Mapping[str, str]) -> Object:

@@ -41,7 +41,7 @@ func (s *server) environment(p *sandbox, c *container) []string {
 	set("HOME", c.Account.Home)
 	set("HOSTNAME", p.Config.Hostname)
 	// the kubelet sets these once it knows Service "kubernetes", which may be after the first pod
-	set("KUBERNETES_SERVICE_HOST", network.APIServer)
+	set("KUBERNETES_SERVICE_HOST", s.families[0].APIServer)
 	set("KUBERNETES_SERVICE_PORT", strconv.Itoa(network.APIPort))
 	for name, value := range c.image.Env {
 		set(name, value)

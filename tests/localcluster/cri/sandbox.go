@@ -21,7 +21,8 @@ import (
 
 // sandbox is a pod as the runtime sees it: namespaces that its containers share. The exported fields are the record.
 type sandbox struct {
-	ID, IP  string
+	ID      string
+	Number  int // of its addresses
 	Config  *v1.PodSandboxConfig
 	Created int64
 	Ready   bool
@@ -48,29 +49,45 @@ func (p *sandbox) state() v1.PodSandboxState {
 	return v1.PodSandboxState_SANDBOX_NOTREADY
 }
 
-// takeIP picks the next address that no ready pod has, so that one is not used again soon. Called with the lock.
-func (s *server) takeIP() (string, error) {
-	used := map[string]bool{}
+// takeNumber picks the next one that no ready pod has, so that an address is not used again soon. Called with the lock.
+func (s *server) takeNumber() (int, error) {
+	used := map[int]bool{}
 	for _, p := range s.sandboxes {
 		if p.Ready {
-			used[p.IP] = true
+			used[p.Number] = true
 		}
 	}
 	for range network.PodsPerNode {
-		s.lastIP = s.lastIP%network.PodsPerNode + 1
-		if ip := network.PodIP(s.node.Index, s.lastIP); !used[ip] {
-			return ip, nil
+		s.lastNumber = s.lastNumber%network.PodsPerNode + 1
+		if !used[s.lastNumber] {
+			return s.lastNumber, nil
 		}
 	}
-	return "", errors.New("no pod address is free")
+	return 0, errors.New("no pod address is free")
+}
+
+// address of a sandbox in a family: that of its node, if it has the node's network.
+func (s *server) address(p *sandbox, f network.Family) string {
+	if p.hostNetwork() {
+		return f.NodeIP(s.node.Index)
+	}
+	return f.PodIP(s.node.Index, p.Number)
+}
+
+func (s *server) addresses(p *sandbox) *v1.PodSandboxNetworkStatus {
+	out := &v1.PodSandboxNetworkStatus{Ip: s.address(p, s.families[0])}
+	for _, f := range s.families[1:] {
+		out.AdditionalIps = append(out.AdditionalIps, &v1.PodIP{Ip: s.address(p, f)})
+	}
+	return out
 }
 
 func (s *server) RunPodSandbox(_ context.Context, q *v1.RunPodSandboxRequest) (*v1.RunPodSandboxResponse, error) {
-	p := &sandbox{ID: string(uuid.NewUUID()), IP: network.NodeIP(s.node.Index), Config: q.Config, Created: now(), Ready: true}
+	p := &sandbox{ID: string(uuid.NewUUID()), Config: q.Config, Created: now(), Ready: true}
 	s.mu.Lock()
 	var err error
 	if !p.hostNetwork() {
-		p.IP, err = s.takeIP()
+		p.Number, err = s.takeNumber()
 	}
 	if err == nil {
 		s.sandboxes[p.ID] = p
@@ -98,8 +115,8 @@ func (s *server) makeSandbox(p *sandbox) (err error) {
 			return err
 		}
 	}
-	p.namespaces, err = network.Pod{ID: p.ID, IP: p.IP, Hostname: p.Config.Hostname, Node: s.node.Index, HostNetwork: p.hostNetwork(),
-		HostIPC: p.namespaceOptions().GetIpc() == v1.NamespaceMode_NODE, Sysctls: p.Config.GetLinux().GetSysctls()}.Make()
+	p.namespaces, err = network.Pod{ID: p.ID, Hostname: p.Config.Hostname, Families: s.families, Node: s.node.Index, Number: p.Number,
+		HostNetwork: p.hostNetwork(), HostIPC: p.namespaceOptions().GetIpc() == v1.NamespaceMode_NODE, Sysctls: p.Config.GetLinux().GetSysctls()}.Make()
 	if err != nil {
 		return err
 	}
@@ -218,7 +235,7 @@ func (s *server) PodSandboxStatus(_ context.Context, q *v1.PodSandboxStatusReque
 		return nil, status.Error(codes.NotFound, "no such sandbox")
 	}
 	return &v1.PodSandboxStatusResponse{Status: &v1.PodSandboxStatus{Id: p.ID, Metadata: p.Config.Metadata, State: p.state(),
-		CreatedAt: p.Created, Network: &v1.PodSandboxNetworkStatus{Ip: p.IP}, Labels: p.Config.Labels, Annotations: p.Config.Annotations,
+		CreatedAt: p.Created, Network: s.addresses(p), Labels: p.Config.Labels, Annotations: p.Config.Annotations,
 		Linux: &v1.LinuxPodSandboxStatus{Namespaces: &v1.Namespace{Options: p.namespaceOptions()}}}}, nil
 }
 

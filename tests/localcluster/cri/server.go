@@ -16,6 +16,7 @@ import (
 	"os/signal"
 	"path/filepath"
 	"runtime"
+	"strings"
 	"sync"
 	"syscall"
 	"time"
@@ -27,22 +28,24 @@ import (
 	"a.localcluster/box"
 	"a.localcluster/cgroup"
 	"a.localcluster/layout"
+	"a.localcluster/network"
 )
 
 // server answers the kubelet. Its maps and what they hold are guarded by mu.
 type server struct {
 	v1.UnimplementedRuntimeServiceServer
 	v1.UnimplementedImageServiceServer
-	node    layout.Node
-	images  imageFile
-	groups  *cgroup.Groups
-	forks   chan func() // run on the one thread that starts containers
-	streams streaming.Server
+	node     layout.Node
+	families []network.Family
+	images   imageFile
+	groups   *cgroup.Groups
+	forks    chan func() // run on the one thread that starts containers
+	streams  streaming.Server
 
 	mu         sync.Mutex
 	sandboxes  map[string]*sandbox
 	containers map[string]*container
-	lastIP     int
+	lastNumber int
 }
 
 // farewell is what containers get to end by themselves when the cluster ends.
@@ -54,11 +57,16 @@ func Main(args []string) error {
 	dir := flags.String("dir", "", "directory of the cluster")
 	index := flags.Int("node", 1, "number of the node")
 	images := flags.String("images", "", "file of image names")
+	named := flags.String("ip-families", network.IPv4.Name, "of pods' addresses")
 	if err := flags.Parse(args); err != nil {
 		return err
 	}
+	families, err := network.FamiliesOf(strings.Split(*named, ","))
+	if err != nil {
+		return err
+	}
 	node := layout.Node{Dir: layout.Dir(*dir), Index: *index}
-	s := &server{node: node, images: imageFile(*images), groups: cgroup.Find(node.Dir.Tag()).Below(node.Name()), forks: make(chan func()),
+	s := &server{node: node, families: families, images: imageFile(*images), groups: cgroup.Find(node.Dir.Tag()).Below(node.Name()), forks: make(chan func()),
 		sandboxes: map[string]*sandbox{}, containers: map[string]*container{}}
 	if !s.groups.Limits() {
 		fmt.Fprintln(os.Stderr, "no memory cgroup can be made here: memory limits will be ignored")

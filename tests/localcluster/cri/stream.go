@@ -83,7 +83,7 @@ func (t streamer) PortForward(_ context.Context, id string, port int32, stream i
 	}
 	namespaces := p.namespaces
 	t.s.mu.Unlock()
-	conn, err := namespaces.Dial(p.IP, port)
+	conn, err := namespaces.Dial(t.s.address(p, t.s.families[0]), port)
 	if err != nil {
 		return err
 	}

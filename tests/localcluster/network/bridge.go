@@ -6,6 +6,7 @@ import (
 	"os"
 
 	"github.com/vishvananda/netlink"
+	"golang.org/x/sys/unix"
 )
 
 // Bridge is the interface that pods are connected to, in the namespace that nodes share.
@@ -15,8 +16,9 @@ const Bridge = "pods0"
 // another one when that pod ends: pods that know it by the old one reach nothing, the API server included, for a minute.
 var bridgeAddress = net.HardwareAddr{0x02, 0, 10, 244, 0, 1}
 
-// MakeBridge gives the calling process's network namespace a loopback and a bridge with one address per node.
-func MakeBridge(nodes int) error {
+// MakeBridge gives the calling process's network namespace a loopback and a bridge with an address of each family for each node.
+// The loopback has the API server's address of IPv4 in any case, for APIURL.
+func MakeBridge(families []Family, nodes int) error {
 	lo, err := netlink.LinkByName("lo")
 	if err != nil {
 		return err
@@ -24,8 +26,14 @@ func MakeBridge(nodes int) error {
 	if err := netlink.LinkSetUp(lo); err != nil {
 		return err
 	}
-	if err := netlink.AddrAdd(lo, &netlink.Addr{IPNet: ipNet(APIServer, 32)}); err != nil {
-		return err
+	ofAPIServer := map[string]bool{IPv4.APIServer: true}
+	for _, f := range families {
+		ofAPIServer[f.APIServer] = true
+	}
+	for ip := range ofAPIServer {
+		if err := netlink.AddrAdd(lo, address(alone(ip))); err != nil {
+			return fmt.Errorf("address %s: %w", ip, err)
+		}
 	}
 	attrs := netlink.NewLinkAttrs()
 	attrs.Name, attrs.HardwareAddr = Bridge, bridgeAddress
@@ -33,10 +41,12 @@ func MakeBridge(nodes int) error {
 	if err := netlink.LinkAdd(br); err != nil {
 		return fmt.Errorf("bridge (is the kernel's bridge module there?): %w", err)
 	}
-	disableIPv6(Bridge)
+	withoutAutomaticAddresses(Bridge, families)
 	for node := 1; node <= nodes; node++ {
-		if err := netlink.AddrAdd(br, &netlink.Addr{IPNet: ipNet(NodeIP(node), 16)}); err != nil {
-			return err
+		for _, f := range families {
+			if err := netlink.AddrAdd(br, address(f.onBridge(f.NodeIP(node)))); err != nil {
+				return fmt.Errorf("address %s: %w", f.NodeIP(node), err)
+			}
 		}
 	}
 	return netlink.LinkSetUp(br)
@@ -45,7 +55,24 @@ func MakeBridge(nodes int) error {
 // Forward lets the calling process's namespace pass packets on, as a node does for Services.
 func Forward() error { return os.WriteFile("/proc/sys/net/ipv4/ip_forward", []byte("1"), 0) }
 
-// disableIPv6 spares duplicate-address detection and router solicitation. A kernel without IPv6 has no such file.
-func disableIPv6(link string) {
-	_ = os.WriteFile("/proc/sys/net/ipv6/conf/"+link+"/disable_ipv6", []byte("1"), 0)
+// address counts at once: nobody else has it, and so nobody is asked for it.
+func address(of *net.IPNet) *netlink.Addr {
+	out := &netlink.Addr{IPNet: of}
+	if of.IP.To4() == nil {
+		out.Flags = unix.IFA_F_NODAD
+	}
+	return out
+}
+
+// withoutAutomaticAddresses spares duplicate-address detection and router solicitation: an interface has no IPv6 where the
+// cluster has none. A kernel without IPv6 has no such files.
+func withoutAutomaticAddresses(link string, families []Family) {
+	setting := "disable_ipv6"
+	value := "1"
+	for _, f := range families {
+		if f == IPv6 {
+			setting, value = "accept_ra", "0"
+		}
+	}
+	_ = os.WriteFile("/proc/sys/net/ipv6/conf/"+link+"/"+setting, []byte(value), 0)
 }

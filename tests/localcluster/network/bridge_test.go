@@ -37,7 +37,7 @@ func TestBridgeKeepsItsAddressWhateverPodsComeAndGo(t *testing.T) {
 	if !isolated(t) {
 		return
 	}
-	if err := MakeBridge(1); err != nil {
+	if err := MakeBridge(both, 1); err != nil {
 		t.Fatal(err)
 	}
 	made, err := netlink.LinkByName(Bridge)

@@ -16,11 +16,12 @@ import (
 
 // Pod says what namespaces a pod gets.
 type Pod struct {
-	ID, IP, Hostname string
-	Node             int
-	HostNetwork      bool
-	HostIPC          bool
-	Sysctls          map[string]string
+	ID, Hostname string
+	Families     []Family
+	Node, Number int // whose addresses it has, unless it has the node's
+	HostNetwork  bool
+	HostIPC      bool
+	Sysctls      map[string]string
 }
 
 // Namespaces of a pod, held open by the runtime: they end with it, and with them the pod's interface. A nil one is the
@@ -132,8 +133,8 @@ func interfaceName(podID string) string { return "v" + strings.ReplaceAll(podID,
 
 // hardwareAddress is locally administered and follows from the pod's address. Who knew the last pod of that address reaches the
 // next one at once; by another hardware address it would not for up to a minute, until its neighbour table lets go.
-func hardwareAddress(ip string) net.HardwareAddr {
-	return append(net.HardwareAddr{0x02, 1}, net.ParseIP(ip).To4()...)
+func (p Pod) hardwareAddress() net.HardwareAddr {
+	return append(net.HardwareAddr{0x02, 1}, net.ParseIP(IPv4.PodIP(p.Node, p.Number)).To4()...)
 }
 
 // connect makes eth0 in the calling thread's new namespace, with its other end on the bridge.
@@ -156,7 +157,7 @@ func (p Pod) connect(node *netlink.Handle, netns int) error {
 	}
 	attrs := netlink.NewLinkAttrs()
 	attrs.Name, attrs.MasterIndex = interfaceName(p.ID), br.Attrs().Index
-	veth := &netlink.Veth{LinkAttrs: attrs, PeerName: "eth0", PeerNamespace: netlink.NsFd(netns), PeerHardwareAddr: hardwareAddress(p.IP)}
+	veth := &netlink.Veth{LinkAttrs: attrs, PeerName: "eth0", PeerNamespace: netlink.NsFd(netns), PeerHardwareAddr: p.hardwareAddress()}
 	if err := node.LinkAdd(veth); err != nil {
 		return fmt.Errorf("veth: %w", err)
 	}
@@ -168,9 +169,11 @@ func (p Pod) connect(node *netlink.Handle, netns int) error {
 	if err != nil {
 		return err
 	}
-	disableIPv6("eth0")
-	if err := pod.AddrAdd(eth0, &netlink.Addr{IPNet: ipNet(p.IP, 16)}); err != nil {
-		return err
+	withoutAutomaticAddresses("eth0", p.Families)
+	for _, f := range p.Families {
+		if err := pod.AddrAdd(eth0, address(f.onBridge(f.PodIP(p.Node, p.Number)))); err != nil {
+			return fmt.Errorf("address %s: %w", f.PodIP(p.Node, p.Number), err)
+		}
 	}
 	if err := node.LinkSetUp(outer); err != nil {
 		return err
@@ -178,11 +181,17 @@ func (p Pod) connect(node *netlink.Handle, netns int) error {
 	if err := pod.LinkSetUp(eth0); err != nil {
 		return err
 	}
-	_, services, err := net.ParseCIDR(ServiceCIDR)
-	if err != nil {
-		return err
+	for _, f := range p.Families {
+		_, services, err := net.ParseCIDR(f.ServiceCIDR)
+		if err != nil {
+			return err
+		}
+		way := &netlink.Route{LinkIndex: eth0.Attrs().Index, Dst: services, Gw: net.ParseIP(f.NodeIP(p.Node))}
+		if err := pod.RouteAdd(way); err != nil {
+			return fmt.Errorf("the way to %s: %w", services, err)
+		}
 	}
-	return pod.RouteAdd(&netlink.Route{LinkIndex: eth0.Attrs().Index, Dst: services, Gw: net.ParseIP(NodeIP(p.Node))})
+	return nil
 }
 
 // RemoveInterface is for a pod that stops while a process of it still holds the namespace.

@@ -11,9 +11,11 @@ import (
 // soon is less than the neighbour table takes to ask again: it trusts what it knew for 15 s at least.
 const soon = 10 * time.Second
 
-func podOf(t *testing.T, id, ip string) *Namespaces {
+var both = []Family{IPv4, IPv6}
+
+func podOf(t *testing.T, id string, number int) *Namespaces {
 	t.Helper()
-	namespaces, err := Pod{ID: id, IP: ip, Hostname: "pod", Node: 1}.Make()
+	namespaces, err := Pod{ID: id, Families: both, Hostname: "pod", Node: 1, Number: number}.Make()
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -24,16 +26,18 @@ func TestNextPodOfAnAddressIsReachedAtOnce(t *testing.T) {
 	if !isolated(t) {
 		return
 	}
-	if err := MakeBridge(1); err != nil {
+	if err := MakeBridge(both, 1); err != nil {
 		t.Fatal(err)
 	}
-	defer podOf(t, "0000-other-pod", PodIP(1, 2)).Close() // a bridge without any pod forgets its neighbours
+	defer podOf(t, "0000-other-pod", 2).Close() // a bridge without any pod forgets its neighbours
 	for _, id := range []string{"0000-first-pod", "0000-next-pod."} {
-		ip := PodIP(1, 1)
-		namespaces := podOf(t, id, ip)
-		// no one listens there, and the pod says so
-		if _, err := net.DialTimeout("tcp", net.JoinHostPort(ip, "1"), soon); !errors.Is(err, syscall.ECONNREFUSED) {
-			t.Errorf("%s: %v", id, err)
+		namespaces := podOf(t, id, 1)
+		for _, f := range both {
+			// no one listens there, and the pod says so
+			ip := f.PodIP(1, 1)
+			if _, err := net.DialTimeout("tcp", net.JoinHostPort(ip, "1"), soon); !errors.Is(err, syscall.ECONNREFUSED) {
+				t.Errorf("%s at %s: %v", id, ip, err)
+			}
 		}
 		RemoveInterface(id)
 		namespaces.Close()

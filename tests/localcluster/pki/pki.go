@@ -126,8 +126,9 @@ func writeKeys(dir layout.Dir) error {
 	}
 	for name, c := range map[string]*x509.Certificate{
 		"apiserver": {Subject: pkix.Name{CommonName: "kube-apiserver"}, ExtKeyUsage: []x509.ExtKeyUsage{x509.ExtKeyUsageServerAuth},
-			IPAddresses: []net.IP{net.ParseIP("127.0.0.1"), net.ParseIP(network.NodeIP(1)), net.ParseIP(network.APIServer)},
-			DNSNames:    []string{"localhost", "kubernetes", "kubernetes.default", "kubernetes.default.svc"}},
+			IPAddresses: []net.IP{net.ParseIP("127.0.0.1"), net.ParseIP(network.IPv4.NodeIP(1)), net.ParseIP(network.IPv4.APIServer),
+				net.ParseIP(network.IPv6.NodeIP(1)), net.ParseIP(network.IPv6.APIServer)},
+			DNSNames: []string{"localhost", "kubernetes", "kubernetes.default", "kubernetes.default.svc"}},
 		"apiserver-kubelet": {Subject: pkix.Name{CommonName: "kube-apiserver-kubelet-client", Organization: []string{"system:masters"}},
 			ExtKeyUsage: []x509.ExtKeyUsage{x509.ExtKeyUsageClientAuth}},
 	} {

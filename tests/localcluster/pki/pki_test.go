@@ -70,7 +70,7 @@ func TestAPIServerIsTrustedUnderItsNames(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	for _, name := range []string{"127.0.0.1", network.APIServer, "kubernetes.default.svc"} {
+	for _, name := range []string{"127.0.0.1", network.IPv4.APIServer, network.IPv6.APIServer, "kubernetes.default.svc"} {
 		if _, err := pair.Leaf.Verify(x509.VerifyOptions{Roots: roots, DNSName: name}); err != nil {
 			t.Errorf("%s: %v", name, err)
 		}

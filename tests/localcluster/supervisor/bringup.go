@@ -5,6 +5,7 @@ import (
 	"fmt"
 	"os"
 	"strconv"
+	"strings"
 	"time"
 
 	corev1 "k8s.io/api/core/v1"
@@ -14,7 +15,6 @@ import (
 
 	"a.localcluster/box"
 	"a.localcluster/layout"
-	"a.localcluster/network"
 	"a.localcluster/pki"
 	"a.localcluster/storage"
 )
@@ -82,6 +82,9 @@ func bringUp(ctx context.Context, o Options, nodes []layout.Node, p *processes) 
 		}
 		progress(n.Name() + " is ready")
 	}
+	if o.Policies != "" { // it ends where it does not find its node
+		p.asked <- policies(o, nodes[0])
+	}
 	return until(ctx, dir, "default ServiceAccount and StorageClass", func() error {
 		if _, err := client.CoreV1().ServiceAccounts("default").Get(ctx, "default", metav1.GetOptions{}); err != nil {
 			return err
@@ -139,7 +142,8 @@ func startNode(ctx context.Context, o Options, n layout.Node, p *processes) erro
 		return err
 	}
 	runtime := &component{name: n.ComponentName("cri"), node: ns,
-		args: []string{"cri", "--dir=" + string(n.Dir), "--node=" + strconv.Itoa(n.Index), "--images=" + o.Images}}
+		args: []string{"cri", "--dir=" + string(n.Dir), "--node=" + strconv.Itoa(n.Index), "--images=" + o.Images,
+			"--ip-families=" + strings.Join(o.IPFamilies, ",")}}
 	if o.Containerd != "" {
 		if runtime, err = containerd(o, n, ns); err != nil {
 			return err
@@ -149,10 +153,10 @@ func startNode(ctx context.Context, o Options, n layout.Node, p *processes) erro
 	if err := until(ctx, n.Dir, "container runtime of "+n.Name(), func() error { _, err := os.Stat(n.Socket()); return err }); err != nil {
 		return err
 	}
-	if err := os.WriteFile(n.Path("kubelet.yaml"), []byte(kubeletConfig(n, o.Containerd != "")), 0o600); err != nil {
+	if err := os.WriteFile(n.Path("kubelet.yaml"), []byte(kubeletConfig(o, n)), 0o600); err != nil {
 		return err
 	}
-	kubelet := o.kubernetes("kubelet", kubeletFlags(n))
+	kubelet := o.kubernetes("kubelet", kubeletFlags(o, n))
 	kubelet.name, kubelet.node = n.ComponentName("kubelet"), ns
 	p.asked <- kubelet
 	return nil
@@ -186,5 +190,5 @@ func nodeReady(ctx context.Context, client kubernetes.Interface, n layout.Node, 
 		}
 		return nil
 	}
-	return fmt.Errorf("the kubelet has not said anything yet (%s)", network.NodeIP(n.Index))
+	return fmt.Errorf("the kubelet has not said anything yet (%s)", o.families()[0].NodeIP(n.Index))
 }

@@ -26,6 +26,9 @@ func (o *Options) checkContainerd() error {
 		}
 		return nil
 	}
+	if !slices.Equal(o.IPFamilies, []string{network.IPv4.Name}) {
+		return fmt.Errorf("--ip-families: with containerd, pods here have addresses of IPv4 alone")
+	}
 	if o.Images != "" {
 		return fmt.Errorf("--images: is of the runtime of our own, and containerd has its images imported")
 	}
@@ -100,8 +103,8 @@ func containerd(o Options, n layout.Node, ns *nodeNamespaces) (*component, error
 	}
 	for name, text := range map[string]string{
 		"config.toml": fmt.Sprintf(containerdConfig, at, n.Socket(), PauseImage, n.CDI(), o.Containerd),
-		"cni/10-pods.conflist": fmt.Sprintf(cniConfig, network.Bridge, at, network.PodCIDR, network.PodIP(n.Index, 1),
-			network.PodIP(n.Index, network.PodsPerNode), network.NodeIP(n.Index), network.ServiceCIDR),
+		"cni/10-pods.conflist": fmt.Sprintf(cniConfig, network.Bridge, at, network.IPv4.PodCIDR, network.IPv4.PodIP(n.Index, 1),
+			network.IPv4.PodIP(n.Index, network.PodsPerNode), network.IPv4.NodeIP(n.Index), network.IPv4.ServiceCIDR),
 	} {
 		if err := os.WriteFile(filepath.Join(at, name), []byte(text), 0o644); err != nil {
 			return nil, err

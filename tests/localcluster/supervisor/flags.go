@@ -25,13 +25,13 @@ func withGates(o Options, flags ...string) []string {
 }
 
 func apiServerFlags(o Options) []string {
-	dir := o.Dir
+	dir, families := o.Dir, o.families()
 	flags := []string{
 		"--etcd-servers=" + etcdClientURL,
-		"--bind-address=0.0.0.0",
+		"--bind-address=::", // of IPv4 too
 		"--secure-port=" + strconv.Itoa(network.APIPort),
-		"--advertise-address=" + network.NodeIP(1),
-		"--service-cluster-ip-range=" + network.ServiceCIDR,
+		"--advertise-address=" + families[0].NodeIP(1),
+		"--service-cluster-ip-range=" + network.Joined(families, func(f network.Family) string { return f.ServiceCIDR }),
 		"--cert-dir=" + dir.PKI(),
 		"--tls-cert-file=" + dir.Secret("apiserver.crt"),
 		"--tls-private-key-file=" + dir.Secret("apiserver.key"),
@@ -91,14 +91,14 @@ func schedulerFlags(o Options) []string {
 	return withGates(o, "--kubeconfig="+pki.Kubeconfig(o.Dir, pki.Scheduler), "--leader-elect=false", "--secure-port=0")
 }
 
-func kubeletFlags(n layout.Node) []string {
+func kubeletFlags(o Options, n layout.Node) []string {
 	return []string{
 		"--config=" + n.Path("kubelet.yaml"),
 		"--kubeconfig=" + pki.Kubeconfig(n.Dir, pki.Kubelet(n)),
 		"--root-dir=" + kubeletRoot,
 		"--cert-dir=" + kubeletRoot + "/pki",
 		"--hostname-override=" + n.Name(),
-		"--node-ip=" + network.NodeIP(n.Index),
+		"--node-ip=" + network.Joined(o.families(), func(f network.Family) string { return f.NodeIP(n.Index) }),
 		"--v=2",
 	}
 }
@@ -106,15 +106,15 @@ func kubeletFlags(n layout.Node) []string {
 // kubeletConfig: limits are the part of our own runtime, so no groups of the kubelet's own with that; and no eviction for the
 // node's sake, as the disk is the machine's. The DNS address is the node's. Without CoreDNS nothing answers there: names fail at
 // once, and pods get no event about it.
-func kubeletConfig(n layout.Node, containerd bool) string {
-	groups := ""
+func kubeletConfig(o Options, n layout.Node) string {
+	groups, containerd := "", o.Containerd != ""
 	if containerd {
 		groups = cgroup.KubeletRoot(n.Dir.Tag(), n.Name())
 	}
 	return fmt.Sprintf(`apiVersion: kubelet.config.k8s.io/v1beta1
 kind: KubeletConfiguration
 featureGates: {KubeletInUserNamespace: %[1]t} # tolerates that /dev/kmsg is closed
-address: %[2]s
+address: "%[2]s"
 healthzPort: 0
 readOnlyPort: 0
 authentication: {anonymous: {enabled: false}, webhook: {enabled: true}, x509: {clientCAFile: %[3]s}}
@@ -135,9 +135,9 @@ evictionHard: {imagefs.available: "0%%", nodefs.available: "0%%", memory.availab
 imageGCHighThresholdPercent: 100
 imageGCLowThresholdPercent: 99
 clusterDomain: cluster.local
-clusterDNS: [%[2]s]
+clusterDNS: ["%[2]s"]
 resolvConf: ""
 serializeImagePulls: false
 nodeStatusUpdateFrequency: 2s
-`, inUserNamespace, network.NodeIP(n.Index), n.Dir.Secret("ca.crt"), n.Socket(), n.Path("volume-plugins"), containerd, groups)
+`, inUserNamespace, o.families()[0].NodeIP(n.Index), n.Dir.Secret("ca.crt"), n.Socket(), n.Path("volume-plugins"), containerd, groups)
 }

@@ -18,7 +18,7 @@ func forward(l net.Listener) {
 		}
 		go func() {
 			defer outside.Close()
-			inside, err := net.Dial("tcp", net.JoinHostPort(network.APIServer, strconv.Itoa(network.APIPort)))
+			inside, err := net.Dial("tcp", net.JoinHostPort(network.IPv4.APIServer, strconv.Itoa(network.APIPort)))
 			if err != nil {
 				return // the API server is not up: the caller sees a closed connection, and tries again
 			}

@@ -52,7 +52,7 @@ func Inside(text string) error {
 	if err := syscall.Sethostname([]byte("localcluster")); err != nil {
 		return refusedNamespaces(err)
 	}
-	if err := network.MakeBridge(o.Nodes); err != nil { // before /proc/sys is read-only
+	if err := network.MakeBridge(o.families(), o.Nodes); err != nil { // before /proc/sys is read-only
 		return refusedNamespaces(err)
 	}
 	if o.Services {

@@ -22,6 +22,8 @@ type Options struct {
 	Nodes      int
 	Containerd string // directory of containerd's programs, "": nodes run the runtime of our own
 	Services   bool   // kube-proxy and CoreDNS
+	Policies   string // kube-router's program, "": nobody enforces NetworkPolicies
+	IPFamilies []string
 	Kubernetes string // directory of another release's programs, "": those of this binary
 	// ExtendedResources of each node by name, simulated: nothing but the number is there.
 	ExtendedResources map[string]string
@@ -77,13 +79,25 @@ func (o *Options) Complete() error {
 	if o.Devices == 0 {
 		o.Driver = ""
 	}
+	if _, err := network.FamiliesOf(o.IPFamilies); err != nil {
+		return fmt.Errorf("--ip-families: %w", err)
+	}
 	if err := o.checkContainerd(); err != nil {
+		return err
+	}
+	if err := o.checkPolicies(); err != nil {
 		return err
 	}
 	if err := o.checkKubernetes(); err != nil {
 		return err
 	}
 	return o.Dir.CheckLength(o.Driver)
+}
+
+// families of addresses: Complete has refused others.
+func (o *Options) families() []network.Family {
+	out, _ := network.FamiliesOf(o.IPFamilies)
+	return out
 }
 
 // differences says in what a running cluster is not the one asked for.
@@ -97,6 +111,8 @@ func (o *Options) differences(running Options) (out []string) {
 	add("--nodes", running.Nodes, o.Nodes)
 	add("--containerd", running.Containerd, o.Containerd)
 	add("--services", running.Services, o.Services)
+	add("--policies", running.Policies, o.Policies)
+	add("--ip-families", running.IPFamilies, o.IPFamilies)
 	add("--kubernetes", running.Kubernetes, o.Kubernetes)
 	add("--devices", running.Devices, o.Devices)
 	add("--driver", running.Driver, o.Driver)

@@ -21,7 +21,7 @@ func TestExtendedResourcesAreReadOrRefused(t *testing.T) {
 }
 
 func TestOptionsThatCanNotWorkAreRefused(t *testing.T) {
-	good := Options{Dir: "/srv/cluster", Nodes: 1, Driver: "gpu.example.com"}
+	good := Options{Dir: "/srv/cluster", Nodes: 1, Driver: "gpu.example.com", IPFamilies: []string{"IPv4"}}
 	if err := good.Complete(); err != nil {
 		t.Fatal(err)
 	}
@@ -35,6 +35,8 @@ func TestOptionsThatCanNotWorkAreRefused(t *testing.T) {
 		"a colon":            func(o *Options) { o.Dir = "/srv/a:b" },
 		"no containerd":      func(o *Options) { o.Containerd = "/no/such/directory" },
 		"only Services":      func(o *Options) { o.Services = true },
+		"no such family":     func(o *Options) { o.IPFamilies = []string{"IPv5"} },
+		"no kube-router":     func(o *Options) { o.Policies = "/no/such/file" },
 		"no such release":    func(o *Options) { o.Kubernetes = "/no/such/directory" },
 	} {
 		bad := good
@@ -48,7 +50,7 @@ func TestOptionsThatCanNotWorkAreRefused(t *testing.T) {
 func TestContainerdHasNoFileOfImages(t *testing.T) {
 	images := t.TempDir() + "/images.yaml"
 	writeText(t, images, "images: {}\n")
-	o := Options{Dir: "/srv/cluster", Nodes: 1, Containerd: "/opt/containerd", Images: images}
+	o := Options{Dir: "/srv/cluster", Nodes: 1, Containerd: "/opt/containerd", Images: images, IPFamilies: []string{"IPv4"}}
 	if err := o.Complete(); err == nil || !strings.Contains(err.Error(), "--images") {
 		t.Errorf("got %v", err)
 	}
@@ -61,8 +63,8 @@ func TestRunningClusterIsComparedWithTheOneAskedFor(t *testing.T) {
 		t.Errorf("found %q", d)
 	}
 	other := Options{Dir: "/c", Nodes: 2, Port: 1, FeatureGates: "A=true", RuntimeConfig: "a/v1=true", Containerd: "/opt/containerd", Services: true,
-		Kubernetes: "/opt/kubernetes", ExtendedResources: map[string]string{"nvidia.com/gpu": "8"}}
-	if d := other.differences(running); len(d) != 8 {
+		Policies: "/opt/kube-router", IPFamilies: []string{"IPv6"}, Kubernetes: "/opt/kubernetes", ExtendedResources: map[string]string{"nvidia.com/gpu": "8"}}
+	if d := other.differences(running); len(d) != 10 {
 		t.Errorf("found %q", d)
 	}
 }

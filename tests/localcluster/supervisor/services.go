@@ -40,12 +40,12 @@ const corefile = `cluster.local in-addr.arpa {
 func services(o Options, nodes []layout.Node) ([]*component, error) {
 	addresses := make([]string, len(nodes))
 	for i, n := range nodes {
-		addresses[i] = network.NodeIP(n.Index)
+		addresses[i] = network.IPv4.NodeIP(n.Index)
 	}
 	kubeconfig := pki.Kubeconfig(o.Dir, pki.Admin)
 	proxy, dns := o.Dir.Path("kube-proxy.yaml"), o.Dir.Path("Corefile")
 	for path, text := range map[string]string{
-		proxy: fmt.Sprintf(kubeProxyConfig, kubeconfig, network.PodCIDR),
+		proxy: fmt.Sprintf(kubeProxyConfig, kubeconfig, network.IPv4.PodCIDR),
 		dns:   fmt.Sprintf(corefile, strings.Join(addresses, " "), kubeconfig),
 	} {
 		if err := os.WriteFile(path, []byte(text), 0o600); err != nil {

@@ -95,6 +95,7 @@ def engine_command(
         "SGLANG_RETURN_ORIGINAL_LOGPROB": None,  # behaviour log-probabilities are those of the sampling temperature
         "PYTORCH_CUDA_ALLOC_CONF": None,  # expandable segments can't be released
         "PYTORCH_ALLOC_CONF": None,
+        "GLOO_SOCKET_IFNAME": "lo",  # its processes are in one pod, and authenticate nobody (H65)
         "SGLANG_TIMEOUT_KEEP_ALIVE": str(ENGINE_KEEP_ALIVE_S),
         "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "false",  # a curious /health must not generate (H16)
     }
