@@ -1,4 +1,4 @@
-"""A job of two pods, with real engines and trainers, in a cluster whose nodes, pods and Services have IPv6 alone.
+"""A job of two pods, with real engines and trainers, in clusters of IPv6 alone and of both families.
 
 It ends once it was looked into, however quick it is: a complete job has no engines.
 """
@@ -21,15 +21,22 @@ STEPS_S = 600
 IPV4 = """
 import socket
 try:
-    socket.create_connection(("10.244.0.1", 443), timeout=5)
+    socket.create_connection(("10.244.0.1", 443), timeout=5).close()
+    print(0)
 except OSError as error:
     print(error.errno)
 """
 
 
+@pytest.fixture(scope="module", params=["IPv6", "IPv6,IPv4"])
+def families(request: pytest.FixtureRequest) -> list[str]:
+    return str(request.param).split(",")
+
+
 @pytest.fixture(scope="module")
-def kubectl(tmp_path_factory: pytest.TempPathFactory) -> Iterator[KubectlCall]:
-    with installed(tmp_path_factory.mktemp("ipv6") / "c", options=("--ip-families=IPv6",)) as cluster:
+def kubectl(families: list[str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[KubectlCall]:
+    options = (f"--ip-families={','.join(families)}",)
+    with installed(tmp_path_factory.mktemp("ipv6") / "c", options=options) as cluster:
         yield cluster.kubectl
 
 
@@ -40,13 +47,14 @@ def job(kubectl: KubectlCall) -> Iterator[RunningJob]:
     running.delete()
 
 
-def test_it_trains_and_completes_where_pods_have_ipv6_addresses_alone(job: RunningJob) -> None:
+def test_it_trains_and_completes_where_pods_have_ipv6_addresses(job: RunningJob, families: list[str]) -> None:
     """Its engines are resumed and given weights of two ranks, whose process group meets at an address of a pod."""
     job.wait_for_step(1, deadline_s=START_S)
     for pod in (*job.pods(names.ROLE_GPU), *job.pods(names.ROLE_ROLLOUT)):
-        [address] = [each["ip"] for each in pod["status"]["podIPs"]]
-        assert isinstance(ipaddress.ip_address(address), ipaddress.IPv6Address)
-    assert errno.ENETUNREACH == int(job.python(job.rollout_pod, names.ROLLOUT_CONTAINER, IPV4))
+        addresses = [ipaddress.ip_address(each["ip"]) for each in pod["status"]["podIPs"]]
+        assert families == [f"IPv{address.version}" for address in addresses]
+    attempt = int(job.python(job.rollout_pod, names.ROLLOUT_CONTAINER, IPV4))
+    assert (attempt == errno.ENETUNREACH) == ("IPv4" not in families)
     job.end_soon()
     job.wait_for_condition("Complete", deadline_s=STEPS_S)
     assert (f"{job.step}-1", 0) == (job.status["weightVersion"], job.status["restarts"])
