@@ -1,0 +1,90 @@
+"""A job that runs in two pods, whose trainers leak host memory, and that goes on in three: real engines and ranks.
+
+It ends once it was looked into, however quick it is: a complete job has no engines.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+
+import pytest
+import yaml
+from e2e.conftest import NAMESPACE, SCENARIOS
+from e2e.running_job import KubectlCall, RunningJob, wait_for
+
+from colocated_rl_operator.planner.reasons import Cause
+
+pytestmark = pytest.mark.slow  # `make test-slow`
+START_S = 900  # engines and trainers of two pods, and of a third, start on two cores
+STEPS_S = 600
+NAME = "growing"
+LEAKING_TRAINER = """
+from colocated_rl_trainer.grpo.loop import GRPOTrainer
+from colocated_rl_trainer.protocol.rank_server import serve
+from colocated_rl_trainer.protocol.settings import TrainerConfig
+
+class LeakingTrainer(GRPOTrainer):
+    kept = []
+
+    def train(self, step, path, watch):
+        self.kept.append(bytearray(b"x") * (64 << 20))
+        return super().train(step, path, watch)
+
+serve(lambda settings: LeakingTrainer(settings, TrainerConfig.read(settings.config)))
+"""
+
+
+@pytest.fixture(scope="module")
+def job(kubectl: KubectlCall) -> Iterator[RunningJob]:
+    manifest = yaml.safe_load((SCENARIOS / "two-pods.yaml").read_text())
+    manifest["metadata"]["name"] = NAME
+    manifest["spec"]["trainer"]["command"] = ["python3", "-c", LEAKING_TRAINER]
+    manifest["spec"]["failurePolicy"] = {"maxTrainerGrowth": "100Mi"}
+    kubectl("-n", NAMESPACE, "apply", "-f", "-", stdin=yaml.safe_dump(manifest))
+    running = RunningJob(kubectl, namespace=NAMESPACE, name=NAME)
+    yield running
+    running.delete()
+
+
+def test_trainers_that_leak_start_again_between_two_steps(job: RunningJob) -> None:
+    """Each has gained more than the limit after its third step; a checkpoint comes with every fourth."""
+    job.wait_for_step(1, deadline_s=START_S)
+    recycled = wait_for(
+        "the trainers to start again",
+        lambda: status if (status := job.status)["cause"] == Cause.TRAINERS_RECYCLED else None,
+        deadline_s=STEPS_S,
+        explain=job.describe,
+    )
+    job.wait_for_step(recycled["targetStep"] + 1, deadline_s=STEPS_S)
+    assert 0 == job.status["restarts"]
+    assert {2} == {*steps_trained(job, until=job.step).values()}, "each step once by each rank"
+    assert 2 == len(job.agent_lines("engine started")), "engines went on"
+
+
+def test_a_job_that_runs_takes_a_third_rank_in_at_a_step_boundary(job: RunningJob) -> None:
+    """The third pod's engine generates and its rank trains with the next step that it was there for."""
+    lineage = job.status["lineage"]
+    job.change(replicas=3)
+    joined = wait_for(
+        "three ranks to train a step",
+        lambda: next((step for step, ranks in steps_trained(job, until=job.step).items() if ranks == 3), None),
+        deadline_s=START_S,
+        explain=job.describe,
+    )
+    job.wait_for_step(joined + 1, deadline_s=STEPS_S)
+    done = job.step
+    assert {step: 2 if step < joined else 3 for step in range(1, done + 1)} == steps_trained(job, until=done)
+    assert [f"{NAME}-gpu-{replica}" for replica in range(3)] == [pod.rpartition("-")[0] for pod in job.gpu_pods]
+    job.end_soon()
+    job.wait_for_condition("Complete", deadline_s=STEPS_S)
+    status = job.status
+    assert (f"{job.step}-{status['lineage']}", 0) == (status["weightVersion"], status["restarts"])
+    assert status["lineage"] > lineage
+    assert {3} == {len({line.pod for line in job.agent_lines("engine started")})}
+
+
+def steps_trained(job: RunningJob, *, until: int) -> Counter[int]:
+    """Return how many ranks have trained each step, of those that are over."""
+    steps = (int(line.fields["step"]) for line in job.agent_lines("step trained"))
+    return Counter(step for step in steps if step <= until)
