@@ -216,12 +216,13 @@ class SmallRunner:
             for child in self.children.values():
                 await child.end(-9)
 
-    async def end_child(self, name: str, code: int) -> None:
+    async def end_child(self, name: str, code: int, *, killed: bool = False) -> None:
+        """End a child. killed: as the agent has asked for."""
         child = self.children.get(name)
         if child is not None and child.running:
             self._pod.forget(name)
             await child.end(code)
-            self._tell(event="exited", name=name, incarnation=child.incarnation, code=code, tail=[])
+            self._tell(event="exited", name=name, incarnation=child.incarnation, code=code, tail=[], killed=killed)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         if self._writer is not None:
@@ -238,7 +239,7 @@ class SmallRunner:
                 answer = {"ok": False, "error": "NoSuchChild", "message": str(error)}
             self._tell(id=request["id"], **answer)
             if request["op"] == "kill":
-                await self.end_child(request["name"], -9)
+                await self.end_child(request["name"], -9, killed=True)
 
     async def _carry_out(self, request: dict[str, Any]) -> dict[str, Any]:
         match request["op"]:

@@ -387,7 +387,8 @@ async def test_engine_that_ends_between_the_choice_of_an_action_and_its_beginnin
             if isinstance(action, chosen) and not ended and incarnation is not None:
                 ended.append(incarnation)
                 pod._ends("engine-0", 1)
-                agent._on_runner(ChildExited(event="exited", name="engine-0", incarnation=incarnation, code=1, tail=[]))
+                what = {"name": "engine-0", "incarnation": incarnation, "code": 1, "tail": (), "killed": False}
+                agent._on_runner(ChildExited.model_validate({"event": "exited", **what}))
 
         put_in_lane = Agent._put_in_lane
         monkeypatch.setattr(Agent, "_put_in_lane", end_engine)

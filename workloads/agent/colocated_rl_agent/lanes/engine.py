@@ -37,7 +37,6 @@ from colocated_rl_agent.metrics import AgentMetrics
 from colocated_rl_agent.planner.views import WEIGHTS, EngineView, engine_name
 from colocated_rl_agent.runner.devices import FREED_S, Devices, MemoryHeld, until_freed
 from colocated_rl_agent.runner.runner_link import (
-    KILLED,
     REAP_S,
     ChildExited,
     ChildStatus,
@@ -217,7 +216,7 @@ class Engine:
         log(LOG, "engine gone", engine=self.name, incarnation=event.incarnation, reason=f"code {event.code}")
         killed_for, self._killed_for = self._killed_for, None
         self._gone.set()
-        if killed_for is None or event.code != KILLED:
+        if killed_for is None or not event.was_killed:  # a request may fail before the end that it failed of is known
             self._lost(self._end_of(event))
         elif self.view.broken is not None:
             self._lost(killed_for)

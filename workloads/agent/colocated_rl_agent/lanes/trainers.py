@@ -195,7 +195,7 @@ class Trainers:
         if view is None or not view.is_alive:
             return
         self._exits.clear()
-        if not self._stopping or event.code != KILLED:  # a broken connection can be seen before the exit
+        if not self._stopping or not event.was_killed:  # a broken connection can be seen before the exit
             words = last_words(event.tail, was_asked=event.incarnation not in self._unasked)
             broken = f" ({view.broken})" if view.broken else ""
             self._failed("TrainerDied", f"rank {view.rank} ended with code {event.code}{broken}; {words}")

@@ -34,8 +34,9 @@ code once the child is gone (negative: signal), `tail` its last lines. Requests 
 
 The answer to a refused request is {"id", "ok": false, "error", "message"}. Events come without a request:
 
-    {"event": "exited", "name", "incarnation", "code", "tail"}   no process of the child is left
-    {"event": "terminating", "children_end_in_s"}                the container got SIGTERM
+    {"event": "exited", "name", "incarnation", "code", "tail", "killed"}   no process of the child is left; killed:
+                                                                           on request, and its leader lived until then
+    {"event": "terminating", "children_end_in_s"}                          the container got SIGTERM
 
 On SIGTERM children go on, because native sidecars get it last: the agent hands partial samples back first and then
 requests `exit`. Without that request children are ended RESERVE_S before the end of `COLOCATE_GRACE_S` (60).
@@ -154,6 +155,7 @@ class Child:
         self.tail: collections.deque[str] = collections.deque(maxlen=TAIL_LINES)
         self.code: int | None = None  # exit code of the leader, once reaped
         self.gone = False  # no process of it is left
+        self.killed = False  # on request, before its leader had ended
         self.kill_at: float | None = None
         self.strays: dict[int, str] = {}  # start time by pid of processes that left its group and have not ended
 
@@ -344,6 +346,8 @@ class Runner:
             return {}
         if op == "kill":
             child = self._child(request["name"])
+            self._reap()  # whoever noticed that it had ended may ask before its end is known here
+            child.killed = child.killed or child.code is None
             child.signal(signal.SIGKILL)
             child.kill_at = time.monotonic() + KILL_AGAIN_S
             return {}
@@ -455,7 +459,8 @@ class Runner:
         del self.groups[child.process.pid]
         log("child exited", child=child.name, incarnation=child.incarnation, code=child.code)
         status = child.status()
-        self._send(event="exited", **{key: status[key] for key in ("name", "incarnation", "code", "tail")})
+        told = {key: status[key] for key in ("name", "incarnation", "code", "tail")}
+        self._send(event="exited", **told, killed=child.killed)
 
     # ------------------------------------------------------------------------------------------------ the end
     def _on_signal(self) -> None:

@@ -73,6 +73,12 @@ class ChildExited(_Message):
     incarnation: str
     code: int
     tail: tuple[str, ...]
+    killed: bool  # on request, and its leader lived until then
+
+    @property
+    def was_killed(self) -> bool:
+        """Return whether the request ended it. Else it ended by itself, or somebody else killed it."""
+        return self.killed and self.code == KILLED
 
 
 class RunnerTerminating(_Message):
