@@ -61,8 +61,8 @@ class HttpReward(Part):
         default=5,
         ge=1,
         le=100,
-        description="Most attempts, with growing pauses, on no answer, 429 or 5xx; then the sample fails and is "
-        "replaced.",
+        description="Most attempts for one response while others are answered, with growing pauses; then the sample "
+        "fails and is replaced. An endpoint that answers nobody costs no sample: all wait for it.",
     )
     max_concurrency: int = Field(default=64, ge=1, le=4096, description="Requests at the same time.")
 

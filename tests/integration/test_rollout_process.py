@@ -255,7 +255,7 @@ async def test_a_resolver_that_hangs_or_lies_costs_no_sample_and_gives_no_reward
     ):
         await lying.start_server(ssl=stranger)
         port, scheme = (honest.port, "http") if resolver == "hangs" else (lying.port, "https")
-        reward = {"url": f"{scheme}://judge.example:{port}/score", "timeoutSeconds": 1, "attempts": 100}
+        reward = {"url": f"{scheme}://judge.example:{port}/score", "timeoutSeconds": 1, "attempts": 1}
         (tmp_path / "mine").mkdir()
         (tmp_path / "mine/rows.jsonl").write_text('{"prompt": "2 + 2?", "answer": "4"}\n' * 8)
         rows = {"claimName": "mine", "path": "rows.jsonl", "heldOutPercent": 0, "reward": {"http": reward}}

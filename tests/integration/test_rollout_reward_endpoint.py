@@ -20,7 +20,7 @@ from colocated_rl_api.prompts import HttpReward
 from colocated_rl_rollout.rewards.reward_endpoint import MAX_REPLY_BYTES, MAX_REQUEST_BYTES, RewardEndpoint
 from colocated_rl_rollout.rewards.rewards import RewardFailed
 from colocated_rl_rollout.tasks.task_wire import RewardAnswer
-from fakes.rollout import JOB_UID, make_spec
+from fakes.rollout import JOB_UID, make_spec, until
 
 Answer = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -111,12 +111,15 @@ async def test_what_is_no_token_is_a_problem_and_not_the_end_of_the_controller(t
     (tmp_path / "judge").mkdir()
     (tmp_path / "judge/reward-token").write_bytes(token)
     judge = ScriptedJudge([GOOD])
-    async with endpoint(judge, tmp_path, secretName="judge", attempts=1) as asked:
-        with pytest.raises(RewardFailed, match="key reward-token of Secret judge is no token") as failed:
-            await asked.score("?", {}, "!")
-        assert asked.problem is not None
-    assert "two" not in str(failed.value)
-    assert [] == judge.tokens
+    async with endpoint(judge, tmp_path, secretName="judge", attempts=1) as made:
+        asked = asyncio.create_task(made.score("?", {}, "!"))
+        await until(lambda: made.problem)
+        assert made.problem is not None
+        assert "key reward-token of Secret judge is no token" in made.problem.message
+        assert "two" not in made.problem.message
+        assert [] == judge.tokens
+        (tmp_path / "judge/reward-token").write_text("a-token")
+        assert HALF == await asked
 
 
 @pytest.mark.parametrize("trouble", [answers_with("busy", 503), answers_with("", 429), answers_with("", 500), hangs_up])
@@ -153,35 +156,55 @@ async def test_pauses_grow_and_are_as_long_as_it_asks_for(monkeypatch: pytest.Mo
 @pytest.mark.parametrize(
     ("trouble", "timeout_s", "message"),
     [
-        (answers_with("busy", 503), 60, r"/score: it answers 503 and 4 bytes, 2 times"),
-        (hangs, 1, r"/score: no answer within 1 s, 2 times"),
-        (hangs_up, 60, r"/score: ServerDisconnectedError at .*, 2 times"),
+        (answers_with("busy", 503), 60, "/score: it answers 503 and 4 bytes"),
+        (answers_with("who are you?", 401), 60, "/score: it answers 401 and 12 bytes"),
+        (answers_with("", 404), 60, "/score: it answers 404 and 0 bytes"),
+        (
+            answers_with("", 302, Location="http://elsewhere/"),
+            60,
+            "answers 302 and sends elsewhere, which isn't followed",
+        ),
+        (hangs, 1, "/score: no answer within 1 s"),
+        (hangs_up, 60, "/score: ServerDisconnectedError at "),
     ],
 )
-async def test_it_is_given_up_after_so_many_attempts_and_is_a_problem_until_it_answers(
+async def test_while_it_answers_nobody_a_response_waits_for_it_and_it_is_a_problem(
     trouble: Answer, timeout_s: int, message: str
 ) -> None:
-    judge = ScriptedJudge([trouble, trouble, GOOD])
+    judge = ScriptedJudge([*[trouble] * 5, GOOD])
     async with endpoint(judge, timeoutSeconds=timeout_s, attempts=2) as made:
-        with pytest.raises(RewardFailed, match=message) as failed:
-            await made.score("", {}, "")
-        assert "RewardUnavailable" == failed.value.reason
+        asked = asyncio.create_task(made.score("", {}, ""))
+        await until(lambda: len(judge.asked) == 5)
         assert made.problem is not None
+        assert message in made.problem.message
         assert made.problem.message.endswith("; it is asked again")
         made._reward = made._reward.model_copy(update={"timeout_seconds": 60})  # on a slow machine 1 s may be too short
-        assert HALF == await made.score("", {}, "")
+        assert HALF == await asked
         assert made.problem is None
+
+
+async def test_a_response_that_gets_no_answer_while_others_do_fails_after_so_many_attempts() -> None:
+    """A response can be what the endpoint breaks of."""
+
+    async def breaks_of_one(request: web.Request) -> web.StreamResponse:
+        bad = (await request.json())["response"] == "bad"
+        return await (answers_with("", 500) if bad else GOOD)(request)
+
+    judge = ScriptedJudge([breaks_of_one])
+    async with endpoint(judge, attempts=3) as made:
+        asked = asyncio.create_task(made.score("", {}, "bad"))
+        while not asked.done():
+            assert HALF == await made.score("", {}, "good")
+        with pytest.raises(RewardFailed, match="0 bytes, 3 times, while others were answered") as failed:
+            await asked
+    assert "RewardUnavailable" == failed.value.reason
+    assert 3 == [each["response"] for each in judge.asked].count("bad")
 
 
 @pytest.mark.parametrize(
     ("answer", "reason", "message"),
     [
-        (answers_with("who are you?", 401), "RewardRefused", "answers 401 and 12 bytes"),
-        (
-            answers_with("", 302, Location="http://elsewhere/"),
-            "RewardRefused",
-            "answers 302 and sends elsewhere, which isn't followed",
-        ),
+        (answers_with("too odd", 422), "RewardRefused", "answers 422 and 7 bytes"),
         (
             answers_with("0.5"),
             "RewardGarbled",

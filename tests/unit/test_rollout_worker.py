@@ -6,6 +6,7 @@ import asyncio
 import shutil
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, replace
+from datetime import UTC, datetime
 from pathlib import Path
 
 import aiohttp
@@ -15,8 +16,9 @@ from prometheus_client import CollectorRegistry
 from safetensors.numpy import load_file
 
 from colocated_rl_api.job import AtMaxStaleness, IncompleteBatch
-from colocated_rl_api.member_wire import Endpoint
+from colocated_rl_api.member_wire import Endpoint, JobFile
 from colocated_rl_api.names import PromptPosition
+from colocated_rl_api.prompts import HttpReward
 from colocated_rl_api.rungs import WeightVersion
 from colocated_rl_member.data import DataClient
 from colocated_rl_rollout.engines.engine_client import EngineClient, Generated
@@ -26,6 +28,7 @@ from colocated_rl_rollout.gateway.sessions import Sessions
 from colocated_rl_rollout.gateway.turns import Turns
 from colocated_rl_rollout.metrics import RolloutMetrics
 from colocated_rl_rollout.rewards.prompts import PromptSource
+from colocated_rl_rollout.rewards.reward_endpoint import RewardEndpoint
 from colocated_rl_rollout.rewards.rewards import TaskProcesses
 from colocated_rl_rollout.rules.resume import ATTEMPTS_AT_MOST, IDLE_ATTEMPTS_AT_MOST, RESENT_AT_MOST
 from colocated_rl_rollout.rules.samples import (
@@ -591,6 +594,35 @@ async def test_slime_of_ten_groups_that_are_ready_four_are_taken_in_order_and_si
         scene.worker.wake()
     await scene.end(running)
     assert (3, ready[8:]) == (scene.store.next_step, [*scene.store.groups]), "two are no batch of four"
+
+
+async def test_a_verifier_that_is_away_costs_no_sample_and_holds_up_no_end(
+    scene: WorkerScene, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Samples failed and took others with them; in an hour a pass over all prompts was over, with nothing trained."""
+    worker, store = scene.worker, scene.store
+    nobody = HttpReward(url="http://127.0.0.1:9/", attempts=1)
+    async with aiohttp.ClientSession() as session:
+        job = JobFile(name="job", namespace="us", uid=JOB_UID, created=datetime.now(UTC), spec=make_spec())
+        judge = RewardEndpoint(nobody, job, session, tokens=tmp_path, first_pause_s=0.001)
+        asked: list[str] = []
+
+        async def ask(_: int, text: str) -> RewardAnswer:
+            asked.append(text)
+            return await judge.score("", {}, text)
+
+        worker._processes._endpoints = {0: judge}
+        monkeypatch.setattr(worker._processes, "score_with_figures", ask)
+        running = asyncio.create_task(worker.run())
+        await asyncio.sleep(0)
+        samples = scene.admit()
+        for sample in samples:
+            store.start(sample)
+            worker._accept(sample, Generated(one_token(), Finish.STOP))
+        await until(lambda: judge.problem and len(asked) == len(samples))
+        assert {SampleState.SCORING} == {sample.state for sample in samples}
+        await scene.end(running)
+    assert {SampleState.SCORING: len(samples)} == dict(+store.counts)
 
 
 ONCE = {"reasoningGym": {"name": "chain_sum"}, "passes": 1}

@@ -154,10 +154,11 @@ class Worker(Sealer):
                 await self._wake.wait()
 
     def drain(self) -> None:
-        for group in [kept for kept in self._store.groups.values() if kept.prompt.is_played]:
-            for sample in group.kept:
-                if task := self._tasks.get(sample.id):
-                    task.cancel()  # an episode has no end to wait for: it is played again
+        has_verifier = self._processes.problem is None
+        for sample in [sample for group in self._store.groups.values() for sample in group.kept]:
+            is_unjudged = sample.state is SampleState.SCORING and not has_verifier
+            if (sample.group.prompt.is_played or is_unjudged) and (task := self._tasks.get(sample.id)):
+                task.cancel()  # neither has an end to wait for: it is played, or its reward asked for, again
         if self._evaluation:
             self._evaluation.end_episodes()
         self._turns.end()

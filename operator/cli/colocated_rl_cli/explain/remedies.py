@@ -330,8 +330,9 @@ REMEDIES: dict[str, Remedy] = {
         heals=True,
     ),
     "RewardUnavailable": Remedy(
-        "the endpoint of reward.http gives no answer; it is asked again, and a sample fails after `attempts`",
-        "see the endpoint, and whether the rollout pod may reach it",
+        "the endpoint of reward.http gives no reward: samples wait, and rollout goes on until maxStaleness stops it; a "
+        "sample that gets none in `attempts` while others do is replaced",
+        "see the endpoint, its address and token, and whether the rollout pod may reach it",
         heals=True,
     ),
     "RewardRefused": Remedy(

@@ -1,18 +1,22 @@
 """An HTTP endpoint scores responses: `reward.http` of a source of prompts.
 
 The rollout controller itself asks it, with a bounded number of requests at a time; only the controller has the token.
-No answer, 429 and 5xx are retried with growing pauses, a bounded number of times; every other answer that is no reward
-fails the sample at once. A redirect is not followed: the token goes where the job sends it and nowhere else. Messages
-report an answer by its status and length only: the text may quote the request.
+What says nothing of the response (no answer, a redirect, all of 4xx and 5xx but REFUSES_SAMPLE) is retried with growing
+pauses. A sample fails after so many attempts only if others were answered meanwhile: while nobody is, all wait, and an
+endpoint that is away for an hour costs no prompt. Every other answer that is no reward fails the sample at once. A
+redirect is not followed: the token goes where the job sends it and nowhere else. Messages report an answer by its
+status and length only: the text may quote the request.
 """
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import logging
 import random
 from collections.abc import Mapping
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +24,7 @@ import aiohttp
 import pydantic
 
 from colocated_rl_api import names
+from colocated_rl_api.back_off import doubled_s
 from colocated_rl_api.facts import Problem
 from colocated_rl_api.logs import failure_of, log
 from colocated_rl_api.member_wire import JobFile
@@ -31,6 +36,7 @@ LOG = logging.getLogger(__name__)
 
 FIRST_PAUSE_S = 0.5  # doubled each time, with jitter
 LONGEST_PAUSE_S = 60.0
+REFUSES_SAMPLE = (HTTPStatus.BAD_REQUEST, HTTPStatus.REQUEST_ENTITY_TOO_LARGE, HTTPStatus.UNPROCESSABLE_ENTITY)
 MAX_REQUEST_BYTES = 16 * 1024 * 1024
 MAX_REPLY_BYTES = 64 * 1024
 
@@ -70,12 +76,14 @@ class RewardEndpoint:
         self._token = tokens / reward.secret_name / names.REWARD_TOKEN_FILE if reward.secret_name else None
         self._first_pause_s = first_pause_s
         self._places = asyncio.Semaphore(reward.max_concurrency)
+        self._answered = 0  # requests that got a reward
         self.problem: Problem | None = None
 
     async def score(self, prompt: PromptContent, fields: Mapping[str, Any], response: str) -> RewardAnswer:
-        """Return the reward of a response. Raises RewardFailed."""
+        """Return the reward of a response, as soon as the endpoint is there. Raises RewardFailed."""
         body = self._body(prompt=prompt, fields=fields, response=response)
-        for attempt in range(1, self._reward.attempts + 1):
+        answered = self._answered
+        for attempt in itertools.count(1):
             try:
                 async with self._places:
                     reward = await self._ask(body)
@@ -84,11 +92,16 @@ class RewardEndpoint:
                 self._report(f"{self._reward.url}: {why}")
             else:
                 self._report(None)
+                self._answered += 1
                 return reward
-            if attempt < self._reward.attempts:
-                growing_s = self._first_pause_s * 2 ** (attempt - 1) * (0.5 + random.random())
-                await asyncio.sleep(min(max(growing_s, pause_s), LONGEST_PAUSE_S))
-        raise RewardFailed(REWARD_UNAVAILABLE, f"{self._reward.url}: {why}, {self._reward.attempts} times")
+            if attempt % self._reward.attempts == 0:
+                if self._answered > answered:
+                    break
+                answered = self._answered
+            growing_s = doubled_s(self._first_pause_s, attempt - 1, LONGEST_PAUSE_S) * (0.5 + random.random())
+            await asyncio.sleep(min(max(growing_s, pause_s), LONGEST_PAUSE_S))
+        message = f"{self._reward.url}: {why}, {self._reward.attempts} times, while others were answered"
+        raise RewardFailed(REWARD_UNAVAILABLE, message)
 
     def _body(self, **asked: Any) -> bytes:
         try:
@@ -147,15 +160,14 @@ async def _read(answer: aiohttp.ClientResponse) -> bytes:
 
 def _reward_in(answer: aiohttp.ClientResponse, body: bytes, *, url: str) -> RewardAnswer:
     answered = f"{answer.status} and {len(body)} bytes"
-    if answer.status == 429 or answer.status >= 500:
+    if answer.status in REFUSES_SAMPLE:
+        raise RewardFailed("RewardRefused", f"{url} answers {answered}")
+    if 300 <= answer.status < 400:
+        raise _TryAgain(f"it answers {answer.status} and sends elsewhere, which isn't followed: set url to there")
+    if answer.status != HTTPStatus.OK:
         asked_for = answer.headers.get("Retry-After", "")
         delay_s = float(asked_for) if asked_for.isascii() and asked_for.isdigit() else 0.0
         raise _TryAgain(f"it answers {answered}", delay_s)
-    if 300 <= answer.status < 400:
-        sent = f"{url} answers {answer.status} and sends elsewhere, which isn't followed: set url to there"
-        raise RewardFailed("RewardRefused", sent)
-    if answer.status != 200:
-        raise RewardFailed("RewardRefused", f"{url} answers {answered}")
     try:
         given = _EndpointAnswer.model_validate_json(body)
     except pydantic.ValidationError as error:
