@@ -14,6 +14,9 @@ from colocated_rl_api.logs import one_line
 from colocated_rl_api.rungs import Rung
 from colocated_rl_api.wire import Version, Wire
 
+MOST_PARTS = 128
+"""Items of whatever facts list. No pod and no job has more; a member that reports more costs the operator no memory."""
+
 
 # ---------------------------------------------------------------------------------------------- facts of a GPU pod
 class TagState(StrEnum):
@@ -171,10 +174,10 @@ class PodFacts(Wire):
     type: Literal["podFacts"] = "podFacts"
     epoch: int = 0  # of the target it holds; 0: none yet
     gate: GateFacts
-    engines: tuple[EngineFacts, ...]
-    trainers: tuple[TrainerFacts, ...]
+    engines: tuple[EngineFacts, ...] = Field(max_length=MOST_PARTS)
+    trainers: tuple[TrainerFacts, ...] = Field(max_length=MOST_PARTS)
     export: Version | None = None  # newest weights that this agent has compared with their manifest
-    devices: tuple[DeviceFacts, ...] = ()
+    devices: tuple[DeviceFacts, ...] = Field(default=(), max_length=MOST_PARTS)
     bad_device: str | None = Field(default=None, max_length=256)  # what is wrong with one of them; None: nothing known
     problem: Problem | None = None
     took_s: dict[Rung, float] = Field(default_factory=dict)  # seconds from the previous rung, in this epoch
@@ -210,7 +213,8 @@ class EvaluationResult(Wire):
     mean: float
     stderr: float  # over prompts: answers to one of them are not independent
     best: float | None = None  # mean of the best answer to each prompt; None with one answer each
-    best_of: tuple[BestOf, ...] = ()  # of fewer answers than each prompt has: 2, 4, 8 and so on
+    # of fewer answers than each prompt has: 2, 4, 8 and so on
+    best_of: tuple[BestOf, ...] = Field(default=(), max_length=MOST_PARTS)
 
 
 class RolloutFacts(Wire):
@@ -220,11 +224,13 @@ class RolloutFacts(Wire):
     epoch: int = 0
     sealed: SealedBatch | None = None  # newest batch; training step `sealed.step` may begin
     trained_step: int = 0  # batches up to here are accounted as trained
-    evaluated: tuple[EvaluationResult, ...] = ()  # newest result of each set that is evaluated now
+    # newest result of each set that is evaluated now
+    evaluated: tuple[EvaluationResult, ...] = Field(default=(), max_length=MOST_PARTS)
     began_at: int | None = None  # step of the former checkpoint that the store began from; None: from the model
     last_step: int | None = None  # no batch follows this one, because the prompts' passes are over; None: not known
-    samples: dict[str, int] = Field(default_factory=dict)  # by state (I3), all of them: they add up to admitted
-    filtered: dict[str, int] = Field(default_factory=dict)  # those that filters kept from training, by filter
+    # by state (I3), all of them: they add up to admitted; and those that filters kept from training, by filter
+    samples: dict[str, int] = Field(default_factory=dict, max_length=MOST_PARTS)
+    filtered: dict[str, int] = Field(default_factory=dict, max_length=MOST_PARTS)
     reward_mean: float | None = None  # of the newest sealed batch
     staleness_mean: float | None = None  # tokens of the newest sealed batch, in versions, as the trainer will see them
     tokens_per_second: float | None = None  # of attempts that ended over the last 30 s

@@ -23,7 +23,7 @@ from datetime import datetime
 from enum import StrEnum
 from typing import Annotated, Literal
 
-from pydantic import Field, TypeAdapter
+from pydantic import AwareDatetime, Field, TypeAdapter
 
 from colocated_rl_api.facts import PodFacts, RolloutFacts
 from colocated_rl_api.job import ColocatedRLJobSpec, Evaluation
@@ -103,7 +103,7 @@ class HeldKeys(Wire):
     issuer: str  # certificate of the authority that signed
     trusts: str  # certificates of all authorities that the member trusts
     token: str
-    ends: datetime  # the member's certificate
+    ends: AwareDatetime  # the member's certificate
 
 
 class Keys(Wire):

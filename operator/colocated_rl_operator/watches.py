@@ -1,4 +1,4 @@
-"""Keep kopf's watches going for as long as the process lives.
+"""Keep kopf's watches going for as long as the process lives, whatever errors end them and whatever jobs have in them.
 
 Most errors with which an API server may end a watch end kopf's operator: an event of type ERROR that is not 410
 ("etcdserver: no leader"), a status of 410, any other one after some tries. So does a 401 to any other request: kopf
@@ -6,6 +6,9 @@ then closes the session that its watches read from, and aiohttp reports that as 
 any of these, so its own generator is wrapped in one that lists and watches again, as infinite_watch does for the errors
 that it knows. It waits longer each time, because a missing resource, such as a CRD that was removed, may be away for
 long.
+
+kopf reads all jobs at once, and a job that Python can't read would end it, and each operator after it. So it reads
+jobs by `bounded_json`.
 """
 
 from __future__ import annotations
@@ -13,11 +16,15 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
-from kopf._cogs.clients import errors, watching
+from kopf._cogs.clients import api, errors, watching
 
+from colocated_rl_api import names
 from colocated_rl_api.logs import log
+from colocated_rl_operator.clients.bounded_json import ALONE, LISTED, WATCHED, read_objects
 
 LOG = logging.getLogger(__name__)
 
@@ -55,6 +62,20 @@ def patient(watch: Watch, *, rest: Callable[[float], Awaitable[None]] = asyncio.
     return watch_patiently
 
 
+def bounded(request: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
+    """Return a request of kopf's like `request`, whose answer reads jobs by `bounded_json`."""
+
+    async def request_jobs(method: str, url: str, **options: Any) -> Any:
+        answer = await request(method, url, **options)
+        if f"/{names.PLURAL}" in url:
+            level = LISTED if method == "get" else ALONE
+            answer.json = partial(answer.json, loads=partial(read_objects, level=level))
+        return answer
+
+    return request_jobs
+
+
 def keep_watching() -> None:
-    """Make kopf's watches patient in the whole process, from now on."""
+    """Make kopf's watches patient, and its reading bounded, in the whole process, from now on."""
     watching.continuous_watch = patient(watching.continuous_watch)
+    vars(api).update(request=bounded(api.request), json=SimpleNamespace(loads=partial(read_objects, level=WATCHED)))

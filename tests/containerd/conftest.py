@@ -28,7 +28,8 @@ __all__ = ["command_line"]  # a fixture of other tests
 
 PROGRAMS = CHECKOUT.build / "containerd/bin"
 IMAGES = {"operator": "operator", "agent": "agent", "rollout": "rollout", "gpu": "gpu-cpu"}  # of the chart: of ours
-ENVIRONMENT = "docker.io/colocated-rl/environment:dev"  # that jobs of other tests name
+ENVIRONMENT = "docker.io/colocated-rl/environment:dev"  # that jobs of other tests name, and
+AGENT = "docker.io/colocated-rl/agent:dev"  # in a container of their own
 PAUSE = "localhost/pause:1"
 NODES = ("node1", "node2")
 NEXT = "next"  # tag of the same images
@@ -55,8 +56,9 @@ def cluster(podman: Podman, images: dict[str, str], tmp_path_factory: pytest.Tem
         for image in (PAUSE, *images.values(), ENVIRONMENT):
             for node in NODES:
                 bring(podman, image, cluster, node)
-        for image in images.values():
-            for node in NODES:
+        for node in NODES:
+            ctr(cluster, node, "images", "tag", images["agent"], AGENT)
+            for image in images.values():
                 ctr(cluster, node, "images", "tag", image, image.removesuffix(TAG) + NEXT)
         prepare(cluster)
         install(cluster, tmp_path_factory.mktemp("install"))

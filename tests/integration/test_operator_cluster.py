@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import gc
+import io
 import json
 import os
 import shlex
@@ -716,6 +717,48 @@ async def test_a_job_of_another_controller_is_left_alone(world: RealWorld) -> No
         assert not [pod for pod in await world.api.all(PODS) if "theirs" in pod["metadata"]["name"]]
         await world.api.call("DELETE", f"{JOBS}/theirs")
         assert not [job for job in await world.api.all(JOBS) if job["metadata"]["name"] == "theirs"]
+
+
+EXCESS = {"deep": "[" * 5000 + "]" * 5000, "large": json.dumps([{}] * 300_000)}
+"""What the API server takes as a trainer's configuration: more levels than Python reads, and a megabyte of objects."""
+
+
+async def test_a_job_that_nobody_can_read_is_refused_and_costs_no_other_job_its_operator(world: RealWorld) -> None:
+    """It ended the operator, and each one after it, which reads the jobs of everybody at once."""
+    elsewhere = f"/apis/{names.API_VERSION}/namespaces/{OPERATORS}/{names.PLURAL}"
+
+    async def call(method: str, path: str, text: str | None = None) -> tuple[int, str]:
+        headers = {**world.api.access.headers(), "Content-Type": "application/json"}
+        server = world.api.access.server
+        data = None if text is None else io.BytesIO(text.encode())
+        async with world.api.session.request(method, server + path, data=data, headers=headers) as answer:
+            return answer.status, await answer.text()
+
+    async def is_refused(kind: str) -> bool:
+        _, text = await call("GET", f"{elsewhere}/{kind}")
+        return (
+            "spec.trainer is" in text and "not read: longer than 256 KiB, or nested more than 100 levels deep" in text
+        )
+
+    async def make(kind: str) -> None:
+        job = make_manifest(kind, **SPEC, trainer={"config": {"x": "EXCESS"}})
+        job["metadata"]["namespace"] = OPERATORS
+        assert 201 == (await call("POST", elsewhere, json.dumps(job).replace('"EXCESS"', EXCESS[kind])))[0]
+
+    await make("deep")
+    async with world.operator() as operator:
+        await make("large")
+        async with asyncio.timeout(DEADLINE_S):
+            while not (await is_refused("deep") and await is_refused("large")):  # noqa: ASYNC110 - nobody tells
+                await asyncio.sleep(0.1)
+        await world.until(lambda: world.is_complete)
+        assert 0 == await operator.end()
+    async with world.operator():
+        for kind in EXCESS:
+            await call("DELETE", f"{elsewhere}/{kind}")
+        async with asyncio.timeout(DEADLINE_S):
+            while {404} != {(await call("GET", f"{elsewhere}/{kind}"))[0] for kind in EXCESS}:  # noqa: ASYNC110 - as above
+                await asyncio.sleep(0.1)
 
 
 async def test_kubectl_waits_for_a_failure(world: RealWorld, kubectl: AsyncKubectl) -> None:

@@ -41,6 +41,7 @@ def make_pod(name: str = "sums-rollout-0", version: int = 1, **parts: Any) -> Bo
     labels = {"rl.colocate.dev/job-uid": UID}
     metadata = {
         "name": name,
+        "namespace": "default",
         "uid": f"uid of {name}",
         "labels": labels,
         "creationTimestamp": "2999-01-01T00:00:00Z",  # by a clock that nobody believes
@@ -68,7 +69,7 @@ class ObserveScene:
             Record(About("default", "sums", UID), kube, Events(kube, instance="test"), failed=lambda: None)
         )
         self.case.record.take({"metadata": {"resourceVersion": "1"}})
-        self.pods.know(UID)
+        self.pods.know(UID, namespace="default")
 
     def see(self, *pods: Body, now: float = 0.0) -> tuple[Member, ...]:
         for pod in pods:
@@ -387,6 +388,16 @@ def test_seats_are_read_off_names_whatever_happened_to_labels(scene: ObserveScen
 
 def test_a_pod_that_somebody_else_put_under_the_job_is_nobodys(scene: ObserveScene) -> None:
     assert () == scene.see(make_pod("sums-debug"))
+
+
+def test_a_pod_of_another_namespace_is_nobodys_whatever_it_says(scene: ObserveScene) -> None:
+    """Who may make pods in one namespace took a seat of a job in another by the name of such a pod, for good."""
+    foreign = make_pod("sums-gpu-0-999999999", namespace="theirs")
+    assert ["gpu-0"] == [member.seat for member in scene.see(make_pod("sums-gpu-0-3"), foreign)]
+    scene.pods.replace(UID, [foreign], known={})
+    assert [] == [pod for pod in scene.pods.of(UID) if pod["metadata"]["namespace"] != "default"]
+    scene.pods.lose(UID, make_pod("sums-gpu-0-3", namespace="theirs"))
+    assert {} == scene.pods.strays(UID)
 
 
 # -------------------------------------------------------------------------------------------------- what the watch says

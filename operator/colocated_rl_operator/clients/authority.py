@@ -202,9 +202,9 @@ class Keyring:
         )
 
     def is_current(self, held: HeldKeys, member: Keyholder) -> bool:
-        """Return whether the member needs no others yet."""
+        """Return whether the member needs no others yet, by its own word: whatever it says must be borne."""
         present = (self._issuer, self._trusts, _digest(self.token(member)))
-        return (held.issuer, held.trusts, held.token) == present and self._wall() < held.ends - RENEWED_BEFORE
+        return (held.issuer, held.trusts, held.token) == present and self._wall() + RENEWED_BEFORE < held.ends
 
     def mark(self, member: Keyholder) -> str:
         """Return what a pod is marked with that is made with present keys: it changes with authority and token."""

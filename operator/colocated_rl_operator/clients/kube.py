@@ -44,6 +44,7 @@ import aiohttp
 from colocated_rl_api import names
 from colocated_rl_api.logs import in_words
 from colocated_rl_api.names import JobUid, PodUid
+from colocated_rl_operator.clients.bounded_json import ALONE, LISTED, read_objects
 from colocated_rl_operator.clients.cluster import ClusterAccess
 from colocated_rl_operator.clients.errors import (
     ApiError,
@@ -270,7 +271,7 @@ class Kube:
         if code >= 300:
             raise _translate(verb, path, code, content)
         try:
-            answer_body: Body = json.loads(content)
+            answer_body: Body = _read(path, content)
         except (ValueError, RecursionError) as error:
             raise ApiUnreachable(f"{what}: {code}, and no JSON: something in between answered") from error
         return answer_body
@@ -278,6 +279,15 @@ class Kube:
     def _turn(self, path: str, resource: str) -> asyncio.Semaphore:
         namespace = path.partition("/namespaces/")[2].partition("/")[0]  # "": all namespaces
         return self._turns.setdefault((namespace, resource), asyncio.Semaphore(AT_ONCE))
+
+
+def _read(path: str, content: bytearray) -> Body:
+    found: Body
+    if f"/{names.PLURAL}" not in path:
+        found = json.loads(content)
+    else:
+        found = read_objects(content.decode(), level=LISTED if path.endswith(names.PLURAL) else ALONE)
+    return found
 
 
 def version_of(item: Body) -> int:

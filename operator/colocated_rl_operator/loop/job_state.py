@@ -104,7 +104,7 @@ async def _read_job(state: JobState, kube: Kube, pods: Pods) -> None:
         raise JobGone(str(error)) from error
     if job["metadata"]["uid"] != about.uid:
         raise JobGone(f"job {about.namespace}/{about.name} is another one now: this one is gone")
-    pods.know(about.uid)
+    pods.know(about.uid, namespace=about.namespace)
     await list_again(state, kube, pods)
     state.record.take(job)
 

@@ -22,6 +22,7 @@ from colocated_rl_api.pod_template import QUEUE_LABELS
 from colocated_rl_api.rungs import WeightVersion
 from colocated_rl_api.seats import role_of
 from colocated_rl_operator.clients.authority import LEAF_LIFE, RENEWED_BEFORE, Keyholder, Keyring
+from colocated_rl_operator.clients.bounded_json import MOST_LEVELS
 from colocated_rl_operator.clients.errors import JobInvalid
 from colocated_rl_operator.clients.kube import Body
 from colocated_rl_operator.clients.members import Address, MemberReport, Members
@@ -149,6 +150,8 @@ def read_job(body: Mapping[str, Any]) -> Job:
         spec = ColocatedRLJobSpec.model_validate_json(json.dumps(body["spec"]), extra="ignore")
     except pydantic.ValidationError as error:
         raise JobInvalid("; ".join(_complaint(item) for item in error.errors(include_url=False)[:5])) from error
+    except RecursionError as error:
+        raise JobInvalid(f"spec is nested more than {MOST_LEVELS} levels deep") from error
     if refused := [f"spec.{'.'.join(map(str, field))}: {words}" for field, words in refusals(spec)]:
         raise JobInvalid("; ".join(refused[:5]))
     job = Job(

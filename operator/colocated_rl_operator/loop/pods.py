@@ -14,22 +14,29 @@ from colocated_rl_operator.clients.kube import Body, version_of
 
 
 class Pods:
-    """The cache holds the newest known state of each pod of the known jobs, by job and pod UID."""
+    """The cache holds the newest known state of each pod of the known jobs, by job and pod UID.
+
+    A pod of another namespace than its job's is none of them, whoever it names as its owner: people of one namespace
+    may make what they like there, and an owner is of the same namespace (Kubernetes, garbage collection).
+    """
 
     def __init__(self) -> None:
+        self._namespaces: dict[JobUid, str] = {}
         self._pods: dict[JobUid, dict[PodUid, Body | None]] = {}  # None: gone, and a late answer does not bring it back
         self._strays: dict[JobUid, dict[PodUid, str]] = {}  # names: lost by the watch, perhaps not by the server
 
-    def know(self, job_uid: JobUid) -> None:
+    def know(self, job_uid: JobUid, *, namespace: str) -> None:
+        self._namespaces[job_uid] = namespace
         self._pods.setdefault(job_uid, {})
 
     def forget(self, job_uid: JobUid) -> None:
+        self._namespaces.pop(job_uid, None)
         self._pods.pop(job_uid, None)
         self._strays.pop(job_uid, None)
 
     def put(self, pod: Body) -> None:
         """Cache a pod, unless the known state is newer: the watch may lag behind our own calls."""
-        pods, uid = self._pods.get(job) if (job := job_of(pod)) else None, pod["metadata"]["uid"]
+        pods, uid = self._pods.get(job) if (job := self._job_of(pod)) else None, pod["metadata"]["uid"]
         if pods is None:
             return
         known = pods.get(uid, pod)
@@ -45,7 +52,7 @@ class Pods:
         pods = self._pods.get(job_uid)
         if pods is None:
             return
-        ours = {pod["metadata"]["uid"]: pod for pod in listed if job_of(pod) == job_uid}
+        ours = {pod["metadata"]["uid"]: pod for pod in listed if self._job_of(pod) == job_uid}
         for uid in pods.keys() | ours.keys():
             if pods.get(uid) is known.get(uid):
                 pods[uid] = ours.get(uid)
@@ -59,8 +66,10 @@ class Pods:
     def lose(self, job_uid: JobUid, pod: Body) -> None:
         """Remove a pod that the watch has lost: it is gone, or somebody took the label off by which it is watched."""
         metadata = pod["metadata"]
+        if self._namespaces.get(job_uid) != metadata["namespace"]:
+            return
         self.remove(job_uid, metadata["uid"])
-        if job_uid in self._pods and not metadata.get("deletionTimestamp"):
+        if not metadata.get("deletionTimestamp"):
             self._strays.setdefault(job_uid, {})[metadata["uid"]] = metadata["name"]
 
     def strays(self, job_uid: JobUid) -> dict[PodUid, str]:
@@ -70,6 +79,11 @@ class Pods:
     def deleted(self, job_uid: JobUid, uid: PodUid) -> None:
         """Note that the server has no such pod any more, or ends it."""
         self._strays.get(job_uid, {}).pop(uid, None)
+
+    def _job_of(self, pod: Body) -> JobUid | None:
+        job_uid = job_of(pod)
+        is_there = job_uid is not None and self._namespaces.get(job_uid) == pod["metadata"]["namespace"]
+        return job_uid if is_there else None
 
     def of(self, job_uid: JobUid) -> list[Body]:
         return [pod for pod in self._pods.get(job_uid, {}).values() if pod is not None]

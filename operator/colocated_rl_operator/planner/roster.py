@@ -30,6 +30,7 @@ SILENCE_S = 30.0  # a running member may stay silent this long: the network heal
 RESTARTS_S = 300.0  # or this long, while its containers start, or kubelet restarts them again and again
 FORCE_AFTER_S = 30.0  # past the grace of a deletion: the node does not answer
 FIRST_DELAY_S, MAX_DELAY_S = 1.0, 60.0  # between two attempts at one seat
+MOST_ATTEMPTS = 10**9 - 1  # of as many digits as a pod's name has for it, see `resources.seat_and_attempt`
 
 
 def muster(seen: Observation) -> tuple[tuple[PodAction, ...], float | None]:
@@ -156,6 +157,8 @@ def _fill(seat: str, pods: list[Member], seen: Observation, actions: list[PodAct
     delay_s = doubled_s(FIRST_DELAY_S, last, MAX_DELAY_S)
     due = max(pod.created_at for pod in pods) + delay_s if pods else seen.now
     if seen.now >= due:
-        actions.append(CreatePod(seat, attempt=last + 1, avoids=avoids))
+        # nobody replaces a pod that often: somebody else made a pod of that name, and further ones would be nobody's
+        attempt = last + 1 if last < MOST_ATTEMPTS else 0
+        actions.append(CreatePod(seat, attempt=attempt, avoids=avoids))
     else:
         wake.append(due)

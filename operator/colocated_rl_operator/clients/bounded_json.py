@@ -1,0 +1,52 @@
+"""Read what the API server sends of jobs, whatever their authors have written into them.
+
+The server takes 10,000 levels of nesting (k8s.io/apimachinery, pkg/util/json) and 1.5 MB of an object, where the
+resource lets anything through, as for `trainer.config`. Python reads some 1,000 levels before a RecursionError, and a
+`{}` becomes 64 bytes. Everybody's jobs are in one list and one watch: so a field that nobody could use is replaced by
+words that say so, and the job that has it is refused for them.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+MOST_LEVELS = 100
+MOST_CHARACTERS = 256 * 1024  # of one field of a spec; a ConfigMap, in which the job's file is, holds 1 MiB
+ALONE, WATCHED, LISTED = 1, 2, 3  # levels at which an object begins: itself, in an event, among the items of a list
+REFUSED = f"not read: longer than {MOST_CHARACTERS // 1024} KiB, or nested more than {MOST_LEVELS} levels deep"
+
+_TOKEN = re.compile(r'"(?:[^"\\]++|\\.)*+"|[\[{]|[\]}]', re.DOTALL)
+
+
+def read_objects(text: str, *, level: int) -> Any:
+    """Parse an answer of the API server whose objects begin at `level`. Raises ValueError."""
+    if len(text) <= MOST_CHARACTERS:
+        try:
+            return json.loads(text)
+        except RecursionError:
+            pass
+    try:
+        return json.loads(_without_excess(text, level + 2))
+    except RecursionError as error:
+        raise ValueError("line 1: no object of an API server begins like this") from error
+
+
+def _without_excess(text: str, level: int) -> str:
+    """Return the text without those fields of fields, which begin at `level`, that are too long or too deep."""
+    kept: list[str] = []
+    depth = deepest = began = done = 0
+    for token in _TOKEN.finditer(text):
+        mark = token[0]
+        if mark in "[{":
+            depth += 1
+            if depth == level:
+                began, deepest = token.start(), 0
+            deepest = max(deepest, depth - level)
+        elif mark in "]}":
+            if depth == level and (deepest > MOST_LEVELS or token.end() - began > MOST_CHARACTERS):
+                kept += (text[done:began], json.dumps(REFUSED))
+                done = token.end()
+            depth -= 1
+    return "".join((*kept, text[done:]))
