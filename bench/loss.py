@@ -48,7 +48,7 @@ def main(losses: int) -> None:
 
 
 class Loss:
-    """One loss. at: seconds after it by what came about. repeated: steps that were trained a second time."""
+    """A loss of a pod. at: seconds after it by what came about. repeated: steps that were trained a second time."""
 
     def __init__(self, began: float, lines: list[Line], *, lost: str, done: int) -> None:
         self.at: dict[str, float] = {}

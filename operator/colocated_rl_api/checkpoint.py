@@ -32,6 +32,7 @@ class Contents(BaseModel):
     lineage: int = 0  # of the trainers that wrote the checkpoint
     digests: dict[str, Digest]  # of every other file, by file name
     prompt_position: PromptPosition | None = None  # of its last batch's header; None: of an older trainer
+    replay_from: int = 0  # batches up to this step may be gone since it was written; 0: of an older trainer
 
     @classmethod
     def read(cls, checkpoint: Path) -> Contents:

@@ -720,7 +720,7 @@ async def test_a_job_of_another_controller_is_left_alone(world: RealWorld) -> No
 
 
 EXCESS = {"deep": "[" * 5000 + "]" * 5000, "large": json.dumps([{}] * 300_000)}
-"""What the API server takes as a trainer's configuration: more levels than Python reads, and a megabyte of objects."""
+"""The API server takes these as a trainer's configuration: more levels than Python reads, and a megabyte of objects."""
 
 
 async def test_a_job_that_nobody_can_read_is_refused_and_costs_no_other_job_its_operator(world: RealWorld) -> None:

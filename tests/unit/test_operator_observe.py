@@ -391,7 +391,7 @@ def test_a_pod_that_somebody_else_put_under_the_job_is_nobodys(scene: ObserveSce
 
 
 def test_a_pod_of_another_namespace_is_nobodys_whatever_it_says(scene: ObserveScene) -> None:
-    """Who may make pods in one namespace took a seat of a job in another by the name of such a pod, for good."""
+    """Its author, of another namespace, took a seat of the job by the pod's name, for good."""
     foreign = make_pod("sums-gpu-0-999999999", namespace="theirs")
     assert ["gpu-0"] == [member.seat for member in scene.see(make_pod("sums-gpu-0-3"), foreign)]
     scene.pods.replace(UID, [foreign], known={})

@@ -16,10 +16,13 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from prometheus_client import CollectorRegistry
 
+from colocated_rl_api.job import MANY_STEPS
 from colocated_rl_api.rungs import WeightVersion
 from colocated_rl_rollout.gateway.openai_requests import Conversation, RequestRefused
 from colocated_rl_rollout.gateway.sessions import (
     IDLE_S,
+    INCOMPLETE_S,
+    LOOK_S,
     RecordedTurn,
     Session,
     Sessions,
@@ -355,3 +358,32 @@ def test_the_longest_tokens_that_go_on_are_taken(tmp_path: Path) -> None:
     assert session.match_ids([7, 1, 2, 8, 3, 5]) is second
     assert session.match_ids([7, 1, 2, 9, 3]) is other
     assert session.match_ids([6, 1, 2, 8, 3]) is None
+
+
+async def test_sessions_whose_group_is_never_complete_go_after_a_day(tmp_path: Path) -> None:
+    """They stayed for good where no staleness ends them, and in the end no client got a turn."""
+    now = [0.0]
+    store = Store(tmp_path, job_uid=JOB_UID)
+    sessions = Sessions(
+        store,
+        RolloutMetrics(CollectorRegistry()),
+        group_size=3,
+        max_staleness=MANY_STEPS,
+        changed=lambda: None,
+        clock=lambda: now[0],
+    )
+    for name, grouping in (("first", "left"), ("second", "left"), ("third", "new")):
+        session = sessions.begin(name)
+        segment = Tokens(np.zeros(1, np.int32), np.zeros(1, np.float32), (Span(WeightVersion(0, 1), 0, 1),))
+        await sessions.record(
+            session, None, (), "", prompt=np.zeros(1, np.int32), tokens=segment, finish=Finish.STOP, engine=None
+        )
+        sessions.end(session)
+        await sessions.reward(name, 1.0, grouping)
+        now[0] += INCOMPLETE_S / 2
+    sessions.begin("fourth")
+    assert {"first", "second", "third", "fourth"} == {session.id for session in sessions}
+    now[0] += LOOK_S
+    sessions.begin("fourth")
+    assert {"third", "fourth"} == {session.id for session in sessions}
+    store.close()

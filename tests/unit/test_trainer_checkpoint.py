@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import shutil
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -11,7 +13,7 @@ from typing import Any
 import pytest
 from full_disk import no_file_above
 
-from colocated_rl_api.checkpoint import CONTENTS, Contents
+from colocated_rl_api.checkpoint import CONTENTS, Contents, checkpoint_name
 from colocated_rl_api.names import PromptPosition
 from colocated_rl_trainer.protocol.settings import ConfigError
 from colocated_rl_trainer.state.checkpoint import (
@@ -141,6 +143,50 @@ def test_model_is_not_gone_back_to_when_its_batches_are_gone(tmp_path: Path) -> 
 
     with pytest.raises(NoneLeft, match=r"batches up to step 10 are gone: restore one from a backup, or make a new job"):
         checkpoints.newest()
+
+
+@pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 3), (2, 9)])
+def test_a_larger_number_to_keep_brings_no_batches_back(tmp_path: Path, before: int, after: int) -> None:
+    """The trainers began again with the model, and waited for the batch of step 1, which was gone."""
+    for step in (10, 20, 30, 40):
+        _write(Checkpoints(tmp_path, lineage=1, keep=before), step, keep=before)
+    oldest = Checkpoints(tmp_path, lineage=1, keep=before).oldest()
+    later = Checkpoints(tmp_path, lineage=2, keep=after)
+    assert oldest == later.oldest()
+    for directory in tmp_path.iterdir():
+        (directory / "model").unlink()
+
+    with pytest.raises(NoneLeft, match=f"batches up to step {oldest} are gone"):
+        later.newest()
+
+    assert oldest <= Checkpoints(tmp_path, lineage=2, keep=1).oldest()
+
+
+@pytest.mark.parametrize("refused", ["rmtree", "rename"])
+def test_one_that_can_not_be_removed_costs_room_and_no_newer_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: str
+) -> None:
+    """The newer one counted as not written, was written again and again, and the job stood meanwhile."""
+
+    rename = Path.rename
+
+    def refuse(path: Path, *to: Path) -> Path:
+        if refused == "rename" and not path.name.startswith("step-"):
+            return rename(path, *to)
+        raise PermissionError(errno.EPERM, "owned by somebody else")
+
+    _write(Checkpoints(tmp_path, lineage=1, keep=1), 10, keep=1)
+    (tmp_path / ".step-00000015-1.draft").mkdir()
+    with monkeypatch.context() as patched:
+        patched.setattr(*((shutil, "rmtree", refuse) if refused == "rmtree" else (Path, "rename", refuse)))
+        checkpoints = Checkpoints(tmp_path, lineage=1, keep=1)
+        assert checkpoint_name(20) == _write(checkpoints, 20, keep=1).name
+        newest = checkpoints.newest()
+    assert newest is not None
+    assert 20 == newest.step == checkpoints.oldest()
+
+    _write(checkpoints, 30, keep=1)
+    assert ["step-00000030"] == _names(tmp_path)
 
 
 def test_step_that_was_passed_over_can_be_written_again(tmp_path: Path) -> None:

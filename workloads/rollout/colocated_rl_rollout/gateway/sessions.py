@@ -45,6 +45,7 @@ from colocated_rl_rollout.store.store import Store
 from colocated_rl_rollout.tasks.task_wire import RewardAnswer
 
 IDLE_S = 7200.0  # a session without a turn for this long is dropped
+INCOMPLETE_S = 86_400.0  # so is a group in which nothing was done for so long, though some of it has a reward
 LOOK_S = 60.0
 SESSIONS_AT_MOST = 16_384
 TOKENS_AT_MOST = 16 * 1024 * 1024  # of all sessions: some 200 MB with their messages
@@ -374,6 +375,10 @@ class Sessions:
         for session in [each for each in self._sessions.values() if each.used_at < now - IDLE_S]:
             if not session.under_way and session.reward is None and session.turned is None:
                 self._drop(session, "Idle")
+        for waiting in [each for each in self._rewarded.values() if len(each) < self.group_size]:
+            if all(session.used_at < now - INCOMPLETE_S for session in waiting.values()):
+                for session in list(waiting.values()):
+                    self._drop(session, "Idle")
 
     def _drop(self, session: Session, reason: str) -> None:
         self._forget(session, reason)

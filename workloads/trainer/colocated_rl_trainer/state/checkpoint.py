@@ -6,9 +6,11 @@ warning.
 What the job began with counts as one: the model, of step 0, or a checkpoint of a former job, which stays where it is
 and which the file ORIGIN names from then on. The newest `keep` checkpoints are kept, and with them the sealed batches
 since the oldest, so that the steps after any of them can be repeated. Milestones are kept too, for others: there is no
-way back beyond those `keep`: `NoneLeft` is raised, rather than a step returned whose batches are gone.
+way back beyond those `keep`: `NoneLeft` is raised, rather than a step returned whose batches are gone. A larger `keep`
+brings no batches back, so each checkpoint says how far back the way went when it was written.
 A writer that was cut off, and whose job went on without it, finds checkpoints of a later lineage and writes none.
-The caller decides what the files hold. Clean-up removes nothing whose name is not a checkpoint's.
+The caller decides what the files hold. Clean-up removes nothing whose name is not a checkpoint's, and what it can't
+remove costs room alone: the next one tries again.
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ from colocated_rl_api.checkpoint import (
     steps_in,
 )
 from colocated_rl_api.durable import sync
-from colocated_rl_api.logs import log
+from colocated_rl_api.logs import in_words, log
 from colocated_rl_api.names import PromptPosition
 from colocated_rl_api.weights import Digest
 from colocated_rl_trainer.protocol.durable import flush, take_place
@@ -48,6 +50,7 @@ OPTIMIZER = "optimizer.state"  # where a checkpoint has one; not *.safetensors, 
 ORIGIN = "origin.json"
 Item = TypeVar("Item")
 _DRAFT = re.compile(r"\.step-\d{8}-(\d+)\.draft")
+_REMOVED = ".{}.removed"  # a checkpoint from then on: what is left half removed is none
 
 _LOG = logging.getLogger(__name__)
 
@@ -174,7 +177,16 @@ class Checkpoints:
 
     def oldest(self) -> int:
         """Return the step of the oldest checkpoint that is kept, that which the job began from among them."""
-        return self._kept([saved.step for saved in self._all()])[0]
+        saved = self._all()
+        return max(self._kept([each.step for each in saved])[0], self._replayed_from(saved))
+
+    def _replayed_from(self, checkpoints: Sequence[Saved]) -> int:
+        """Return the step up to which batches may be gone, as these checkpoints say."""
+        found = 0
+        for saved in checkpoints:
+            with contextlib.suppress(OSError, ValidationError):  # torn: it says nothing
+                found = max(found, Contents.read(saved.directory).replay_from)
+        return found
 
     def write(
         self,
@@ -202,7 +214,7 @@ class Checkpoints:
         self._refuse_if_superseded()
         for left in self._directory.iterdir():
             if (draft_of := _DRAFT.fullmatch(left.name)) and int(draft_of[1]) <= self._lineage:
-                shutil.rmtree(left)  # one of a later lineage is being written
+                self._remove(left)  # one of a later lineage is being written
         draft = self._directory / f".step-{step:08d}-{self._lineage}.draft"
         draft.mkdir()
         return draft
@@ -223,23 +235,37 @@ class Checkpoints:
         self._keep = keep
         known = dict(digests or {})
         known |= digests_of(sorted(path for path in draft.iterdir() if path.name not in known))
+        earlier = [saved for saved in self._all() if saved.step <= step]
+        kept = self._kept([*(saved.step for saved in earlier), step])
         contents = Contents(
             format=FORMAT,
             step=step,
             lineage=self._lineage,
             digests=known,
             prompt_position=prompt_position,
+            replay_from=max(kept[0], self._replayed_from(earlier)),
         )
         (draft / CONTENTS).write_text(contents.model_dump_json(indent=2))
         flush(draft)
         self._refuse_if_superseded()  # it may have taken minutes
         target = self._directory / checkpoint_name(step)
         take_place(draft, target)
-        kept = self._kept([saved.step for saved in self._all() if saved.step <= step])
+        for left in self._directory.glob(_REMOVED.format("step-*")):
+            self._remove(left)
         for saved in self._all():
             if saved.step not in kept and not (saved.step <= step and self._is_milestone(saved.step)):
-                shutil.rmtree(saved.directory)
+                self._remove(saved.directory)
         return Saved(step, target)
+
+    def _remove(self, directory: Path) -> None:
+        """Remove a directory, or leave it under a name that is no checkpoint's, or as it is: others own files of it."""
+        try:
+            gone = directory
+            if not directory.name.startswith("."):
+                gone = directory.rename(directory.with_name(_REMOVED.format(directory.name)))
+            shutil.rmtree(gone)
+        except OSError as error:
+            log(_LOG, "checkpoint not removed", logging.WARNING, reason=f"{directory}: {in_words(error)}")
 
     def abandon(self, draft: Path) -> None:
         """Remove an unfinished checkpoint, which may have filled a volume that others need too."""
