@@ -23,8 +23,8 @@ from typing import Any
 from kopf._cogs.clients import api, errors, watching
 
 from colocated_rl_api import names
+from colocated_rl_api.bounded_json import ALONE, LISTED, WATCHED, read_objects
 from colocated_rl_api.logs import log
-from colocated_rl_operator.clients.bounded_json import ALONE, LISTED, WATCHED, read_objects
 
 LOG = logging.getLogger(__name__)
 

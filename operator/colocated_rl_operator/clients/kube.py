@@ -42,9 +42,9 @@ from weakref import WeakValueDictionary
 import aiohttp
 
 from colocated_rl_api import names
+from colocated_rl_api.bounded_json import ALONE, LISTED, read_objects
 from colocated_rl_api.logs import in_words
 from colocated_rl_api.names import JobUid, PodUid
-from colocated_rl_operator.clients.bounded_json import ALONE, LISTED, read_objects
 from colocated_rl_operator.clients.cluster import ClusterAccess
 from colocated_rl_operator.clients.errors import (
     ApiError,

@@ -12,6 +12,7 @@ from typing import Any
 import pydantic
 
 from colocated_rl_api import names
+from colocated_rl_api.bounded_json import MOST_LEVELS
 from colocated_rl_api.elastic import NOT_QUEUED
 from colocated_rl_api.engines import refusals
 from colocated_rl_api.failure import FailureCause
@@ -22,7 +23,6 @@ from colocated_rl_api.pod_template import QUEUE_LABELS
 from colocated_rl_api.rungs import WeightVersion
 from colocated_rl_api.seats import role_of
 from colocated_rl_operator.clients.authority import LEAF_LIFE, RENEWED_BEFORE, Keyholder, Keyring
-from colocated_rl_operator.clients.bounded_json import MOST_LEVELS
 from colocated_rl_operator.clients.errors import JobInvalid
 from colocated_rl_operator.clients.kube import Body
 from colocated_rl_operator.clients.members import Address, MemberReport, Members

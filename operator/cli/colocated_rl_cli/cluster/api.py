@@ -9,12 +9,14 @@ from __future__ import annotations
 import json
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any
 
 import aiohttp
 from aiohttp.http_exceptions import LineTooLong
 
 from colocated_rl_api import names
+from colocated_rl_api.bounded_json import ALONE, LISTED, WATCHED, read_objects
 from colocated_rl_api.logs import in_words
 from colocated_rl_cli.base.errors import (
     CliError,
@@ -118,8 +120,8 @@ class Api:
         async with self._request("GET", path, what=what, query={**query, "watch": "1"}, deadline_s=None) as answer:
             async for line in _lines(answer, what):
                 try:
-                    event = json.loads(line)
-                except json.JSONDecodeError:
+                    event = read_objects(line, level=WATCHED)
+                except ValueError:
                     return  # cut off by the end of the connection
                 if event["type"] == "ERROR":
                     return  # too old: the caller asks again from the beginning
@@ -137,7 +139,8 @@ class Api:
         self, method: str, path: str, *, what: str, query: Mapping[str, str] | None = None, body: object = None
     ) -> Any:
         async with self._request(method, path, what=what, query=query, body=body) as answer:
-            return await answer.json()
+            level = LISTED if path.endswith(f"/{names.PLURAL}") else ALONE
+            return await answer.json(loads=partial(read_objects, level=level))
 
     @asynccontextmanager
     async def _request(

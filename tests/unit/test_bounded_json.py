@@ -1,4 +1,4 @@
-"""The operator reads every job's JSON, and takes nothing of what is too deep for Python or too large for its memory."""
+"""Every job is read, and nothing taken of what is too deep for Python or too large for its memory."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from colocated_rl_operator.clients.bounded_json import (
+from colocated_rl_api.bounded_json import (
     ALONE,
     LISTED,
     MOST_CHARACTERS,
