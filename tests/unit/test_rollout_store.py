@@ -1021,6 +1021,18 @@ def test_batches_that_are_missing_among_the_samples_are_named(tmp_path: Path) ->
         Store(tmp_path / "own", job_uid=JOB, former=FormerJob(checkpoint(tmp_path, 1), samples=tmp_path / "first"))
 
 
+@pytest.mark.parametrize("linked", ["a batch", "the database"])
+def test_links_among_a_former_jobs_samples_are_not_followed(tmp_path: Path, linked: str) -> None:
+    """They could lead to the keys of the pod that copies."""
+    three_steps(tmp_path)
+    first = tmp_path / "first"
+    file = shard_path(first / "batches", 2, 0) if linked == "a batch" else first / "store.sqlite3"
+    file.rename(tmp_path / "elsewhere")
+    file.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(StoreFailed, match="is no plain file" if linked == "a batch" else "has no store.sqlite3"):
+        Store(tmp_path / "own", job_uid=JOB, former=FormerJob(checkpoint(tmp_path, 1), samples=first))
+
+
 def test_samples_of_a_job_that_still_runs_are_refused(tmp_path: Path) -> None:
     running = Store(tmp_path / "first", job_uid=OTHER)
     with pytest.raises(StoreFailed, match="the former job still runs; suspend or delete it first"):

@@ -48,7 +48,7 @@ class FormerJob:
         if self.samples is None:
             return
         source = self.samples / path.name
-        if not source.is_file():
+        if source.is_symlink() or not source.is_file():
             raise StoreFailed(
                 f"{self.samples} has no {path.name}: let spec.restoreFrom.samples name the directory of a job's store"
             )
@@ -88,8 +88,11 @@ def _unused(lock: Path) -> Iterator[None]:
 
 
 def _copy_files(source: Path, target: Path) -> None:
+    """Copy the batches. Raises StoreFailed for a link, which could lead out of the former job's volume."""
     target.mkdir(parents=True, exist_ok=True)
     for file in source.glob("*.safetensors"):
+        if file.is_symlink() or not file.is_file():
+            raise StoreFailed(f"{file}, which spec.restoreFrom names, is no plain file: copy the store again")
         shutil.copyfile(file, target / file.name)
         sync(target / file.name)
     sync(target)
