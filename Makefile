@@ -207,10 +207,6 @@ bench-trainer: ## what the trainer's exports, moves and steps cost beside plain 
 bench-benefit: setup ## whole jobs whose answers have a long tail, for each staleness, and trl's beside them; TURNS=3
 	@PYTHONPATH=tests python -m bench.benefit --turns $(or $(TURNS),3)
 
-.PHONY: bench-loss
-bench-loss: setup ## how long the group of a job is without a pod that is lost, and what takes the time: real engines and ranks
-	@PYTHONPATH=tests python -m bench.loss --losses $(or $(LOSSES),6)
-
 .PHONY: bench-gpu
 bench-gpu: setup-dev ## what a switch moves on one NVIDIA GPU, beside what the device can do; no part of test
 	@python -m bench.gpu
