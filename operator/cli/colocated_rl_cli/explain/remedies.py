@@ -336,8 +336,8 @@ REMEDIES: dict[str, Remedy] = {
         heals=True,
     ),
     "RewardRefused": Remedy(
-        "the endpoint of reward.http refused the samples of a group, which was given up for it",
-        "read the message: the address, the token of secretName, or what the endpoint wants is another",
+        "the endpoint of reward.http refused samples of a group with 400, 413 or 422, which was given up for it",
+        "read the message and the endpoint's log: it wants another request than it gets",
         heals=True,
     ),
     "RewardGarbled": Remedy(

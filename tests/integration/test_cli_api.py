@@ -1,0 +1,33 @@
+"""The command line reads jobs that Python could not, and that some author left among those of others."""
+
+from __future__ import annotations
+
+import aiohttp
+from aiohttp import web
+from aiohttp.test_utils import TestServer
+
+from colocated_rl_api.bounded_json import REFUSED
+from colocated_rl_cli.cluster.api import Api
+
+DEEP = '{"metadata": {"name": "deep"}, "spec": {"trainer": ' + "[" * 5000 + "]" * 5000 + "}}"
+OTHER = '{"metadata": {"name": "other"}, "spec": {"trainer": {"config": {}}}}'
+
+
+LISTED = f'{{"items": [{DEEP}, {OTHER}]}}'
+WATCHED = "".join(f'{{"type": "ADDED", "object": {job}}}\n' for job in (DEEP, OTHER))
+
+
+async def answer(request: web.Request) -> web.Response:
+    text = WATCHED if "watch" in request.query else DEEP if request.path.endswith("/deep") else LISTED
+    return web.Response(text=text, content_type="application/json")
+
+
+async def test_a_job_too_deep_for_python_hides_no_other() -> None:
+    application = web.Application()
+    application.add_routes([web.get("/{path:.*}", answer)])
+    async with TestServer(application) as server, aiohttp.ClientSession(server.make_url("/")) as session:
+        api = Api(session, "us")
+        assert ["deep", "other"] == await api.job_names()
+        assert {"trainer": REFUSED} == (await api.job("deep"))["spec"]
+        watched = [each async for each in api.watch(api.jobs, {}, what="jobs")]
+    assert [REFUSED, {"config": {}}] == [job["spec"]["trainer"] for _, job in watched]
