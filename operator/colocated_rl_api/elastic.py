@@ -1,4 +1,4 @@
-"""Define the elastic policy of a job: with how few replicas it goes on where there is no room for all."""
+"""Define what a job does where not all of its pods have room: with how few replicas it goes on, and its spares."""
 
 from __future__ import annotations
 
@@ -20,10 +20,21 @@ COUNTS = Rule(
     message="elasticPolicy is about replicas, and a RolloutOnly job whose engines have devices of their own has as "
     "many pods as rollout.replicas says: leave it out",
 )
-NOT_QUEUED = (
-    "elasticPolicy is not for a job in a queue, which admits a group of a fixed number of pods: leave it out, or leave "
-    "the queue's label out"
+SPARES_COUNT = Rule(
+    field="spares",
+    rule="!has(self.spares) || self.spares == 0 || !has(self.mode) || self.mode != 'RolloutOnly' || "
+    "!has(self.rollout.placement) || self.rollout.placement != 'OwnDevices'",
+    message="spares are for the pods that replicas counts, and a RolloutOnly job whose engines have devices of their "
+    "own has none of them: leave spares out",
 )
+
+
+def not_queued(field: str) -> str:
+    """Return why a job in a queue may not have the field."""
+    return (
+        f"{field} is not for a job in a queue, which admits a group of a fixed number of pods: leave it out, or leave "
+        "the queue's label out"
+    )
 
 
 class ElasticPolicy(Part):

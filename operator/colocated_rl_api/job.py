@@ -14,7 +14,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator
 from pydantic.alias_generators import to_camel
 
-from colocated_rl_api.elastic import COUNTS, IN_RANGE, ElasticPolicy
+from colocated_rl_api.elastic import COUNTS, IN_RANGE, SPARES_COUNT, ElasticPolicy, not_queued
 from colocated_rl_api.facts import EvaluationResult
 from colocated_rl_api.failure import FailurePolicy
 from colocated_rl_api.job_status import ColocatedRLJobStatus
@@ -825,6 +825,7 @@ class ColocatedRLJobSpec(Part):
         _RESTORED,
         IN_RANGE,
         COUNTS,
+        SPARES_COUNT,
         *_DIVIDED,
         *APART,
         *fixed(
@@ -924,6 +925,14 @@ class ColocatedRLJobSpec(Part):
         description="Number of retries asked for: raising it, as `kubectl crlj retry` does, lets a failed job go on "
         "from its newest checkpoint. May change.",
     )
+    spares: int = Field(
+        default=0,
+        ge=0,
+        le=64,
+        description="Pods like those of replicas that have started, hold their devices and compute nothing: where a "
+        "pod of the group is lost and no node has room for another, one of them gives its room within seconds. May "
+        "change; of a job with one replica from none to some only while it is suspended.",
+    )
     elastic_policy: ElasticPolicy | None = Field(
         default=None,
         description="With how few replicas the job goes on where there is no room for all of them. It waits for all "
@@ -959,6 +968,12 @@ class ColocatedRLJobSpec(Part):
         description=f"Controller that acts on the job: {OPERATOR}, which is meant when absent. A job of another one is "
         "left alone, its status and finalizers too.",
     )
+
+    @property
+    def not_queued(self) -> dict[str, str]:
+        """Return the fields that the job may not have in a queue: why, by name."""
+        has = {"elasticPolicy": self.elastic_policy is not None, "spares": self.spares > 0}
+        return {field: not_queued(field) for field in has if has[field]}
 
     @property
     def own_sets(self) -> list[EvaluationSet]:
@@ -1052,6 +1067,19 @@ _REPLICAS = Rule(
 )
 
 
+_SPARES = Rule(
+    field="spec.spares",
+    rule="!has(self.spec.spares) || self.spec.spares == 0 || "
+    "has(oldSelf.spec.spares) && oldSelf.spec.spares > 0 || "
+    "has(oldSelf.spec.replicas) && oldSelf.spec.replicas > 1 || "
+    "has(oldSelf.spec.suspend) && oldSelf.spec.suspend && "
+    "(!has(oldSelf.status) || !has(oldSelf.status.operator) || "
+    "has(oldSelf.status.phase) && oldSelf.status.phase == 'Suspended')",
+    message="a job with one replica can't get spares while it has pods, as only one may mount its checkpoints: set "
+    "suspend to true, change it once condition Suspended is true, and set suspend to false again",
+)
+
+
 class Metadata(BaseModel):
     """The part of ObjectMeta that is read here; the rest passes."""
 
@@ -1077,7 +1105,8 @@ class ColocatedRLJob(BaseModel):
     RULES: ClassVar[tuple[Rule, ...]] = (
         _JOB_NAME,
         _REPLICAS,
-    )  # the first is checked by `Metadata`, the second on changes
+        _SPARES,
+    )  # the first is checked by `Metadata`, the others on changes
     model_config = ConfigDict(alias_generator=to_camel, validate_by_name=True, extra="forbid")
 
     api_version: Literal["rl.colocate.dev/v1alpha1"]

@@ -254,6 +254,9 @@ class ColocatedRLJobStatus(StatusPart):
         description="Replicas of the group: fewer than spec.replicas while there is no room for all of them "
         "(spec.elasticPolicy), and others from a change of spec.replicas until the next step.",
     )
+    ready_spares: int | None = Field(
+        default=None, description="Pods of spec.spares that have started, and hold devices for the group."
+    )
     pods_by_rung: dict[str, int] = Field(default_factory=dict, max_length=16, description="Pods by rung.")
     out_of_line: list[PodOutOfLine] = Field(default_factory=list, max_length=10, description="At most ten.")
     rollout: RolloutStatus | None = Field(default=None, description="Progress of rollout.")

@@ -13,6 +13,7 @@ from colocated_rl_api import names
 from colocated_rl_api.job import Mode
 
 ROLLOUT_SEAT = names.ROLE_ROLLOUT
+FIRST_SPARE = 1024  # replicas are below: a seat is a spare's or the group's for good, whatever the job asks for later
 
 
 def gpu_seat(replica: int, role: str = names.ROLE_GPU) -> str:
@@ -21,6 +22,15 @@ def gpu_seat(replica: int, role: str = names.ROLE_GPU) -> str:
 
 def role_of(seat: str) -> str:
     return seat if seat == ROLLOUT_SEAT else seat.rpartition("-")[0]
+
+
+def spare_seats(role: str, number: int) -> tuple[str, ...]:
+    """Return the seats of pods that are like those of a role, and of no group."""
+    return tuple(gpu_seat(FIRST_SPARE + each, role) for each in range(number))
+
+
+def is_spare(seat: str) -> bool:
+    return seat != ROLLOUT_SEAT and int(seat.rpartition("-")[2]) >= FIRST_SPARE
 
 
 @dataclass(frozen=True)

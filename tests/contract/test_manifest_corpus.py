@@ -159,6 +159,7 @@ MAY_CHANGE = {
     "failurePolicy.backoffSeconds": 7,
     "failurePolicy": None,
     "podsReadyDeadlineSeconds": 7,
+    "spares": 7,
     "elasticPolicy": {"minReplicas": 1},
     "activeDeadlineSeconds": 7,
     "ttlSecondsAfterFinished": 7,
@@ -380,6 +381,29 @@ def test_replicas_of_a_job_that_runs_change_where_its_pods_know_of_others(
         answer = api.request("PUT", f"{JOBS}/running?{DRY_RUN}", changed(running, "replicas", after))
     assert is_accepted == answer.is_accepted
     assert is_accepted or "from one to more" in answer.message
+
+
+@pytest.mark.parametrize(
+    ("replicas", "before", "after", "phase", "is_accepted"),
+    [
+        (2, 0, 1, "Rollout", True),
+        (1, 1, 2, "Rollout", True),
+        (1, 1, 0, "Rollout", True),
+        (1, 0, 1, "Rollout", False),
+        (1, 0, 1, "Suspended", True),
+    ],
+)
+def test_one_pod_gets_no_spare_that_would_need_its_volume_too(
+    api: ApiServer, replicas: int, before: int, after: int, phase: str, is_accepted: bool
+) -> None:
+    job = full("spared")
+    job["spec"] |= {"replicas": replicas, "spares": before, "suspend": phase == "Suspended"}
+    with stored(api, job) as spared:
+        with_status = spared | {"status": {"operator": "a/b", "phase": phase}}
+        spared = api.request("PUT", f"{JOBS}/spared/status", with_status).body
+        answer = api.request("PUT", f"{JOBS}/spared?{DRY_RUN}", changed(spared, "spares", after))
+    assert is_accepted == answer.is_accepted
+    assert is_accepted or "change it once condition Suspended is true" in answer.message
 
 
 @pytest.mark.parametrize(

@@ -16,9 +16,12 @@ from fakes.walks import (
     FAULTS,
     RETRIED_WALK,
     ROUNDS,
+    SPARED_WALK,
     WALK_UNDER_A_POLICY,
     must_end,
     must_end_elastic,
+    must_end_with_spares,
+    must_go_on_in_the_room_of_spares,
     must_go_on_when_told,
     must_heal,
     must_serve_the_same_weights,
@@ -41,6 +44,18 @@ def test_f52_every_walk_of_a_job_that_compares_engines_ends_and_none_serves_othe
 @settings(max_examples=60)
 def test_every_walk_of_an_elastic_job_ends_and_no_invariant_breaks(**chosen: Any) -> None:
     must_end_elastic(**chosen)
+
+
+@given(**SPARED_WALK)
+@settings(max_examples=60)
+def test_every_walk_of_a_job_with_spares_ends_and_no_invariant_breaks(**chosen: Any) -> None:
+    must_end_with_spares(**chosen)
+
+
+@pytest.mark.parametrize("spares", [1, 2])
+@pytest.mark.parametrize("placement", IN_ONE_POD)
+def test_a_job_goes_on_in_the_room_of_its_spares_for_good(placement: Placement, spares: int) -> None:
+    must_go_on_in_the_room_of_spares(placement, spares=spares)
 
 
 @given(**RETRIED_WALK)

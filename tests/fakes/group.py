@@ -33,7 +33,7 @@ from colocated_rl_api.facts import EvaluationResult, PodFacts, RolloutFacts
 from colocated_rl_api.failure import FailureCause
 from colocated_rl_api.member_wire import Goal, PodTarget, RolloutTarget
 from colocated_rl_api.rungs import Rung, WeightVersion
-from colocated_rl_api.seats import ROLLOUT_SEAT, role_of
+from colocated_rl_api.seats import ROLLOUT_SEAT, is_spare, role_of
 from colocated_rl_operator.planner.actions import CreatePod
 from colocated_rl_operator.planner.failure_policy import MAX_AVOIDED
 from colocated_rl_operator.planner.notices import Notice
@@ -447,7 +447,8 @@ class Simulation(ModelGroup):
         """The pod is lost, and there is no other node for it."""
         if not self.pod_is_lost(pod):
             return False
-        there = len(self.job.asked_seats.gpu) if self.room is None else self.room
+        whole = len(self.job.asked_seats.gpu) + len(self.job.spare_seats)
+        there = whole if self.room is None else self.room
         self.room = max(1, there - 1)
         return True
 
@@ -504,6 +505,7 @@ class Simulation(ModelGroup):
             must_have_stood(pods, target.epoch, below, f"a target asks for {target.rung}")
         for pod in self.pods:
             if pod.alive and name == f"{pod.seat}-{pod.attempt}" and pod.sent != target:
+                must(target.goal is Goal.STOP or not is_spare(pod.seat), "a spare is sent up the ladder")
                 pod.sent = target
                 pod.inbox.append(target)
                 self.sent += 1

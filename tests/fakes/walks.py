@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from builders import IN_ONE_POD, PLACED, TOGETHER, make_job
 from colocated_rl_api.failure import FailureAction, FailureCause
 from colocated_rl_api.rungs import Placement
+from colocated_rl_api.seats import is_spare
 from colocated_rl_operator.planner.plan import Plan
 from colocated_rl_operator.planner.reasons import Cause
 from fakes.group import Simulation
@@ -92,7 +93,7 @@ def fault(group: Simulation, rng: random.Random) -> str:
             "notice": partial(group.node_gives_notice, pod),
             "connection": partial(group.connection_breaks, pod),
         }
-        if is_elastic:
+        if is_elastic or group.job.spec.spares:
             faults |= {"node": partial(group.node_is_lost, pod), "room": group.node_is_back}
         if group.compares:
             faults["weights"] = partial(group.weights_spoil, pod, rng.randint(1, 2))
@@ -120,9 +121,14 @@ def move(group: Simulation, rng: random.Random) -> None:
 
 
 def settle(group: Simulation) -> int:
-    """Everybody moves in turn until the end; returns the rounds it took. Time passes only when nothing else moves."""
+    """Everybody moves in turn until the end, with room for all; returns the rounds it took."""
     group.suspend(False)
     group.node_is_back()
+    return go_to_the_end(group)
+
+
+def go_to_the_end(group: Simulation) -> int:
+    """Everybody moves in turn until the end; returns the rounds it took. Time passes only when nothing else moves."""
     for rounds in range(MOVES_TO_THE_END):
         if group.outcome is not None:
             return rounds
@@ -196,6 +202,7 @@ WALK_UNDER_A_POLICY: dict[str, st.SearchStrategy[Any]] = {
 }
 
 
+SPARED_WALK: dict[str, st.SearchStrategy[Any]] = ANY_WALK | {"spares": st.integers(1, 2), "elastic": st.booleans()}
 RETRIED_WALK: dict[str, st.SearchStrategy[Any]] = {
     "seed": SEEDS,
     "replicas": st.integers(1, 3),
@@ -231,6 +238,30 @@ def must_end_elastic(*, seed: int, faults: int, **more: Any) -> None:
     assert group.outcome in ENDS
     if 2 * faults <= group.job.spec.backoff_limit:  # weights that two loads spoil may cost two restarts
         assert str(Cause.ALL_STEPS_DONE) == group.outcome
+
+
+def must_end_with_spares(*, seed: int, faults: int, spares: int, elastic: bool, **more: Any) -> None:
+    """Walk a job that has spares, and loses nodes. Where all is well at the end, each spare holds room again."""
+    more |= {"spares": spares} | ({"elasticPolicy": {"minReplicas": 1}} if elastic else {})
+    group = walk(seed, faults=faults, **more)
+    event(f"{spares} spares, {sum(is_spare(pod.seat) for pod in group.pods)} at the end")
+    assert group.outcome in ENDS
+    if 2 * faults <= group.job.spec.backoff_limit:
+        assert str(Cause.ALL_STEPS_DONE) == group.outcome
+
+
+def must_go_on_in_the_room_of_spares(placement: Placement, *, spares: int) -> None:
+    """A job loses as many nodes as it has spares, in which there were pods of the group, and gets none of them back."""
+    group = make_group(2, placement, spares=spares)
+    while sum(is_spare(pod.seat) for pod in group.pods) < spares:
+        everybody_moves(group)
+    began = group.now
+    for pod in [pod for pod in group.pods if not is_spare(pod.seat)][:spares]:
+        assert group.node_is_lost(pod)
+    go_to_the_end(group)
+    assert str(Cause.ALL_STEPS_DONE) == group.outcome
+    assert {2} == {len(seats) for seats in group.seats_in.values()}
+    assert group.now < began + 60, "it waits for no deadline"
 
 
 def must_serve_the_same_weights(*, seed: int, faults: int, **more: Any) -> None:

@@ -22,6 +22,7 @@ from e2e.running_job import KubectlCall, RunningJob, wait_for
 from traces import Process, family, living
 
 from colocated_rl_api import names
+from colocated_rl_api.seats import FIRST_SPARE
 
 pytestmark = pytest.mark.cluster
 
@@ -133,6 +134,42 @@ def test_an_elastic_job_goes_on_without_the_node_and_with_both_pods_once_it_is_b
     assert {8} == {line.fields["samples"] for line in sealed}
     kubectl("-n", NAMESPACE, "delete", names.PLURAL, job.name)
     wait_for("its pods to go", lambda: not job.pods(names.ROLE_GPU), deadline_s=ENDED_S, explain=lambda: "")
+
+
+def test_a_job_goes_on_in_the_room_of_its_spare_which_comes_back_with_the_node(
+    cluster: Cluster, kubectl: KubectlCall
+) -> None:
+    """No other node has a device left, nor takes a second pod of the job."""
+    job = RunningJob(kubectl, namespace=NAMESPACE, name="spared")
+    manifest = yaml.safe_load(Path(__file__).with_name("lost-node.yaml").read_text().replace("JOB", job.name))
+    manifest["spec"] |= {"spares": 1, "failurePolicy": {}}  # no node is avoided
+    kubectl("-n", NAMESPACE, "apply", "-f", "-", stdin=yaml.safe_dump(manifest))
+    job.wait_for_step(1, deadline_s=START_S)
+    kubectl("uncordon", SPARE)
+    spare = f"{job.name}-gpu-{FIRST_SPARE}"
+    wait_for("its spare", lambda: job.status.get("readySpares") == 1, deadline_s=START_S, explain=job.describe)
+    before = nodes(job)
+    assert {f"{spare}-0": SPARE} == {pod: node for pod, node in before.items() if pod.startswith(spare)}
+    assert [HOME, LOST] == sorted(node for pod, node in before.items() if not pod.startswith(spare))
+    with silent(cluster, LOST):
+        step = job.step
+        wait_for(
+            "the job to go on",
+            lambda: job.status["lineage"] == 2 and job.step > step + 2,
+            deadline_s=SILENCE_S,
+            explain=job.describe,
+        )
+        assert [HOME, SPARE] == sorted(node for pod, node in nodes(job).items() if not pod.startswith(spare))
+        assert (2, 0) == (job.status["groupReplicas"], job.status["readySpares"])
+        assert "0 of 1 spares hold room for the group" in next(
+            c["message"] for c in job.status["conditions"] if c["type"] == "PodsReady"
+        )
+    wait_for("another spare", lambda: job.status.get("readySpares") == 1, deadline_s=ENDED_S, explain=job.describe)
+    assert [LOST] == [node for pod, node in nodes(job).items() if pod.startswith(spare)]
+    assert 0 == job.status["restarts"]
+    kubectl("-n", NAMESPACE, "delete", names.PLURAL, job.name)
+    wait_for("its pods to go", lambda: not job.pods(names.ROLE_GPU), deadline_s=ENDED_S, explain=lambda: "")
+    kubectl("cordon", SPARE)
 
 
 def test_a_job_goes_on_elsewhere_and_one_without_room_gives_its_devices_back(

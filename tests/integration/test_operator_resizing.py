@@ -129,3 +129,30 @@ async def test_a_job_goes_on_without_a_node_and_takes_its_replica_in_again_when_
         assert [2, 1, 2] == world_sizes(world)
     assert {1: [1], 2: [1, 2], 3: [3, 4]} == world.group.trained_in, "the loss alone costs a step"
     assert (0, 2) == (world.status["restarts"], world.status["groupReplicas"])
+
+
+SPARE = "sums-gpu-1024-0"
+
+
+@pytest.mark.parametrize("world", [{"spares": 1}], indirect=True, ids=["a spare"])
+async def test_a_lost_pod_gets_the_room_of_the_spare_and_the_spare_another(world: RealWorld) -> None:
+    """The operator is killed meanwhile. Only the node that the spare leaves has room."""
+    stay_at_step(world, 1)
+    async with world.operator():
+        await world.until(lambda: (world.status.get("step"), world.status.get("readySpares")) == (1, 1))
+        assert SPARE in await names_of_pods(world)
+        world.kubelet.blocked = {"sums-gpu-1-1"}
+        await world.api.call("DELETE", f"{PODS}/sums-gpu-1-0")
+        await world.until(lambda: "gpu-1024" not in {member.pod.seat for member in world.kubelet.members.values()})
+    world.kubelet.blocked = {SPARE}  # one that knows of no attempt begins with the first
+    async with world.operator():
+        await world.api.call("PATCH", f"{PODS}/sums-gpu-1-1", {"metadata": {"annotations": {"a": "node"}}}, MERGE)
+        await world.until(lambda: world.status.get("lineage") == 2 and world.status["phase"] == "Rollout")
+        await world.until(lambda: "0 of 1 spares hold room" in world.condition("PodsReady")["message"])
+        assert (2, 0, 0) == (world.status["groupReplicas"], world.status["readySpares"], world.status["restarts"])
+        world.kubelet.blocked = set()
+        await world.api.call("PATCH", f"{PODS}/{SPARE}", {"metadata": {"annotations": {"a": "node"}}}, MERGE)
+        await world.until(lambda: world.status["readySpares"] == 1)
+        world.kubelet.release("rollout")
+        await world.until(lambda: world.is_complete)
+    assert [2] == world_sizes(world)

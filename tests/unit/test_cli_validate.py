@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import textwrap
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -358,14 +359,15 @@ def test_the_builders_manifest_is_accepted() -> None:
     assert judge(yaml.safe_dump(make_manifest())).is_accepted
 
 
+@pytest.mark.parametrize(("field", "value"), [("elasticPolicy", {"minReplicas": 1}), ("spares", 1)])
 @pytest.mark.parametrize("place", ["the job", "the template of its pods"])
-def test_an_elastic_job_in_a_queue_is_refused(place: str) -> None:
+def test_a_job_of_another_number_of_pods_in_a_queue_is_refused(place: str, field: str, value: Any) -> None:
     labels = {"labels": {"kueue.x-k8s.io/queue-name": "research"}}
-    elastic = make_manifest(elasticPolicy={"minReplicas": 1})
+    queued = make_manifest(**{field: value})
     if place == "the job":
-        elastic["metadata"] |= labels
+        queued["metadata"] |= labels
     else:
-        elastic["spec"]["podTemplates"] = {"gpu": {"metadata": labels}}
-    [(_, field, message)] = faults(yaml.safe_dump(elastic))
-    assert "spec.elasticPolicy" == field
+        queued["spec"]["podTemplates"] = {"gpu": {"metadata": labels}}
+    [(_, found, message)] = faults(yaml.safe_dump(queued))
+    assert f"spec.{field}" == found
     assert "a queue, which admits a group of a fixed number of pods" in message

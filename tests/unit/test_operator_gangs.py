@@ -230,8 +230,9 @@ def test_a_required_domain_is_a_required_affinity_where_nothing_else_keeps_it() 
         assert (RACK, "NotIn", [role_of(ROLLOUT_SEAT)]) == (term["topologyKey"], others["operator"], others["values"])
 
 
-def test_an_elastic_job_in_a_queue_is_invalid() -> None:
-    manifest = make_manifest(elasticPolicy={"minReplicas": 1}, podTemplates={"gpu": IN_QUEUE})
+@pytest.mark.parametrize(("field", "value"), [("elasticPolicy", {"minReplicas": 1}), ("spares", 1)])
+def test_a_job_in_a_queue_has_a_fixed_number_of_pods(field: str, value: Any) -> None:
+    manifest = make_manifest(**{field: value}, podTemplates={"gpu": IN_QUEUE})
     metadata = {"namespace": "default", "uid": UID, "generation": 1, "creationTimestamp": "2026-01-01T00:00:00Z"}
-    with pytest.raises(JobInvalid, match=r"spec\.elasticPolicy: .* fixed number of pods"):
+    with pytest.raises(JobInvalid, match=rf"spec\.{field}: .* fixed number of pods"):
         read_job(manifest | {"metadata": manifest["metadata"] | metadata})

@@ -1,4 +1,7 @@
-"""A group goes on with another number of replicas: fewer where there is no room, or as many as are asked for."""
+"""A group goes on with another number of replicas: fewer where there is no room, or as many as are asked for.
+
+Spares hold room for it.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,8 @@ from colocated_rl_api.facts import PodFacts
 from colocated_rl_api.job_status import ColocatedRLJobStatus
 from colocated_rl_api.member_wire import PodTarget
 from colocated_rl_api.rungs import Placement, Rung, WeightVersion
-from colocated_rl_operator.manifests.belongings import config
+from colocated_rl_operator.manifests.belongings import claims, config, disruption_budget
+from colocated_rl_operator.manifests.resources import PodImages, pod
 from colocated_rl_operator.planner.actions import CreatePod, DeletePod
 from colocated_rl_operator.planner.observation import Climb, Member, Observation, PodPhase, remember
 from colocated_rl_operator.planner.plan import Plan, plan
@@ -314,3 +318,119 @@ def test_the_status_says_how_many_replicas_the_group_has_and_what_the_next_one_w
     assert ("True", "MembersAnswer") == (ready.status, ready.reason)
     assert "1 of 2 replicas" in ready.message
     assert "0/3 nodes are available" in ready.message
+
+
+# -------------------------------------------------------------------------------------------------------------- spares
+SPARE = "gpu-1024"
+
+
+def spared(replicas: int, *spares: Member, **spec: Any) -> Observation:
+    """A group that serves, and the spares that are there. Its next batch is not sealed."""
+    return remember(with_all(group_of(replicas, asked=replicas, sealed=2, **spec), *spares))
+
+
+def with_all(seen: Observation, *pods: Member) -> Observation:
+    for each in pods:
+        seen = with_pod(seen, each)
+    return seen
+
+
+def test_spares_are_made_one_after_the_other_once_the_group_is_whole() -> None:
+    seen = spared(2, spares=2)
+    assert [SPARE] == made(plan(seen))
+    pending = make_member(SPARE, phase=PodPhase.PENDING)
+    assert [] == made(plan(with_pod(seen, pending))), "there is no room for the first"
+    assert ["gpu-1025"] == made(plan(with_pod(seen, replace(pending, is_accepted=True))))
+    assert SPARE not in made(plan(without(seen, "gpu-1")))
+    assert [] == made(plan(spared(2)))
+
+
+def test_the_replicas_that_are_asked_for_come_before_spares() -> None:
+    assert ["gpu-1"] == made(plan(group_of(1, asked=2, sealed=2, spares=1)))
+
+
+def test_a_spare_never_joins_and_has_no_target() -> None:
+    decided = plan(with_pod(group_of(2, asked=2, spares=1), make_member(SPARE, facts=BLANK)))
+    assert (Cause.NEXT_STEP, 2) == (climb_of(decided).cause, climb_of(decided).replicas)
+    assert not any("1024" in name for name in decided.targets)
+    assert not any("1024" in name for name in decided.standings)
+
+
+def test_a_spare_gives_its_room_to_a_pod_that_has_none() -> None:
+    seen = without(spared(2, make_member(SPARE, facts=BLANK), spares=1), "gpu-1")
+    assert ([], seen.now + 5) == (deleted(plan(later(seen, 4))), plan(seen).wake_at)
+    decided = plan(later(seen, 5))
+    assert ["sums-gpu-1024-0"] == deleted(decided)
+    (action,) = decided.pods
+    assert isinstance(action, DeletePod)
+    assert "pod sums-gpu-1024-0 goes: it is a spare, and its room is for gpu-1" == action.why
+
+
+def test_no_more_spares_go_than_pods_have_no_room() -> None:
+    spares = [make_member(f"gpu-{number}", facts=BLANK) for number in (1024, 1025)]
+    seen = without(spared(3, *spares, spares=2), "gpu-1")
+    assert ["sums-gpu-1025-0"] == deleted(plan(later(seen, 5)))
+    gone = remember(replace(seen, members=tuple(pod for pod in seen.members if pod.seat != "gpu-1025")))
+    assert [] == deleted(plan(later(gone, 6))), "its room is not taken yet"
+    assert ["sums-gpu-1024-0"] == deleted(plan(later(gone, 30))), "it was not enough"
+    both = without(without(spared(3, *spares, spares=2), "gpu-1"), "gpu-0")
+    assert ["sums-gpu-1024-0", "sums-gpu-1025-0"] == deleted(plan(later(both, 5)))
+
+
+def test_a_spare_goes_before_the_group_becomes_smaller() -> None:
+    seen = without(spared(2, make_member(SPARE, facts=BLANK), spares=1, elasticPolicy=ELASTIC), "gpu-1")
+    assert (False, ["sums-gpu-1024-0"]) == (plan(later(seen, 30)).raises, deleted(plan(later(seen, 30))))
+    ends = with_pod(seen, make_member(SPARE, ends_at=200.0))
+    assert not plan(later(ends, 31)).raises, "its room is not free before it has ended"
+    gone = remember(replace(seen, members=tuple(pod for pod in seen.members if pod.seat != SPARE)))
+    assert (Cause.RESIZED, 1) == (climb_of(plan(later(gone, 30))).cause, climb_of(plan(later(gone, 30))).replicas)
+
+
+def test_spares_that_are_no_longer_asked_for_go() -> None:
+    decided = plan(spared(2, make_member(SPARE, facts=BLANK)))
+    (action,) = decided.pods
+    assert isinstance(action, DeletePod)
+    assert "pod sums-gpu-1024-0 goes: spec.spares is 0" == action.why
+
+
+def test_a_job_that_rests_or_ends_leaves_no_spare() -> None:
+    spare = make_member(SPARE, facts=BLANK)
+    assert "sums-gpu-1024-0" in plan(spared(2, spare, spares=1, suspend=True)).targets, "it is told to stop"
+    last = replace(make_climb(5, epoch=9, cause=Cause.ALL_STEPS_DONE), replicas=2)
+    seen = spared(2, spare, spares=1).following(last)
+    assert "sums-gpu-1024-0" in plan(remember(seen)).targets
+
+
+def test_spares_are_of_the_trainers_pods_and_counted_by_no_budget() -> None:
+    job = make_job(replicas=1, spares=2)
+    assert ("gpu-1024", "gpu-1025") == job.spare_seats
+    assert ("trainer-1024",) == make_job(spares=1, rollout=OWN_ROLLOUT).spare_seats
+    budget = disruption_budget(job)["spec"]
+    assert (1, [{"key": "rl.colocate.dev/spare", "operator": "DoesNotExist"}]) == (
+        budget["minAvailable"],
+        budget["selector"]["matchExpressions"],
+    )
+    labels = [
+        pod(job, seat, 0, PodImages("agent", "rollout", "gpu", "Never"))["metadata"]["labels"]
+        for seat in ("gpu-0", SPARE)
+    ]
+    assert [None, "true"] == [each.get("rl.colocate.dev/spare") for each in labels]
+    assert {"gpu"} == {each["rl.colocate.dev/role"] for each in labels}, "an affinity of the job's is theirs too"
+    assert [["ReadWriteOnce"], ["ReadWriteMany"]] == [
+        claims(make_job(replicas=1, spares=spares))[1]["spec"]["accessModes"] for spares in (0, 1)
+    ]
+
+
+def test_the_status_says_how_many_spares_hold_room_and_what_the_others_wait_for() -> None:
+    here = make_member(SPARE, facts=BLANK)
+    waits = make_member("gpu-1025", phase=PodPhase.PENDING, trouble="not scheduled: 0/3 nodes are available")
+    seen = spared(2, here, waits, spares=2)
+    status = report(seen, plan(seen), before=ColocatedRLJobStatus(), at=CREATED)
+    assert (2, 2, 1) == (status.replicas, status.ready_replicas, status.ready_spares)
+    [ready] = [each for each in status.conditions if each.type == "PodsReady"]
+    assert ready.message == (
+        "every member answers; 1 of 2 spares hold room for the group "
+        "(sums-gpu-1025-0: not scheduled: 0/3 nodes are available)"
+    )
+    without_any = spared(2)
+    assert report(without_any, plan(without_any), before=ColocatedRLJobStatus(), at=CREATED).ready_spares is None

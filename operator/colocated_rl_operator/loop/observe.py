@@ -13,7 +13,6 @@ import pydantic
 
 from colocated_rl_api import names
 from colocated_rl_api.bounded_json import MOST_LEVELS
-from colocated_rl_api.elastic import NOT_QUEUED
 from colocated_rl_api.engines import refusals
 from colocated_rl_api.failure import FailureCause
 from colocated_rl_api.job import ColocatedRLJobSpec
@@ -164,8 +163,8 @@ def read_job(body: Mapping[str, Any]) -> Job:
         token_name=token_name(metadata),
         queue_labels={label: value for label in QUEUE_LABELS if (value := (metadata.get("labels") or {}).get(label))},
     )
-    if job.queue and spec.elastic_policy is not None:
-        raise JobInvalid(f"spec.elasticPolicy: {NOT_QUEUED}")
+    if job.queue and spec.not_queued:
+        raise JobInvalid("; ".join(f"spec.{field}: {words}" for field, words in spec.not_queued.items()))
     return job
 
 

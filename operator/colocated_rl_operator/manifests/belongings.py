@@ -124,7 +124,7 @@ def claims(job: Job) -> list[Object]:
     spec = job.spec
     found = [
         _claim(job, "store", spec.storage.volume, many_pods=False),
-        _claim(job, "checkpoints", spec.checkpoint.volume, many_pods=spec.replicas > 1),
+        _claim(job, "checkpoints", spec.checkpoint.volume, many_pods=spec.replicas + spec.spares > 1),
     ]
     if spec.placement is Placement.DISAGGREGATED:
         found.append(_claim(job, "weights", spec.weight_sync.volume, many_pods=True))
@@ -195,7 +195,7 @@ def disruption_budget(job: Job) -> Object:
     """Return the budget by which evictions take one pod of the job at a time: the next once its successor is ready.
 
     A number of pods that stay, not of pods that may go: for the latter Kubernetes asks the pods' owner for its scale,
-    which a job does not have. A pod that is not ready may always go.
+    which a job does not have. A pod that is not ready may always go. Spares may, too: the budget does not count them.
     """
     return {
         "apiVersion": "policy/v1",
@@ -203,7 +203,10 @@ def disruption_budget(job: Job) -> Object:
         "metadata": metadata_of(job, f"{job.name}-{job.uid}"),
         "spec": {
             "minAvailable": len(job.seats.all) - 1,
-            "selector": {"matchLabels": {names.JOB_UID_LABEL: job.uid}},
+            "selector": {
+                "matchLabels": {names.JOB_UID_LABEL: job.uid},
+                "matchExpressions": [{"key": names.SPARE_LABEL, "operator": "DoesNotExist"}],
+            },
             "unhealthyPodEvictionPolicy": "AlwaysAllow",
         },
     }

@@ -25,7 +25,7 @@ from colocated_rl_api.parts import Resources, size_in_bytes
 from colocated_rl_api.pod_template import TEMPLATE_OF, PodDefaults
 from colocated_rl_api.prompts import claim_names_of, secret_names_of
 from colocated_rl_api.rungs import Placement
-from colocated_rl_api.seats import ROLLOUT_SEAT, role_of
+from colocated_rl_api.seats import ROLLOUT_SEAT, is_spare, role_of
 from colocated_rl_operator.manifests import overlay
 from colocated_rl_operator.manifests.confinement import LAST_WORDS, NO_WORDS, RESTRICTED, Users, users_of
 from colocated_rl_operator.manifests.gangs import GROUP_INDEX, GROUP_LABEL, NO_GANGS, Gangs, in_queue, membership
@@ -180,7 +180,7 @@ def seated(
     at any price only where a rule asks for that: a usual answer must not leave a small cluster's job without a place.
     """
     shared, spec = template["metadata"], dict(template["spec"])
-    labels = {names.ATTEMPT_LABEL: str(attempt)}
+    labels = {names.ATTEMPT_LABEL: str(attempt)} | ({names.SPARE_LABEL: "true"} if is_spare(seat) else {})
     if seat != ROLLOUT_SEAT:
         labels[names.REPLICA_LABEL] = seat.rpartition("-")[2]
         if GROUP_LABEL in shared["labels"]:

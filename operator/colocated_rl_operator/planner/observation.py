@@ -25,7 +25,7 @@ from colocated_rl_api.member_wire import Endpoint
 from colocated_rl_api.names import JobUid, PodUid
 from colocated_rl_api.pod_template import QUEUE_LABEL
 from colocated_rl_api.rungs import Rung, WeightVersion
-from colocated_rl_api.seats import ROLLOUT_SEAT, Seats, role_of, seats_for
+from colocated_rl_api.seats import ROLLOUT_SEAT, Seats, role_of, seats_for, spare_seats
 from colocated_rl_api.wire import Version
 from colocated_rl_operator.planner.notices import Notice
 from colocated_rl_operator.planner.reasons import Cause
@@ -115,6 +115,11 @@ class Job:
     def waiting_seats(self) -> tuple[str, ...]:
         """Return the GPU seats that the spec asks for beyond those of the group, the next one first."""
         return tuple(seat for seat in self.asked_seats.gpu if seat not in self.seats.gpu)
+
+    @cached_property
+    def spare_seats(self) -> tuple[str, ...]:
+        """Return the seats of the pods of `spec.spares`, which hold room for those of the group."""
+        return spare_seats(self.trainer_role, self.spec.spares)
 
     @property
     def file_spec(self) -> ColocatedRLJobSpec:
@@ -402,6 +407,10 @@ class Observation:
     def scoring_members(self) -> tuple[Member, ...]:
         """Return the pods in their seats that score samples for rollout, those too that are not ready for it."""
         return self._in(self.job.scoring_seats)
+
+    @cached_property
+    def spare_members(self) -> tuple[Member, ...]:
+        return self._in(self.job.spare_seats)
 
     def following(self, climb: Climb | None) -> Observation:
         """Return the same under another climb, whose group may have another number of replicas."""

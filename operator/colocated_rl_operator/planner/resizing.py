@@ -27,7 +27,7 @@ def shrink_to_fit(seen: Observation, climb: Climb | None) -> Decision | None:
         return None
     if climb is not None and not climb.group and asked < job.replicas:
         return _regroup(seen, climb, asked, f"{asked} replicas are asked for instead of {job.replicas}")
-    if any(pod.seat in job.waiting_seats and pod.is_placed for pod in seen.members):
+    if any(pod.seat in (*job.waiting_seats, *job.spare_seats) and pod.is_placed for pod in seen.members):
         return None  # it gives its room to those that have none
     policy = job.spec.elastic_policy
     least = asked if policy is None else min(asked, policy.min_replicas)

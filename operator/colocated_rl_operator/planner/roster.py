@@ -12,7 +12,8 @@ would delete the new one as surplus: there the seat waits for as long as the del
 admits one pod, so the rollout seat waits until no container of the old pod can run any more, and that pod is never
 force-deleted. It does not wait until the old pod is gone: a queue keeps a pod that has failed until there is another.
 
-Pods of seats that the group has no longer go. Those of waiting seats (`size`) go if a seat of the group has no room.
+Pods of seats that the group has no longer go. Those of waiting seats and spares (`size`) go if a seat of the group has
+no room.
 
 A reference with devices of its own is no member: kubelet restarts it, and the loss of its node removes its pod. Nobody
 can send it new keys, so its pod is replaced for them, one after the other.
@@ -21,10 +22,10 @@ can send it new keys, so its pod is replaced for them, one after the other.
 from __future__ import annotations
 
 from colocated_rl_api.back_off import doubled_s
-from colocated_rl_api.seats import ROLLOUT_SEAT
+from colocated_rl_api.seats import ROLLOUT_SEAT, is_spare
 from colocated_rl_operator.planner.actions import CreatePod, DeletePod, PodAction
 from colocated_rl_operator.planner.observation import Member, Observation, PodPhase
-from colocated_rl_operator.planner.size import has_no_room, seat_to_open
+from colocated_rl_operator.planner.size import has_no_room, room_needed_at, seat_to_open, spares_to_keep
 
 SILENCE_S = 30.0  # a running member may stay silent this long: the network heals
 RESTARTS_S = 300.0  # or this long, while its containers start, or kubelet restarts them again and again
@@ -46,6 +47,8 @@ def muster(seen: Observation) -> tuple[tuple[PodAction, ...], float | None]:
         if is_silent(seen, pod, wake)
     ]
     actions += [*_renewals(seen), *_surplus(seen)]
+    if seen.spare_members and (needed_at := room_needed_at(seen)) is not None:
+        wake.append(needed_at)
     opened = seat_to_open(seen)
     wanted = (*seen.job.seats.all, *((opened,) if opened else ()))
     vacant = [seat for seat in wanted if seat not in seen.current]
@@ -75,14 +78,20 @@ def _surplus(seen: Observation) -> list[PodAction]:
     """Return the deletions of pods that are not of the group, and that nobody waits for or whose room it needs."""
     job = seen.job
     waits = () if has_no_room(seen) else job.waiting_seats
-    kept = {*job.seats.all, *waits}
+    kept = {*job.seats.all, *waits, *spares_to_keep(seen)}
     return [
-        DeletePod(
-            pod.name, pod.uid, None, f"pod {pod.name} goes: the group has {job.replicas} replicas", is_fault=False
-        )
+        DeletePod(pod.name, pod.uid, None, f"pod {pod.name} goes: {_why_surplus(seen, pod)}", is_fault=False)
         for pod in seen.current.values()
         if pod.seat not in kept
     ]
+
+
+def _why_surplus(seen: Observation, pod: Member) -> str:
+    if pod.seat in seen.job.spare_seats:
+        return f"it is a spare, and its room is for {', '.join(seen.unplaced)}"
+    if is_spare(pod.seat):
+        return f"spec.spares is {seen.job.spec.spares}"
+    return f"the group has {seen.job.replicas} replicas"
 
 
 def clear(seen: Observation) -> tuple[tuple[PodAction, ...], float | None]:

@@ -2,7 +2,11 @@
 
 The seats of a group are always the first ones. The seats that the spec asks for beyond them are *waiting*: their pods
 are made one after the other, and one that no node has taken on holds nothing. When a waiting pod answers there is room
-for it, and the group takes it in at its next step (`resizing`). The module is pure.
+for it, and the group takes it in at its next step (`resizing`).
+
+The pods of `spec.spares` are made likewise, after those, and never join: they give their room to pods of the group that
+have none. A spare pod with all that it has loaded could be taken in instead, at the price that any seat may have any
+rank. What a spare keeps ready is a node: its devices, and the images on it. The module is pure.
 """
 
 from __future__ import annotations
@@ -11,6 +15,7 @@ from itertools import takewhile
 
 from colocated_rl_operator.planner.observation import Observation
 
+SPARE_AFTER_S = 5.0  # without room, of a pod of the group: many times what scheduler and kubelet need for one
 SHRINK_AFTER_S = 30.0  # without room, of a job that is asked to have fewer replicas and has no elasticPolicy
 
 
@@ -47,15 +52,33 @@ def has_no_room(seen: Observation) -> bool:
     return until is not None and seen.now >= until
 
 
+def room_needed_at(seen: Observation) -> float | None:
+    """Return when spares give their room to pods that are not placed. None: all are placed."""
+    since = seen.memory.unplaced_since
+    return None if since is None or not seen.unplaced else since + SPARE_AFTER_S
+
+
+def spares_to_keep(seen: Observation) -> tuple[str, ...]:
+    """Return the seats of the spares that keep their room: one gives it to each pod of the group that has none."""
+    needed_at = room_needed_at(seen)
+    if needed_at is None or seen.now < needed_at:
+        return seen.job.spare_seats
+    if has_no_room(seen):
+        return ()  # those that are placed may be fewer than are asked for
+    return seen.job.spare_seats[: max(0, len(seen.job.spare_seats) - len(seen.unplaced))]
+
+
 def seat_to_open(seen: Observation) -> str | None:
     """Return the waiting seat that is to get a pod: the next one, once the group is whole and those before are placed.
+
+    A spare's comes after those of the group.
 
     None: no seat is.
     """
     climb = seen.climb
     if climb is None or not climb.group or not seen.all_answer or not is_resizable(seen):
         return None
-    for seat in seen.job.waiting_seats:
+    for seat in (*seen.job.waiting_seats, *seen.job.spare_seats):
         pod = seen.current.get(seat)
         if pod is None:
             return seat

@@ -123,6 +123,7 @@ def report(
         replicas=len(seen.job.gpu_seats),
         group_replicas=seen.job.replicas if plan.climb else None,
         ready_replicas=before.ready_replicas if found.answering and not seen.all_answer else _ready(seen),
+        ready_spares=_ready_spares(seen) if seen.job.spare_seats else None,
         pods_by_rung={rung.value: pods for rung, pods in Counter(plan.standings.values()).items()},
         out_of_line=found.out_of_line,
         rollout=_rollout(seen) or before.rollout,
@@ -399,7 +400,7 @@ def _pods_ready(found: _Pass) -> tuple[bool, DocumentedReason, str]:
     if found.plan.is_over:
         return False, Reason.JOB_ENDED, ""
     if not found.seen.absent or is_brief_outage(found.seen, found.before):  # a reference for rollout is ready too
-        return True, Reason.MEMBERS_ANSWER, _size(found.seen)
+        return True, Reason.MEMBERS_ANSWER, "; ".join(filter(None, (_size(found.seen), _spares(found.seen))))
     reason = Reason.OPERATOR_CUT_OFF if found.seen.is_deaf else Reason.PODS_STARTING
     return False, reason, found.plan.wait.message if found.plan.wait else found.waiting
 
@@ -416,6 +417,21 @@ def _size(seen: Observation) -> str:
     pods = (seen.current.get(seat) for seat in job.waiting_seats)
     trouble = next((f"; {pod.name}: {pod.trouble}" for pod in pods if pod is not None and pod.trouble), "")
     return f"{job.replicas} of {asked} replicas: others join at a step boundary once there is room for them{trouble}"
+
+
+def _spares(seen: Observation) -> str:
+    """Describe how many spares hold room, and what the others wait for; "" for a job without."""
+    asked = len(seen.job.spare_seats)
+    if not asked:
+        return ""
+    trouble = next(
+        (f" ({pod.name}: {pod.trouble})" for pod in seen.spare_members if pod.trouble and not pod.answers), ""
+    )
+    return f"{_ready_spares(seen)} of {asked} spares hold room for the group{trouble}"
+
+
+def _ready_spares(seen: Observation) -> int:
+    return sum(pod.answers for pod in seen.spare_members)
 
 
 def _gpu_sharing(found: _Pass) -> tuple[bool, DocumentedReason, str]:

@@ -17,7 +17,6 @@ from typing import Any
 import pydantic
 
 from colocated_rl_api import names
-from colocated_rl_api.elastic import NOT_QUEUED
 from colocated_rl_api.engines import refusals
 from colocated_rl_api.job import ColocatedRLJob, Metadata
 from colocated_rl_api.pod_template import QUEUE_LABEL
@@ -129,9 +128,9 @@ def faults_of(document: Document) -> list[Fault]:
         found.append(Fault(document.place(path), spelled(path), words))
     labels = metadata.get("labels") if isinstance(metadata, Mapping) else None
     queue = job.spec.pod_templates.gpu.queue or (isinstance(labels, Mapping) and labels.get(QUEUE_LABEL))
-    if queue and job.spec.elastic_policy is not None:
-        path = ("spec", "elasticPolicy")
-        found.append(Fault(document.place(path), spelled(path), NOT_QUEUED))
+    for name, words in job.spec.not_queued.items() if queue else ():
+        path = ("spec", name)
+        found.append(Fault(document.place(path), spelled(path), words))
     return found
 
 
