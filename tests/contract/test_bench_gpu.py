@@ -11,6 +11,7 @@ from bench.gpu import prove
 from bench.gpu.__main__ import PARTS, main
 from bench.gpu.engine import FREED, SAVER, FreedMemory, SavedMemory, checksum_of, choose_memory
 from bench.gpu.models import MODELS
+from bench.gpu.switches import Proof
 from setup.layout import CHECKOUT
 
 
@@ -54,9 +55,13 @@ def test_a_pod_takes_its_switches_and_falls_short_of_nothing(capfd: pytest.Captu
         assert line in output
 
 
-def test_switches_that_are_too_few_for_a_verdict_fail_the_command(capfd: pytest.CaptureFixture[str]) -> None:
-    assert 1 == prove.main(["--device", "cpu", "--model", "tiny", "--switches", "1"])
-    assert "| falls short | no slope from 1 switches |" in capfd.readouterr().out
+def test_a_proof_that_falls_short_fails_the_command(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    proof = Proof("tiny", asked=5, switches=(), flops=1.0, peak_flops=1.0, released_by="nobody", ended="it was ended")
+    monkeypatch.setattr(prove, "prove_model", lambda *_, **__: proof)
+    assert 1 == prove.main(["--device", "cpu", "--model", "tiny"])
+    assert "| falls short | ended after 0 of 5 switches: it was ended" in capsys.readouterr().out
 
 
 def test_a_proof_without_a_gpu_says_what_to_do(

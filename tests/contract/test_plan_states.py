@@ -173,7 +173,7 @@ def test_every_state_of_a_job_whose_node_gives_notice_is_safe_and_leads_to_an_en
 @pytest.mark.parametrize(
     ("replicas", "steps", "deaths", "of", "suspensions"),
     [
-        (1, 2, 2, (GROWING, *MORTAL), 0),
+        (1, 1, 2, (GROWING, *MORTAL), 0),
         (1, 2, 1, (GROWING,), 1),
         (2, 2, 1, (GROWING,), 0),
         (2, 1, 2, (GROWING, "trainer"), 0),

@@ -6,6 +6,7 @@ What an engine would be in its place, for models whose logits are small and larg
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,32 +21,32 @@ SEEDS = 100
 HIDDEN = 64
 
 
-def make(directory: Path, *, seed: int, tied: bool, spread: float) -> Path:
-    """Make a model whose logits have about this standard deviation."""
+def make(directory: Path, *, seed: int, tied: bool, spread: float) -> Any:
+    """Make a model whose logits have about this standard deviation, and return it."""
     write_tiny_model(directory, seed=seed, tied=tied, hidden=HIDDEN, layers=4, vocabulary=512)
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
     head = model.get_output_embeddings().weight
     with torch.no_grad():
         head.mul_(spread / HIDDEN**0.5 / head.std())
     model.save_pretrained(directory)
-    return directory
+    return model
 
 
-def take_a_step(directory: Path) -> None:
-    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+def take_a_step(model: Any, directory: Path) -> None:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(1e-3 * parameter.std() * torch.randn_like(parameter))
     model.save_pretrained(directory)
 
 
-def judged(directory: Path, noise_nats: float | None, *, exchanged: bool = False) -> float:
-    """Return how far the other implementation is from the trainer, if it agrees. Raises ProbeDisagrees."""
-    right = probe(load_model(directory), torch.bfloat16)
+def both(directory: Path) -> tuple[Probe, Any]:
+    """Return the trainer's probe of a model, and the other implementation with the same weights."""
     other = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.bfloat16, attn_implementation="eager").eval()
-    if exchanged:
-        layers = other.model.layers
-        layers[1], layers[2] = layers[2], layers[1]
+    return probe(load_model(directory), torch.bfloat16), other
+
+
+def judged(right: Probe, other: torch.nn.Module, noise_nats: float | None) -> float:
+    """Return how far the other implementation is from the trainer, if it agrees. Raises ProbeDisagrees."""
     return require_agreement(right.logp, answered(other, right), noise_nats=noise_nats, is_exact=False)
 
 
@@ -65,10 +66,14 @@ def test_in_bfloat16_what_is_right_is_accepted_for_every_seed_and_two_layers_exc
     """The test leaves out where layers of a random model hardly matter: its head is its embeddings, and large."""
     layers_matter = not (tied and spread == 10.0)
     for seed in range(SEEDS):
-        directory = make(tmp_path / str(seed), seed=seed, tied=tied, spread=spread)
-        noise = judged(directory, None)
-        take_a_step(directory)
-        noise = judged(directory, noise)
+        directory = tmp_path / str(seed)
+        model = make(directory, seed=seed, tied=tied, spread=spread)
+        noise = judged(*both(directory), None)
+        take_a_step(model, directory)
+        right, other = both(directory)
+        noise = judged(right, other, noise)
         if layers_matter:
+            layers = other.model.layers
+            layers[1], layers[2] = layers[2], layers[1]
             with pytest.raises(ProbeDisagrees):
-                judged(directory, noise, exchanged=True)
+                judged(right, other, noise)
