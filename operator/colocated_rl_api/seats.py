@@ -30,7 +30,8 @@ def spare_seats(role: str, number: int) -> tuple[str, ...]:
 
 
 def is_spare(seat: str) -> bool:
-    return seat != ROLLOUT_SEAT and int(seat.rpartition("-")[2]) >= FIRST_SPARE
+    replica = seat.rpartition("-")[2]
+    return replica.isdecimal() and int(replica) >= FIRST_SPARE
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from builders import RESIDENT_ROLLOUT, make_manifest
+from builders import RESIDENT_ROLLOUT, absent_engine, absent_trainer, make_manifest, pod_facts
 from colocated_rl_api import names
 from colocated_rl_api.rungs import Rung
 from colocated_rl_cli.base.errors import NotAllowed
@@ -320,6 +320,15 @@ def test_a_group_that_has_fewer_replicas_than_the_job_asks_for_misses_none_of_th
     assert [("Resized", None)] == reasons(found)
     assert "the group has 1 replicas, 2 are asked for" == found.causes[0].message
     assert [] == reasons(explained(job(status=running(groupReplicas=2))))
+
+
+def test_a_spare_holds_room_and_stands_on_no_rung() -> None:
+    facts = pod_facts(absent_engine(), absent_trainer(), epoch=0).model_dump(mode="json", by_alias=True)
+    states = pages(**{"sums-gpu-1024-0": {"facts": facts, "hello": {}, "target": None}})
+    for status in (running(), running(rung="Unknown")):
+        found = explained(job(status=status), [*PODS, pod("gpu-1024")], states)
+        assert [] == reasons(found)
+        assert "a spare, which holds room for the group" == found.rungs["sums-gpu-1024-0"]
 
 
 def test_a_former_attempt_that_ended_is_passed_over() -> None:

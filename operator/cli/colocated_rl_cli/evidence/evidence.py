@@ -15,6 +15,7 @@ from colocated_rl_api.job import ColocatedRLJobSpec
 from colocated_rl_api.job_status import ColocatedRLJobStatus, Phase
 from colocated_rl_api.member_wire import PodTarget
 from colocated_rl_api.rungs import Rung
+from colocated_rl_api.seats import is_spare
 from colocated_rl_cli.base.errors import CliError
 from colocated_rl_cli.evidence.records import ladder_of
 
@@ -88,13 +89,13 @@ def rungs_of(
     """Return the rung of each pod on the climb to the newest epoch's version.
 
     Rungs come from members' pages, and from the status for pages that were not read. A page may be newer than the
-    status, so its own target counts.
+    status, so its own target counts. A spare climbs nothing.
     """
     found = {pod.name: Rung(pod.rung) for pod in status.out_of_line if pod.rung in set(Rung)}
-    for pod in seats_of(seen.pods).values():
+    for seat, pod in seats_of(seen.pods).items():
         name = pod["metadata"]["name"]
         known, target = facts.get(name), _target(seen.states.get(name))
-        if not isinstance(known, PodFacts):
+        if not isinstance(known, PodFacts) or is_spare(seat):
             continue
         is_current = target is not None and target.epoch >= (status.epoch or 0) and known.epoch == target.epoch
         reached = ladder_of(seen.job).standing(known, target.version) if target is not None and is_current else None

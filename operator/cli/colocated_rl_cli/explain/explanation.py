@@ -19,7 +19,7 @@ from colocated_rl_api import names
 from colocated_rl_api.facts import EPOCHS_OF_WAITS, PodFacts, Problem, RolloutFacts
 from colocated_rl_api.job_status import ColocatedRLJobStatus, ConditionStatus, FailuresStatus, Phase
 from colocated_rl_api.rungs import RolloutPlacement, Rung
-from colocated_rl_api.seats import seats_for
+from colocated_rl_api.seats import is_spare, seats_for
 from colocated_rl_cli.base.errors import CliError
 from colocated_rl_cli.evidence.evidence import (
     Evidence,
@@ -90,7 +90,7 @@ def explain(seen: Evidence) -> Explanation:
         headline=_headline(job, status, now=seen.now),
         causes=(*sorted(causes, key=lambda cause: cause.remedy.heals), *stragglers),
         waits_for=None if causes or _is_over(status) else waits_for(seen, status, facts, rungs),
-        rungs={pod: rung.value for pod, rung in sorted(rungs.items())},
+        rungs={pod: rung.value for pod, rung in sorted(rungs.items())} | _spares(seen),
         warnings=tuple(_warnings(seen)),
         notes=(*_notes(seen), *(f"status.{field} is in words that a newer kubectl crlj knows" for field in unknown)),
     )
@@ -184,6 +184,12 @@ def _of_pods(seen: Evidence, status: ColocatedRLJobStatus) -> Iterator[Finding]:
     for pod in current.values():
         if trouble := _trouble(pod, seen.events):
             yield Finding(*trouble, pod=pod["metadata"]["name"])
+
+
+def _spares(seen: Evidence) -> dict[str, str]:
+    """Return what each spare does, in the place of its rung."""
+    spares = (pod for seat, pod in seats_of(seen.pods).items() if is_spare(seat))
+    return {pod["metadata"]["name"]: "a spare, which holds room for the group" for pod in spares}
 
 
 def _seats(spec: Object, *, replicas: int | None) -> tuple[str, ...]:
