@@ -11,6 +11,8 @@ import shutil
 import signal
 import subprocess
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -53,13 +55,8 @@ def cluster(podman: Podman, images: dict[str, str], tmp_path_factory: pytest.Tem
     with Cluster.up(tmp_path_factory.mktemp("cluster") / "c", options=options) as cluster:
         make_pause(podman, tmp_path_factory.mktemp("pause"))
         make_environment(podman, images["rollout"], tmp_path_factory.mktemp("environment"))
-        for image in (PAUSE, *images.values(), ENVIRONMENT):
-            for node in NODES:
-                bring(podman, image, cluster, node)
-        for node in NODES:
-            ctr(cluster, node, "images", "tag", images["agent"], AGENT)
-            for image in images.values():
-                ctr(cluster, node, "images", "tag", image, image.removesuffix(TAG) + NEXT)
+        with ThreadPoolExecutor(len(NODES)) as nodes:
+            list(nodes.map(partial(bring_all, podman, images, cluster), NODES))
         prepare(cluster)
         install(cluster, tmp_path_factory.mktemp("install"))
         yield cluster
@@ -101,6 +98,14 @@ def make_environment(podman: Podman, rollout: str, place: Path) -> None:
     for file in (examples / "stockroom.py", examples / "uv", SCENARIOS / "own_environment/additions.py"):
         shutil.copy(file, place)
     podman.build_folder(place, ENVIRONMENT)
+
+
+def bring_all(podman: Podman, images: dict[str, str], cluster: Cluster, node: str) -> None:
+    for image in (PAUSE, *images.values(), ENVIRONMENT):
+        bring(podman, image, cluster, node)
+    ctr(cluster, node, "images", "tag", images["agent"], AGENT)
+    for image in images.values():
+        ctr(cluster, node, "images", "tag", image, image.removesuffix(TAG) + NEXT)
 
 
 def bring(podman: Podman, image: str, cluster: Cluster, node: str) -> None:
