@@ -401,10 +401,12 @@ class Simulation(ModelGroup):
         self.sent = 0
         self.blocked: set[str] = set()  # seats for whose pods there is no node
         self.room: int | None = None  # for so many GPU pods; None: for all
+        self.pending: dict[str, Member] = {}  # pods that no node has taken on, by UID
 
     # -------------------------------------------------------------------------------------------------- the operator
     def operator_pass(self, *, dies_after_record: bool = False) -> Plan:
         """observe, plan, act, with everything recorded before it is sent."""
+        self._place_pending()
         seen = remember(self._observe())
         self.memory = seen.memory
         decided = plan(seen)
@@ -427,10 +429,11 @@ class Simulation(ModelGroup):
         for action in decided.pods:
             if isinstance(action, CreatePod):
                 must(len(action.avoids) <= MAX_AVOIDED, "ever more nodes are avoided")
-                if self._has_room(action.seat):
-                    self.add(action.seat, action.attempt, f"uid-{next(self.incarnations)}")
+                self._make(action)
             else:
+                self.pending.pop(action.uid, None)
                 self.remove(action.uid)
+        self._place_pending()
         if seen.climb is not None:
             if seen.is_finished:
                 self.trained_step = max(self.trained_step, seen.climb.step)
@@ -438,6 +441,19 @@ class Simulation(ModelGroup):
                 self.served = seen.climb.version
         self.is_over = decided.is_over
         return decided
+
+    def _make(self, action: CreatePod) -> None:
+        uid, name = names.PodUid(f"uid-{next(self.incarnations)}"), f"{action.seat}-{action.attempt}"
+        self.pending[uid] = Member(
+            action.seat, action.attempt, name, uid, PodPhase.PENDING, created_at=self.now, node=None
+        )
+
+    def _place_pending(self) -> None:
+        """The scheduler gives each pod a node, the oldest first, if there is one."""
+        for uid, pod in list(self.pending.items()):
+            if self._has_room(pod.seat):
+                del self.pending[uid]
+                self.add(pod.seat, pod.attempt, uid)
 
     def _has_room(self, seat: str) -> bool:
         there = sum(pod.alive for pod in self.pods)
@@ -459,7 +475,7 @@ class Simulation(ModelGroup):
         return Observation(
             now=self.now,
             job=self.job,
-            members=tuple(self._member(index, pod) for index, pod in enumerate(self.everybody)),
+            members=(*(self._member(index, pod) for index, pod in enumerate(self.everybody)), *self.pending.values()),
             climb=self.climb,
             trained_step=self.trained_step,
             served=self.served,

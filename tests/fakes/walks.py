@@ -143,9 +143,9 @@ def go_to_the_end(group: Simulation) -> int:
 
 def everybody_moves(group: Simulation) -> tuple[Plan, bool]:
     """Move everybody once, in turn. Returns the plan, and whether anything changed."""
-    before = (group.sent, group.climb, len(group.pods), len(group.rollouts))
+    before = (group.sent, group.climb, len(group.pods), len(group.rollouts), len(group.pending))
     decided = group.operator_pass()
-    busy = before != (group.sent, group.climb, len(group.pods), len(group.rollouts))
+    busy = before != (group.sent, group.climb, len(group.pods), len(group.rollouts), len(group.pending))
     for pod in list(group.pods):
         busy |= group.deliver(pod)
         busy |= group.agent_moves(pod)

@@ -67,7 +67,7 @@ def _saved(facts: PodFacts, step: int) -> Any:
 
 def without(seen: Observation, seat: str) -> Observation:
     """The seat's pod was lost, and another one was given to the node that is gone."""
-    pending = make_member(seat, 1, phase=PodPhase.PENDING, node="lost", address=None)
+    pending = make_member(seat, 1, phase=PodPhase.PENDING, node="lost", address=None, created_at=seen.now)
     return with_pod(seen, pending)
 
 
@@ -364,6 +364,18 @@ def test_a_spare_gives_its_room_to_a_pod_that_has_none() -> None:
     (action,) = decided.pods
     assert isinstance(action, DeletePod)
     assert "pod sums-gpu-1024-0 goes: it is a spare, and its room is for gpu-1" == action.why
+
+
+def test_a_seat_between_two_attempts_takes_no_spare() -> None:
+    """Its next pod comes when the back-off is over, and may have room."""
+    seen = spared(2, make_member(SPARE, facts=BLANK), spares=1)
+    failed = make_member("gpu-1", 5, phase=PodPhase.FAILED, created_at=seen.now)
+    decided = plan(later(with_pod(seen, failed), 20))
+    assert [] == [*made(decided), *deleted(decided)]
+    late = later(with_pod(seen, failed), 28)
+    pending = with_pod(late, make_member("gpu-1", 6, phase=PodPhase.PENDING, created_at=late.now))
+    assert [] == deleted(plan(later(pending, 1)))
+    assert ["sums-gpu-1024-0"] == deleted(plan(later(pending, 5)))
 
 
 def test_no_more_spares_go_than_pods_have_no_room() -> None:

@@ -47,8 +47,7 @@ def muster(seen: Observation) -> tuple[tuple[PodAction, ...], float | None]:
         if is_silent(seen, pod, wake)
     ]
     actions += [*_renewals(seen), *_surplus(seen)]
-    if seen.spare_members and (needed_at := room_needed_at(seen)) is not None:
-        wake.append(needed_at)
+    wake += room_needed_at(seen).values() if seen.spare_members else ()
     opened = seat_to_open(seen)
     wanted = (*seen.job.seats.all, *((opened,) if opened else ()))
     vacant = [seat for seat in wanted if seat not in seen.current]

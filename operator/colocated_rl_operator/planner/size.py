@@ -52,20 +52,21 @@ def has_no_room(seen: Observation) -> bool:
     return until is not None and seen.now >= until
 
 
-def room_needed_at(seen: Observation) -> float | None:
-    """Return when spares give their room to pods that are not placed. None: all are placed."""
-    since = seen.memory.unplaced_since
-    return None if since is None or not seen.unplaced else since + SPARE_AFTER_S
+def room_needed_at(seen: Observation) -> dict[str, float]:
+    """Return when a spare gives its room to the pod of a seat, for each seat whose pod is not placed.
+
+    A seat that has no pod, as between two attempts, needs none yet.
+    """
+    pods = ((seat, seen.current.get(seat)) for seat in seen.unplaced)
+    return {seat: pod.created_at + SPARE_AFTER_S for seat, pod in pods if pod is not None}
 
 
 def spares_to_keep(seen: Observation) -> tuple[str, ...]:
     """Return the seats of the spares that keep their room: one gives it to each pod of the group that has none."""
-    needed_at = room_needed_at(seen)
-    if needed_at is None or seen.now < needed_at:
-        return seen.job.spare_seats
-    if has_no_room(seen):
+    spares, needed = seen.job.spare_seats, [at for at in room_needed_at(seen).values() if seen.now >= at]
+    if needed and has_no_room(seen):
         return ()  # those that are placed may be fewer than are asked for
-    return seen.job.spare_seats[: max(0, len(seen.job.spare_seats) - len(seen.unplaced))]
+    return spares[: max(0, len(spares) - len(needed))]
 
 
 def seat_to_open(seen: Observation) -> str | None:
