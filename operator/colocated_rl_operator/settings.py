@@ -105,7 +105,7 @@ class OperatorSettings:
             ),
             watch_namespaces=read.several("WATCH_NAMESPACES"),
             node_signs=NodeSigns(
-                bad_conditions=read.pairs("BAD_NODE_CONDITIONS"),
+                bad_conditions=frozenset(read.pairs("BAD_NODE_CONDITIONS")),
                 leaving_taints=frozenset(read.several("LEAVING_NODE_TAINTS")),
             ),
             lease_name=read.text("LEASE_NAME", "colocated-rl-operator"),
@@ -133,18 +133,18 @@ class _EnvironmentReader:
         """Return the values between commas."""
         return tuple(value.strip() for value in self.environment.get(name, "").split(",") if value.strip())
 
-    def pairs(self, name: str) -> dict[str, str]:
+    def pairs(self, name: str) -> list[tuple[str, str]]:
         """Return KEY=VALUE between commas."""
-        found = {}
+        found = []
         for value in self.several(name):
             key, _, text = value.partition("=")
             if not (key and text):
                 raise BadSetting(name, value, "TYPE=STATUS, several with a comma between, such as GPUHealthy=False")
-            found[key] = text
+            found.append((key, text))
         return found
 
     def gangs(self) -> Gangs:
-        schedulers = self.pairs("GANG_SCHEDULERS")
+        schedulers = dict(self.pairs("GANG_SCHEDULERS"))
         for name, values in (("GANGS", self.several("GANGS")), ("GANG_SCHEDULERS", tuple(schedulers))):
             if unknown := [value for value in values if value not in tuple(Gang)]:
                 raise BadSetting(name, unknown[0], "one of " + ", ".join(Gang))

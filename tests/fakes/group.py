@@ -35,9 +35,17 @@ from colocated_rl_api.member_wire import Goal, PodTarget, RolloutTarget
 from colocated_rl_api.rungs import Rung, WeightVersion
 from colocated_rl_api.seats import ROLLOUT_SEAT, is_spare, role_of
 from colocated_rl_operator.planner.actions import CreatePod
-from colocated_rl_operator.planner.failure_policy import MAX_AVOIDED
 from colocated_rl_operator.planner.notices import Notice
-from colocated_rl_operator.planner.observation import Climb, Job, Member, Memory, Observation, PodPhase, remember
+from colocated_rl_operator.planner.observation import (
+    MAX_AVOIDED,
+    Climb,
+    Job,
+    Member,
+    Memory,
+    Observation,
+    PodPhase,
+    remember,
+)
 from colocated_rl_operator.planner.plan import Plan, plan
 from fakes.model_moves import (
     Durable,

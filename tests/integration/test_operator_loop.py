@@ -293,6 +293,19 @@ async def test_a_job_that_has_begun_does_not_wait_for_the_secret_for_clients(wor
     assert ("False", "NotStalled") == condition(world, "Stalled")
 
 
+@pytest.mark.parametrize("world", [{"spares": 1}], indirect=True)
+async def test_a_spare_that_a_quota_refuses_is_asked_for_seldom_and_stalls_nothing(world: FakeWorld) -> None:
+    world.api.is_over_quota = lambda body: body["metadata"]["name"].startswith("sums-gpu-1024")
+    async with world.operator():
+        await world.until(lambda: (world.status.get("step") or 0) >= 2)
+        assert ("False", "NotStalled") == condition(world, "Stalled")
+        message = next(each["message"] for each in world.status["conditions"] if each["type"] == "PodsReady")
+        assert "0 of 1 spares hold room for the group (" in message
+        assert "quota" in message
+    made = [request for request in world.api.requests if request.startswith("POST") and "/pods" in request]
+    assert len(made) < 8, "three pods, each tried before, and the spare once"
+
+
 @pytest.mark.parametrize("world", [{"mode": "RolloutOnly"}], indirect=True)
 async def test_a_volume_that_held_nothing_is_made_again(world: FakeWorld) -> None:
     stay_in_rollout(world)

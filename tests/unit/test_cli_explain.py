@@ -329,6 +329,17 @@ def test_a_spare_holds_room_and_stands_on_no_rung() -> None:
         found = explained(job(status=status), [*PODS, pod("gpu-1024")], states)
         assert [] == reasons(found)
         assert "a spare, which holds room for the group" == found.rungs["sums-gpu-1024-0"]
+    unschedulable = {"type": "PodScheduled", "status": "False", "message": "0/3 nodes are available"}
+    waits = pod("gpu-1024", phase="Pending", conditions=[unschedulable], containerStatuses=[])
+    found = explained(job(status=running()), [*PODS, waits])
+    assert ([], False) == (reasons(found), found.is_problem), "the group does without it"
+    assert "a spare: Unschedulable: 0/3 nodes are available" == found.rungs["sums-gpu-1024-0"]
+
+
+def test_a_label_that_somebody_else_has_written_is_no_attempt() -> None:
+    odd = pod("gpu-0")
+    odd["metadata"]["labels"][names.ATTEMPT_LABEL] = "one"
+    assert [] == reasons(explained(job(status=running()), [odd, *PODS]))
 
 
 def test_a_former_attempt_that_ended_is_passed_over() -> None:

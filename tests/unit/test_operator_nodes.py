@@ -8,7 +8,7 @@ from colocated_rl_api.failure import FailureCause
 from colocated_rl_operator.loop.nodes import Nodes
 from colocated_rl_operator.planner.notices import NodeSigns, Notice
 
-SIGNS = NodeSigns({"GPUHealthy": "False"}, frozenset({"spot-notice"}))
+SIGNS = NodeSigns(frozenset({("GPUHealthy", "False")}), frozenset({"spot-notice"}))
 
 
 def node(*, is_leaving: bool = False, health: str = "True") -> dict[str, Any]:

@@ -60,6 +60,12 @@ def test_pods_have_defaults_that_an_admin_writes_in_the_words_of_a_template() ->
     assert {"rollout": ["cpu"]} == {name: [each.key for each in one.tolerations] for name, one in defaults.items()}
 
 
+def test_a_condition_may_be_bad_with_several_statuses() -> None:
+    named = {"BAD_NODE_CONDITIONS": "GPUHealthy=False,GPUHealthy=Unknown"}
+    signs = OperatorSettings.read(ENVIRONMENT | named).node_signs
+    assert {("GPUHealthy", "False"), ("GPUHealthy", "Unknown")} == signs.bad_conditions
+
+
 def test_gangs_are_in_the_order_of_the_clusters_choice() -> None:
     assert NO_GANGS == OperatorSettings.read(ENVIRONMENT).images.gangs
     named = {"GANGS": "None, Volcano,Coscheduling", "GANG_SCHEDULERS": "Volcano=volcano,Coscheduling=mine"}

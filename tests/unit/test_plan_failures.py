@@ -26,13 +26,13 @@ from colocated_rl_api.member_wire import Goal, PodTarget
 from colocated_rl_api.rungs import Rung, WeightVersion
 from colocated_rl_operator.planner.actions import CreatePod, DeletePod
 from colocated_rl_operator.planner.failure_policy import (
-    MAX_AVOIDED,
     MAX_QUEUE_S,
     QUEUE_S,
     listed,
     queue_s,
 )
 from colocated_rl_operator.planner.observation import (
+    MAX_AVOIDED,
     Climb,
     FailureTally,
     Member,
@@ -651,6 +651,17 @@ def test_a_pod_whose_agent_reads_a_bad_device_is_made_again_elsewhere_at_once() 
     assert (["sums-gpu-1-0"], ("node-1",)) == (gone(decided), climb_of(decided).tally.avoids)
     assert "sums-gpu-1-0 is bad (device 3: it has fallen off the bus)" in decided.message
     assert 0 == climb_of(decided).restarts
+
+
+def test_a_pod_that_came_back_to_its_bad_device_is_left_there() -> None:
+    """No other node had room. It was made again for ever, and nothing counted; its trainers' deaths count."""
+    seen = changed(climbing(Rung.SERVING, Rung.SERVING), 1, ill_device="gpu 1")
+    decided = plan(seen)
+    seen = following(seen, decided)
+    again = make_member("gpu-1", 1, node="node-1", facts=seen.members[0].facts, ill_device="gpu 1")
+    seen = replace(seen, climb=replace(climb_of(decided), group="of others"), members=(*seen.members[:1], again))
+    assert [] == gone(plan(remember(seen)))
+    assert ["sums-gpu-1-1"] == gone(plan(changed(seen, 1, node="another")))
 
 
 def test_a_pod_that_its_node_ended_for_a_bad_device_is_made_again_elsewhere() -> None:

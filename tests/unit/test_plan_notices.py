@@ -9,11 +9,15 @@ import pytest
 
 from builders import (
     TOGETHER,
+    absent_engine,
+    absent_trainer,
     engine_at,
     facts_at,
     make_climb,
     make_job,
+    make_member,
     make_observation,
+    pod_facts,
     rollout_facts,
     trainers_at,
 )
@@ -21,10 +25,11 @@ from colocated_rl_api.facts import PodFacts
 from colocated_rl_api.failure import FailureCause
 from colocated_rl_api.member_wire import PodTarget
 from colocated_rl_api.rungs import Placement, Rung, WeightVersion
-from colocated_rl_operator.planner.actions import DeletePod
+from colocated_rl_api.seats import ROLLOUT_SEAT
+from colocated_rl_operator.planner.actions import CreatePod, DeletePod
 from colocated_rl_operator.planner.failure_policy import NOTICE_S
 from colocated_rl_operator.planner.notices import NodeSigns, Notice
-from colocated_rl_operator.planner.observation import Observation, remember
+from colocated_rl_operator.planner.observation import MAX_AVOIDED, Member, Observation, remember
 from colocated_rl_operator.planner.plan import Plan, plan
 from colocated_rl_operator.planner.reasons import Cause
 from fakes.walks import everybody_moves, make_group, settle
@@ -99,6 +104,36 @@ def test_a_pod_that_came_back_to_such_a_node_stays_there() -> None:
     assert ([], 3, Cause.NEXT_STEP) == (deleted(decided), decided.climb.step, decided.climb.cause)
 
 
+@pytest.mark.parametrize("notice", [LEAVING, BAD], ids=["leaving", "bad"])
+@pytest.mark.parametrize("nodes", [MAX_AVOIDED, MAX_AVOIDED + 1, 2 * MAX_AVOIDED])
+def test_where_all_nodes_give_notice_each_pod_is_made_again_once(nodes: int, notice: Notice) -> None:
+    """It always comes back to its node. With more nodes than are avoided, pods were made again for ever."""
+
+    def on_its_node(pod: Member) -> Member:
+        return pod if pod.seat == ROLLOUT_SEAT else replace(pod, node=f"node of {pod.seat}", notice=notice)
+
+    climb, job = make_climb(2, epoch=5, cause=Cause.NEXT_STEP), make_job(replicas=nodes, steps=5)
+    rollout = rollout_facts(sealed=2, trained=2, epoch=5)
+    seen = make_observation(job, [facts_at(Rung.SERVING, V2, epoch=5)] * nodes, climb=climb, rollout=rollout)
+    seen = remember(replace(seen, members=tuple(map(on_its_node, seen.members))))
+    deletions = list[str]()
+    for _ in range(100):
+        seen = later(seen, 2)
+        decided = plan(seen)
+        seen = replace(seen.following(decided.climb), memory=replace(seen.memory, raised=True))
+        gone = {action.uid: action.name for action in decided.pods if isinstance(action, DeletePod)}
+        deletions += gone.values()
+        blank = pod_facts(absent_engine(), absent_trainer(), epoch=0)
+        new = [
+            on_its_node(make_member(action.seat, action.attempt, facts=blank, created_at=seen.now))
+            for action in decided.pods
+            if isinstance(action, CreatePod)
+        ]
+        seen = remember(replace(seen, members=(*(pod for pod in seen.members if pod.uid not in gone), *new)))
+    assert {f"sums-{seat}-0" for seat in job.gpu_seats} == set(deletions)
+    assert nodes == len(deletions)
+
+
 def test_a_pod_of_an_engine_alone_leaves_at_once_and_its_trainers_go_on() -> None:
     climb = make_climb(2, epoch=5, cause=Cause.NEXT_STEP)
     rollout = {"prompts": {"reasoningGym": {"name": "chain_sum"}}, "batchSize": 4, "groupSize": 2}
@@ -136,7 +171,7 @@ def test_a_job_whose_nodes_go_one_after_the_other_loses_no_step_and_no_try(place
 
 
 # ------------------------------------------------------------------------------------------------ what a node says
-SIGNS = NodeSigns({"GPUHealthy": "False", "XidErrors": "True"}, frozenset({"spot-notice"}))
+SIGNS = NodeSigns(frozenset({("GPUHealthy", "False"), ("XidErrors", "True")}), frozenset({"spot-notice"}))
 
 
 def node(*conditions: dict[str, str], taints: tuple[str, ...] = ()) -> dict[str, Any]:

@@ -27,13 +27,15 @@ from builders import (
     trainers_at,
 )
 from colocated_rl_api.facts import PodFacts
+from colocated_rl_api.failure import FailureCause
 from colocated_rl_api.job_status import ColocatedRLJobStatus
 from colocated_rl_api.member_wire import PodTarget
 from colocated_rl_api.rungs import Placement, Rung, WeightVersion
 from colocated_rl_operator.manifests.belongings import claims, config, disruption_budget
 from colocated_rl_operator.manifests.resources import PodImages, pod
 from colocated_rl_operator.planner.actions import CreatePod, DeletePod
-from colocated_rl_operator.planner.observation import Climb, Member, Observation, PodPhase, remember
+from colocated_rl_operator.planner.notices import Notice
+from colocated_rl_operator.planner.observation import Climb, Member, Observation, PodPhase, RefusedPod, remember
 from colocated_rl_operator.planner.plan import Plan, plan
 from colocated_rl_operator.planner.reasons import Cause, Waiting
 from colocated_rl_operator.planner.status import report
@@ -363,7 +365,7 @@ def test_a_spare_gives_its_room_to_a_pod_that_has_none() -> None:
     assert ["sums-gpu-1024-0"] == deleted(decided)
     (action,) = decided.pods
     assert isinstance(action, DeletePod)
-    assert "pod sums-gpu-1024-0 goes: it is a spare, and its room is for gpu-1" == action.why
+    assert "pod sums-gpu-1024-0 goes: it is a spare, and room is needed for gpu-1" == action.why
 
 
 def test_a_seat_between_two_attempts_takes_no_spare() -> None:
@@ -383,10 +385,100 @@ def test_no_more_spares_go_than_pods_have_no_room() -> None:
     seen = without(spared(3, *spares, spares=2), "gpu-1")
     assert ["sums-gpu-1025-0"] == deleted(plan(later(seen, 5)))
     gone = remember(replace(seen, members=tuple(pod for pod in seen.members if pod.seat != "gpu-1025")))
-    assert [] == deleted(plan(later(gone, 6))), "its room is not taken yet"
-    assert ["sums-gpu-1024-0"] == deleted(plan(later(gone, 30))), "it was not enough"
+    assert [] == deleted(plan(later(gone, 4))), "its room is not taken yet"
+    assert ["sums-gpu-1024-0"] == deleted(plan(later(gone, 5))), "it was not enough"
+    ends = later(with_pod(seen, make_member("gpu-1025", facts=BLANK, ends_at=seen.now + 60)), 30)
+    assert [] == deleted(plan(ends)), "it is on its way"
     both = without(without(spared(3, *spares, spares=2), "gpu-1"), "gpu-0")
     assert ["sums-gpu-1024-0", "sums-gpu-1025-0"] == deleted(plan(later(both, 5)))
+
+
+def test_a_spare_that_waits_or_was_lost_is_not_taken_for_one_that_holds_room() -> None:
+    waits = make_member("gpu-1025", phase=PodPhase.PENDING)
+    for others in ((waits,), ()):
+        seen = without(spared(2, make_member(SPARE, facts=BLANK), *others, spares=2), "gpu-1")
+        assert "sums-gpu-1024-0" in deleted(plan(later(seen, 5)))
+
+
+def test_the_room_of_a_sick_node_is_kept_from_the_group() -> None:
+    """Nor does it count: the job is as if it had none, and becomes smaller."""
+    sick = Notice(FailureCause.BAD_DEVICE, "condition GPUHealthy is False")
+    for bad in (make_member(SPARE, facts=BLANK, notice=sick), make_member(SPARE, facts=BLANK, ill_device="gpu 0")):
+        seen = spared(2, bad, spares=1, elasticPolicy=ELASTIC)
+        status = report(seen, plan(seen), before=ColocatedRLJobStatus(), at=CREATED)
+        [ready] = [each for each in status.conditions if each.type == "PodsReady"]
+        assert (0, True) == (status.ready_spares, "0 of 1 spares hold room for the group (sums-gpu" in ready.message)
+        seen = without(seen, "gpu-1")
+        assert [] == deleted(plan(later(seen, 29)))
+        assert 1 == climb_of(plan(later(seen, 30))).replicas
+
+
+def test_replicas_that_wait_get_the_room_of_a_spare() -> None:
+    seen = with_pod(group_of(2, asked=3, sealed=2, spares=1), make_member(SPARE, facts=BLANK))
+    seen = with_pod(seen, make_member("gpu-2", phase=PodPhase.PENDING, created_at=seen.now))
+    assert [] == deleted(plan(later(seen, 4)))
+    assert ["sums-gpu-1024-0"] == deleted(plan(later(seen, 5)))
+
+
+def test_each_pod_without_a_node_waits_by_itself() -> None:
+    seen = later(without(spared(3, make_member(SPARE, facts=BLANK), spares=1), "gpu-1"), 4.5)
+    seen = with_pod(without(seen, "gpu-2"), make_member("gpu-1", 1, phase=PodPhase.PENDING, is_accepted=True))
+    assert [] == deleted(plan(later(seen, 1)))
+
+
+@pytest.mark.parametrize("seat", [SPARE, "gpu-2"])
+def test_a_pod_beside_the_group_that_has_ended_holds_no_room(seat: str) -> None:
+    spec: dict[str, Any] = {"spares": 1, "asked": 2} if seat == SPARE else {"asked": 3}
+    ended = make_member(seat, phase=PodPhase.FAILED, fate=FailureCause.POD_EVICTED)
+    seen = without(with_pod(group_of(2, elasticPolicy=ELASTIC, **spec), ended), "gpu-1")
+    assert 1 == climb_of(plan(later(seen, 30))).replicas
+
+
+@pytest.mark.parametrize(("seat", "spec"), [(SPARE, {"spares": 1, "asked": 1}), ("gpu-1", {"asked": 2})])
+def test_pods_beside_the_group_that_end_again_and_again_leave_one_each(seat: str, spec: dict[str, Any]) -> None:
+    seen = group_of(1, sealed=2, **spec)
+    made_ones = 0
+    for _ in range(600):
+        actions = plan(seen).pods
+        gone = {action.uid for action in actions if isinstance(action, DeletePod)}
+        new = [
+            make_member(action.seat, action.attempt, phase=PodPhase.FAILED, created_at=seen.now)
+            for action in actions
+            if isinstance(action, CreatePod)
+        ]
+        made_ones += len(new)
+        seen = later(replace(seen, members=(*(pod for pod in seen.members if pod.uid not in gone), *new)), 10)
+    assert made_ones > 60
+    assert len([pod for pod in seen.members if pod.seat == seat]) <= 2
+
+
+def test_one_lost_pod_makes_a_group_smaller_by_one() -> None:
+    """The room that the last seat gives to the first is offered before anybody looks for more."""
+    seen = later(without(group_of(4, asked=4, elasticPolicy=ELASTIC), "gpu-0"), 30)
+    decided = plan(seen)
+    assert (3, ["sums-gpu-3-0"]) == (climb_of(decided).replicas, deleted(decided))
+    seen = followed(seen, decided)
+    seen = with_pod(seen, make_member("gpu-3", ends_at=seen.now + 30))
+    assert not plan(later(seen, 1)).raises
+    seen = later(remember(replace(seen, members=tuple(pod for pod in seen.members if pod.seat != "gpu-3"))), 2)
+    assert not plan(seen).raises
+    assert 2 == climb_of(plan(later(seen, 31))).replicas, "nobody could use it"
+
+
+def test_a_spare_is_nothing_that_a_group_waits_for() -> None:
+    waits = make_member(SPARE, phase=PodPhase.PENDING, trouble="not scheduled: 0/3 nodes are available")
+    seen = spared(2, waits, spares=1)
+    assert [] == report(seen, plan(seen), before=ColocatedRLJobStatus(), at=CREATED).out_of_line
+
+
+def test_a_refused_spare_is_tried_again_later_and_the_status_says_why() -> None:
+    seen = spared(2, spares=1)
+    seen = replace(seen, refused={SPARE: RefusedPod(seen.now + 30, "exceeded quota: gpus")})
+    decided = plan(seen)
+    assert ([], seen.now + 30) == (made(decided), decided.wake_at)
+    status = report(seen, decided, before=ColocatedRLJobStatus(), at=CREATED)
+    [ready] = [each for each in status.conditions if each.type == "PodsReady"]
+    assert "every member answers; 0 of 1 spares hold room for the group (exceeded quota: gpus)" == ready.message
 
 
 def test_a_spare_goes_before_the_group_becomes_smaller() -> None:

@@ -20,7 +20,7 @@ from colocated_rl_operator.clients.members import Address, MemberReport
 from colocated_rl_operator.loop.pods import Pods
 from colocated_rl_operator.loop.record import Record
 from colocated_rl_operator.manifests.belongings import StartParts
-from colocated_rl_operator.planner.observation import Job, Member, Memory
+from colocated_rl_operator.planner.observation import Job, Member, Memory, RefusedPod
 from colocated_rl_operator.planner.status import Stall
 
 RELIST_S = 30.0
@@ -64,6 +64,7 @@ class JobState:
     failure: str = ""  # the API server's message that ended the last pass
     failing_since: float | None = None  # since when each pass has ended by that failure
     stall: Stall | None = None
+    refused: dict[str, RefusedPod] = field(default_factory=dict)  # by seat: pods that the group can do without
 
     @property
     def about(self) -> About:

@@ -36,7 +36,7 @@ from colocated_rl_operator.loop.start import pinned, recorded_images, start_with
 from colocated_rl_operator.manifests import belongings, node_access, resources
 from colocated_rl_operator.manifests.gangs import NEEDS
 from colocated_rl_operator.planner.actions import CreatePod, DeletePod, PodAction
-from colocated_rl_operator.planner.observation import Job, Observation
+from colocated_rl_operator.planner.observation import Job, Observation, RefusedPod
 from colocated_rl_operator.planner.plan import Plan
 from colocated_rl_operator.planner.reasons import Reason
 from colocated_rl_operator.planner.status import Stall
@@ -346,11 +346,23 @@ async def _change_pod(
 ) -> PodChange:
     async with limit:
         match action:
+            case CreatePod() if action.seat not in job.seats.all:
+                return await _create_dispensable_pod(state, job, action, doors)
             case CreatePod():
                 return await _create_pod(state, job, action, doors)
             case DeletePod():
                 await _delete_pod(state, job, action, doors)
                 return PodChange.DONE
+
+
+async def _create_dispensable_pod(state: JobState, job: Job, action: CreatePod, doors: Doors) -> PodChange:
+    """Make a pod that the group can do without. A refusal of it does not stall the job, which is reported elsewhere."""
+    try:
+        return await _create_pod(state, job, action, doors)
+    except NotAdmitted as error:
+        state.refused[action.seat] = RefusedPod(doors.clock() + STALL_RETRY_S, str(error))
+        log(LOG, "pod refused", logging.WARNING, reason=str(error))
+        return PodChange.DONE
 
 
 async def _create_pod(state: JobState, job: Job, action: CreatePod, doors: Doors) -> PodChange:

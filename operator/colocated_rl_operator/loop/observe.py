@@ -93,6 +93,7 @@ def observe(
             finished_at=_moment(state, ended_at, now, at),
             has_elder=queue.has_elder(job),
             outdated=_outdated(job, records, keyring, at),
+            refused={seat: each for seat, each in state.refused.items() if now < each.until},
             hindrance=state.stall.message if state.stall else "",
             memory=state.memory,
         )

@@ -17,6 +17,7 @@ from colocated_rl_api.rungs import Rung
 from colocated_rl_operator.planner.actions import DeletePod, PodAction
 from colocated_rl_operator.planner.notices import Notice
 from colocated_rl_operator.planner.observation import (
+    MAX_AVOIDED,
     Climb,
     FailureTally,
     Member,
@@ -25,7 +26,6 @@ from colocated_rl_operator.planner.observation import (
 from colocated_rl_operator.planner.reasons import Cause, Waiting
 from colocated_rl_operator.planner.roster import is_silent
 
-MAX_AVOIDED = 8  # nodes of one job
 NOTICE_S = 30.0  # from a node's notice that it is about to go, for a checkpoint
 UNCOUNTED = ", which does not count against backoffLimit"
 QUEUE_S, MAX_QUEUE_S = 30.0, 600.0  # at least, for a job whose pods did not come; up to twice as long
@@ -478,7 +478,7 @@ def lost_pods(seen: Observation, *, tries: int) -> Iterator[Failure]:
             if pod is not None and pod.fate is not None:
                 message = f"pod {pod.name} is lost ({pod.trouble or pod.fate})"
                 yield Failure(pod.fate, message, (pod,), seen.now, tries)
-        elif current.bad_device:
+        elif current.bad_device and not came_back(seen, current):
             message = f"a device of pod {current.name} is bad ({current.bad_device})"
             yield Failure(FailureCause.BAD_DEVICE, message, (current,), seen.now, tries)
         elif current.notice and current in seen.noticed and seen.now >= leaves_at(seen, current.notice, seat):
@@ -487,6 +487,11 @@ def lost_pods(seen: Observation, *, tries: int) -> Iterator[Failure]:
         elif is_silent(seen, current):
             message = f"no answer from pod {current.name} for {seen.now - (current.silent_since or seen.now):.0f} s"
             yield Failure(FailureCause.MEMBER_SILENT, message, (current,), seen.now, tries)
+
+
+def came_back(seen: Observation, pod: Member) -> bool:
+    """Return whether the pod was made again and is on a node that the job avoids: no other node had room for it."""
+    return pod.attempt > 0 and seen.climb is not None and pod.node in seen.climb.tally.avoids
 
 
 def leaves_at(seen: Observation, notice: Notice, seat: str) -> float:

@@ -6,7 +6,7 @@ Which of them count is a setting, because every cloud and every node-problem-det
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from colocated_rl_api.failure import FailureCause
@@ -27,10 +27,10 @@ class Notice:
 class NodeSigns:
     """Holds the signs by which a node gives notice.
 
-    bad_conditions: by type, the status with which a node's devices are bad. leaving_taints: keys.
+    bad_conditions: types, each with a status with which a node's devices are bad. leaving_taints: keys.
     """
 
-    bad_conditions: Mapping[str, str] = field(default_factory=dict)
+    bad_conditions: frozenset[tuple[str, str]] = frozenset()
     leaving_taints: frozenset[str] = frozenset()
 
     def __bool__(self) -> bool:
@@ -40,7 +40,7 @@ class NodeSigns:
         """Return the notice that the node gives. Bad devices come first: what they have computed last is in doubt."""
         for condition in node.get("status", {}).get("conditions", ()):
             kind, status = condition["type"], condition["status"]
-            if self.bad_conditions.get(kind) == status:
+            if (kind, status) in self.bad_conditions:
                 words = f"condition {kind} is {status}: {condition.get('message') or condition.get('reason', '')}"
                 return Notice(FailureCause.BAD_DEVICE, words.rstrip(": ")[:MAX_WORDS])
         for taint in node.get("spec", {}).get("taints", ()):

@@ -30,6 +30,8 @@ from colocated_rl_api.wire import Version
 from colocated_rl_operator.planner.notices import Notice
 from colocated_rl_operator.planner.reasons import Cause
 
+MAX_AVOIDED = 8  # nodes of one job
+
 
 @dataclass(frozen=True)
 class Job:
@@ -267,6 +269,19 @@ class Member:
         """
         return self.phase is not PodPhase.PENDING or self.is_accepted or self.is_gated
 
+    def was_made_after(self, notice: Notice) -> bool:
+        """Return whether the pod is another one than the first in its seat, and came after the notice."""
+        return self.attempt > 0 and self.created_at > notice.since
+
+    @property
+    def holds_room(self) -> bool:
+        return self.is_placed and self.phase not in (PodPhase.SUCCEEDED, PodPhase.FAILED)
+
+    @property
+    def is_fit(self) -> bool:
+        """Return whether its room is good for another pod: neither its node nor a device has a fault that is known."""
+        return self.notice is None and self.bad_device is None
+
     @property
     def answers(self) -> bool:
         """Return whether the member is connected and, if an agent, has found its GPU container.
@@ -334,6 +349,14 @@ class Member:
 
 
 @dataclass(frozen=True)
+class RefusedPod:
+    """The API server has refused a pod that the group can do without, as where a quota has no room for it."""
+
+    until: float  # it is tried again then
+    message: str
+
+
+@dataclass(frozen=True)
 class Memory:
     """Memory holds moments this process saw. `reached`: when the slowest pod first reached a rung in this epoch."""
 
@@ -346,7 +369,9 @@ class Memory:
     progress_at: float = 0.0
     unready_since: float | None = None  # since when not all members answer; None: they do
     awaited_since: float | None = None  # the same, while that may be their fault: podsReadyDeadlineSeconds runs
-    unplaced_since: float | None = None  # since when a pod of the lineage is not placed; None: all are
+    unplaced_since: float | None = None  # since when a pod of the lineage is not placed, or there was room for one
+    holders: frozenset[str] = frozenset()  # UIDs of pods that hold room and are not of the group
+    freed_at: float | None = None  # when the room of one of them came free last
     last_switch_s: float | None = None  # None: no whole switch seen yet
     attempts: dict[str, int] = field(default_factory=dict)  # highest attempt seen, by seat
     stopped: frozenset[str] = frozenset()  # UIDs of members that reported that they stopped
@@ -372,6 +397,7 @@ class Observation:
     finished_at: float | None = None  # completed or failed
     has_elder: bool = False  # an older job of this operator is queued
     outdated: frozenset[str] = frozenset()  # pods of a reference whose keys should be others
+    refused: Mapping[str, RefusedPod] = field(default_factory=dict)  # by seat, of waiting seats and spares
     hindrance: str = ""  # what kept the job's objects from being made, the last time
     memory: Memory = Memory()
 
@@ -606,10 +632,16 @@ class Observation:
     def noticed(self) -> tuple[Member, ...]:
         """Return the GPU pods whose nodes give notice.
 
-        Without one on a node that the job avoids already: it came back, because no other node had room.
+        Without one on a node that the job avoids already: it came back, because no other node had room. Of more nodes
+        than a job avoids, the first would be forgotten for the last: then a pod moves once for a notice.
         """
         avoided = self.climb.tally.avoids if self.climb else ()
-        return tuple(member for member in self.gpu_members if member.notice and member.node not in avoided)
+        has_all = len(avoided) == MAX_AVOIDED
+        return tuple(
+            member
+            for member in self.gpu_members
+            if member.notice and member.node not in avoided and not (has_all and member.was_made_after(member.notice))
+        )
 
     @property
     def is_warned(self) -> bool:
@@ -715,8 +747,13 @@ def _remember_rungs(seen: Observation, memory: Memory) -> Memory:
 
 def _remember_absence(seen: Observation, memory: Memory) -> Memory:
     """Record since when members are awaited. Their deadline does not run while the operator or a queue is at fault."""
+    beside = {*seen.job.waiting_seats, *seen.job.spare_seats}
+    holders = frozenset(pod.uid for pod in seen.members if pod.seat in beside and pod.holds_room)
+    if memory.holders - holders:  # the scheduler has not given it to anybody yet
+        memory = replace(memory, freed_at=seen.now, unplaced_since=None)
     unplaced_since = seen.now if memory.unplaced_since is None else memory.unplaced_since
-    memory = replace(memory, unplaced_since=unplaced_since if seen.unplaced and not seen.rests else None)
+    is_short = bool(seen.unplaced) and not seen.rests
+    memory = replace(memory, holders=holders, unplaced_since=unplaced_since if is_short else None)
     if not seen.absent or seen.rests:
         return replace(memory, unready_since=None, awaited_since=None)
     unready_since = seen.now if memory.unready_since is None else memory.unready_since

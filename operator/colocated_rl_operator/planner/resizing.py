@@ -14,7 +14,7 @@ from dataclasses import replace
 from colocated_rl_operator.planner.failure_policy import Decision, Hold, listed, raise_epoch, starts
 from colocated_rl_operator.planner.observation import Climb, Observation
 from colocated_rl_operator.planner.reasons import Cause, Waiting
-from colocated_rl_operator.planner.size import has_no_room, is_resizable, size_at_boundary
+from colocated_rl_operator.planner.size import has_no_room, is_resizable, size_at_boundary, will_have_room
 
 
 def shrink_to_fit(seen: Observation, climb: Climb | None) -> Decision | None:
@@ -27,8 +27,8 @@ def shrink_to_fit(seen: Observation, climb: Climb | None) -> Decision | None:
         return None
     if climb is not None and not climb.group and asked < job.replicas:
         return _regroup(seen, climb, asked, f"{asked} replicas are asked for instead of {job.replicas}")
-    if any(pod.seat in (*job.waiting_seats, *job.spare_seats) and pod.is_placed for pod in seen.members):
-        return None  # it gives its room to those that have none
+    if will_have_room(seen):
+        return None
     policy = job.spec.elastic_policy
     least = asked if policy is None else min(asked, policy.min_replicas)
     fit = min(asked, len(job.lineage_seats) - len(seen.unplaced))

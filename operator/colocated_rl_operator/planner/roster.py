@@ -46,8 +46,9 @@ def muster(seen: Observation) -> tuple[tuple[PodAction, ...], float | None]:
         for pod in seen.current.values()
         if is_silent(seen, pod, wake)
     ]
-    actions += [*_renewals(seen), *_surplus(seen)]
+    actions += [*_renewals(seen), *_surplus(seen), *_former(seen)]
     wake += room_needed_at(seen).values() if seen.spare_members else ()
+    wake += [refused.until for refused in seen.refused.values()]
     opened = seat_to_open(seen)
     wanted = (*seen.job.seats.all, *((opened,) if opened else ()))
     vacant = [seat for seat in wanted if seat not in seen.current]
@@ -87,10 +88,25 @@ def _surplus(seen: Observation) -> list[PodAction]:
 
 def _why_surplus(seen: Observation, pod: Member) -> str:
     if pod.seat in seen.job.spare_seats:
-        return f"it is a spare, and its room is for {', '.join(seen.unplaced)}"
+        return f"it is a spare, and room is needed for {', '.join(room_needed_at(seen))}"
     if is_spare(pod.seat):
         return f"spec.spares is {seen.job.spec.spares}"
     return f"the group has {seen.job.replicas} replicas"
+
+
+def _former(seen: Observation) -> list[PodAction]:
+    """Return the deletions of pods that have ended beside the group, but for the newest of each seat.
+
+    The group does without them, so nothing limits how often they fail.
+    """
+    group = {*seen.job.seats.all}
+    ended = [pod for pod in seen.members if pod.seat not in group and not pod.is_usable and pod.ends_at is None]
+    newest = {pod.seat: pod for pod in sorted(ended, key=lambda pod: pod.attempt)}
+    return [
+        DeletePod(pod.name, pod.uid, None, f"pod {pod.name} has ended, and a later one too", is_fault=False)
+        for pod in ended
+        if pod is not newest[pod.seat]
+    ]
 
 
 def clear(seen: Observation) -> tuple[tuple[PodAction, ...], float | None]:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from itertools import takewhile
 
-from colocated_rl_operator.planner.observation import Observation
+from colocated_rl_operator.planner.observation import Member, Observation
 
 SPARE_AFTER_S = 5.0  # without room, of a pod of the group: many times what scheduler and kubelet need for one
 SHRINK_AFTER_S = 30.0  # without room, of a job that is asked to have fewer replicas and has no elasticPolicy
@@ -55,18 +55,39 @@ def has_no_room(seen: Observation) -> bool:
 def room_needed_at(seen: Observation) -> dict[str, float]:
     """Return when a spare gives its room to the pod of a seat, for each seat whose pod is not placed.
 
-    A seat that has no pod, as between two attempts, needs none yet.
+    A seat that has no pod, as between two attempts, needs none yet. Room that came free is offered to all first.
     """
-    pods = ((seat, seen.current.get(seat)) for seat in seen.unplaced)
-    return {seat: pod.created_at + SPARE_AFTER_S for seat, pod in pods if pod is not None}
+    freed_at = seen.memory.freed_at
+    pods = ((seat, seen.current.get(seat)) for seat in (*seen.unplaced, *seen.job.waiting_seats))
+    since = {seat: pod.created_at for seat, pod in pods if pod is not None and not pod.is_placed}
+    return {seat: SPARE_AFTER_S + (at if freed_at is None else max(at, freed_at)) for seat, at in since.items()}
 
 
 def spares_to_keep(seen: Observation) -> tuple[str, ...]:
-    """Return the seats of the spares that keep their room: one gives it to each pod of the group that has none."""
-    spares, needed = seen.job.spare_seats, [at for at in room_needed_at(seen).values() if seen.now >= at]
-    if needed and has_no_room(seen):
-        return ()  # those that are placed may be fewer than are asked for
-    return spares[: max(0, len(spares) - len(needed))]
+    """Return the seats of the spares that keep their pods: one gives its room to each pod of the group that has none.
+
+    One whose node or device has a fault has nothing to give, and one without a node would compete for what others give.
+    """
+    needed = sum(seen.now >= at for at in room_needed_at(seen).values())
+    if not needed:
+        return seen.job.spare_seats
+    placed = [pod for pod in seen.spare_members if pod.is_placed]
+    fit = [pod.seat for pod in placed if pod.is_fit]
+    given = fit[max(0, len(fit) - max(0, needed - len(_leaving(seen)))) :]
+    return tuple(pod.seat for pod in placed if pod.seat not in given)
+
+
+def will_have_room(seen: Observation) -> bool:
+    """Return whether a pod that is not of the group gives its room, or is about to."""
+    beside = {*seen.job.waiting_seats, *seen.job.spare_seats}
+    gives = any(pod.seat in beside and pod.is_usable and pod.holds_room and pod.is_fit for pod in seen.members)
+    return gives or bool(_leaving(seen))
+
+
+def _leaving(seen: Observation) -> list[Member]:
+    """Return the pods that are not of the group and end, with the room that they still hold."""
+    beside = {*seen.job.waiting_seats, *seen.job.spare_seats}
+    return [pod for pod in seen.members if pod.seat in beside and pod.ends_at is not None and pod.holds_room]
 
 
 def seat_to_open(seen: Observation) -> str | None:
@@ -82,7 +103,7 @@ def seat_to_open(seen: Observation) -> str | None:
     for seat in (*seen.job.waiting_seats, *seen.job.spare_seats):
         pod = seen.current.get(seat)
         if pod is None:
-            return seat
+            return None if seat in seen.refused else seat
         if not pod.is_placed:
             return None
     return None

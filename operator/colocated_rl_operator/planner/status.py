@@ -42,6 +42,7 @@ from colocated_rl_operator.planner.observation import (
     Climb,
     FailureTally,
     Job,
+    Member,
     Observation,
     rests,
 )
@@ -424,14 +425,24 @@ def _spares(seen: Observation) -> str:
     asked = len(seen.job.spare_seats)
     if not asked:
         return ""
-    trouble = next(
-        (f" ({pod.name}: {pod.trouble})" for pod in seen.spare_members if pod.trouble and not pod.answers), ""
-    )
-    return f"{_ready_spares(seen)} of {asked} spares hold room for the group{trouble}"
+    pods = {pod.seat: pod for pod in seen.spare_members}
+    why = next((f" ({words})" for seat in seen.job.spare_seats if (words := _why_not(seen, seat, pods.get(seat)))), "")
+    return f"{_ready_spares(seen)} of {asked} spares hold room for the group{why}"
+
+
+def _why_not(seen: Observation, seat: str, pod: Member | None) -> str:
+    """Return why a spare holds no room that is of use; "" if it does, or is about to."""
+    if pod is None:
+        refused = seen.refused.get(seat)
+        fixed = "" if is_resizable(seen) else "none is made for a gang, which has a fixed number of pods"
+        return refused.message if refused else fixed
+    if not pod.is_fit:
+        return f"{pod.name}: {pod.bad_device or (pod.notice and pod.notice.message)}"
+    return f"{pod.name}: {pod.trouble}" if pod.trouble and not pod.answers else ""
 
 
 def _ready_spares(seen: Observation) -> int:
-    return sum(pod.answers for pod in seen.spare_members)
+    return sum(pod.answers and pod.is_fit for pod in seen.spare_members)
 
 
 def _gpu_sharing(found: _Pass) -> tuple[bool, DocumentedReason, str]:
@@ -487,7 +498,8 @@ def _out_of_line(seen: Observation, plan: Plan) -> list[PodOutOfLine]:
     if len(set(plan.standings.values())) > 1:
         usual = {role: _most_common(seen, plan, role) for role in {role_of(seat) for seat in seen.job.gpu_seats}}
     found: list[tuple[bool, str, Rung | None, Problem | None]] = []
-    for member in seen.current.values():
+    group = {*seen.job.seats.all}
+    for member in (pod for seat, pod in seen.current.items() if seat in group):
         rung, problem = plan.standings.get(member.name), member.facts.problem if member.facts else None
         if problem is None and member.trouble is not None:
             problem = Problem(reason=Reason.POD_NOT_RUNNING, message=member.trouble[:1024])

@@ -41,7 +41,7 @@ class Evidence:
 def seats_of(pods: Sequence[Object]) -> dict[str, Object]:
     """Map each seat to its pod: the newest attempt that has not ended. A pod without a role label has no seat."""
     found: dict[str, Object] = {}
-    for pod in sorted(pods, key=lambda pod: int(pod["metadata"]["labels"].get(names.ATTEMPT_LABEL, 0))):
+    for pod in sorted(pods, key=_attempt):
         labels, phase = pod["metadata"]["labels"], pod.get("status", {}).get("phase")
         role = labels.get(names.ROLE_LABEL)
         seat = role if role == names.ROLE_ROLLOUT else f"{role}-{labels.get(names.REPLICA_LABEL)}"
@@ -50,6 +50,12 @@ def seats_of(pods: Sequence[Object]) -> dict[str, Object]:
         if seat not in found or phase not in ("Succeeded", "Failed"):
             found[seat] = pod
     return found
+
+
+def _attempt(pod: Object) -> int:
+    """Return the attempt that the pod's label says; 0 for one that somebody else has labelled."""
+    attempt: str = pod["metadata"]["labels"].get(names.ATTEMPT_LABEL, "")
+    return int(attempt) if attempt.isdecimal() else 0
 
 
 def is_over(job: Object) -> bool:

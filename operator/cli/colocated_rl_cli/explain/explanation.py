@@ -181,15 +181,19 @@ def _of_pods(seen: Evidence, status: ColocatedRLJobStatus) -> Iterator[Finding]:
     for seat in _seats(seen.job["spec"], replicas=status.group_replicas):
         if seat not in current:
             yield Finding("NoPod", f"seat {seat}")
-    for pod in current.values():
+    for pod in (pod for seat, pod in current.items() if not is_spare(seat)):
         if trouble := _trouble(pod, seen.events):
             yield Finding(*trouble, pod=pod["metadata"]["name"])
 
 
 def _spares(seen: Evidence) -> dict[str, str]:
-    """Return what each spare does, in the place of its rung."""
+    """Return what each spare does, in the place of its rung, or why it can't."""
     spares = (pod for seat, pod in seats_of(seen.pods).items() if is_spare(seat))
-    return {pod["metadata"]["name"]: "a spare, which holds room for the group" for pod in spares}
+    troubles = {pod["metadata"]["name"]: _trouble(pod, seen.events) for pod in spares}
+    return {
+        name: f"a spare: {': '.join(filter(None, trouble))}" if trouble else "a spare, which holds room for the group"
+        for name, trouble in troubles.items()
+    }
 
 
 def _seats(spec: Object, *, replicas: int | None) -> tuple[str, ...]:
