@@ -50,7 +50,7 @@ test: ## everything below in one go: checks and fast tests first, while the rest
 	@$(SETUP) --then dev fast-layer --then images,peers,frameworks,trained-model contract-layer --then all cluster-layer --then all e2e-layer
 
 .PHONY: test-slow
-test-slow: ## what is too slow for test: larger searches, further moments of a kill, further whole jobs; CI runs both
+test-slow: ## what is too slow for test: larger searches, further moments of a kill, further whole jobs; CI runs it with BUT=release
 	@$(SETUP) --then all,frameworks,trained-model slow-layer
 
 .PHONY: soak
@@ -312,7 +312,7 @@ e2e-layer:
 .PHONY: slow-layer
 slow-layer:
 	@pytest --numprocesses=2 --dist=loadfile -m slow tests/contract tests/integration
-	@pytest $(TWO_JOBS) -m slow tests/e2e
+	@pytest $(TWO_JOBS) -m 'slow$(if $(BUT), and not $(BUT))' tests/e2e
 
 .PHONY: soak-layer
 soak-layer:

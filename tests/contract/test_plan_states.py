@@ -269,7 +269,7 @@ SEVERAL_SLOW = [
     (Placement.TIME_SLICED, 2, 2, ("engine",)),
     (Placement.RESIDENT, 2, 2, ("engine",)),
     (Placement.DISAGGREGATED, 2, 1, ("engine",)),
-    (Placement.ROLLOUT_ONLY, 4, 2, ("engine",)),
+    (Placement.ROLLOUT_ONLY, 3, 2, ("engine",)),
 ]
 
 

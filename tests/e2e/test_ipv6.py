@@ -28,7 +28,7 @@ except OSError as error:
 """
 
 
-@pytest.fixture(scope="module", params=["IPv6", "IPv6,IPv4"])
+@pytest.fixture(scope="module", params=["IPv6", pytest.param("IPv6,IPv4", marks=pytest.mark.release)])
 def families(request: pytest.FixtureRequest) -> list[str]:
     return str(request.param).split(",")
 
