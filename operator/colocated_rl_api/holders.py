@@ -19,7 +19,7 @@ class PodHolder(StrEnum):
     SWITCH = "switch"
     TRAINER = "training"
     BOTH = "rollout and training"
-    IDLE = "idle"  # trainers on GPUs of their own, between steps
+    IDLE = "idle"  # trainers on GPUs of their own, between steps, and spares
 
 
 def holder_of(rung: Rung, towards: Rung | None, ladder: Ladder, role: str) -> PodHolder:

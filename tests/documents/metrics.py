@@ -97,7 +97,7 @@ def page() -> str:
         "## What a job costs",
         "",
         "GPU hours of each job in a month, by who had the GPUs, as `kubectl crlj timeline` draws it. `holder` is",
-        f"one of {', '.join(f'`{holder}`' for holder in PodHolder)}:",
+        f"one of {', '.join(f'`{holder}`' for holder in PodHolder)} (also of [spares](failures.md#without-a-node)):",
         "",
         "```",
         COST,

@@ -7,6 +7,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from colocated_rl_api.facts import TrainerState
 from colocated_rl_api.rungs import Rung, WeightVersion
+from colocated_rl_api.seats import FIRST_SPARE
 from fakes.pod import PodGroup, make_job, network, pod
 
 V0, V1 = WeightVersion(0, 1), WeightVersion(1, 1)
@@ -104,3 +105,13 @@ async def test_the_devices_of_a_pod_belong_to_one_holder_after_the_other(
         await group.climb(V1)
         await moved()
         assert {"rollout"} == await moved()
+
+
+async def test_the_devices_of_a_spare_are_idle(tmp_path_factory: pytest.TempPathFactory) -> None:
+    spare = make_job(gpus={"count": 1})
+    async with network(tmp_path_factory.mktemp("n")) as net, pod(net, spare, replica=FIRST_SPARE) as it:
+        for _ in range(2):  # a holder has seconds from the second on
+            async with net.session.get(f"http://127.0.0.1:{it.metrics}/metrics") as answer:
+                families = list(text_string_to_metric_families(await answer.text()))
+    (held,) = (family for family in families if family.name == "colocate_gpu_seconds")
+    assert ["idle"] == [each.labels["holder"] for each in held.samples if each.name.endswith("_total") and each.value]

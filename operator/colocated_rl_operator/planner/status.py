@@ -433,9 +433,9 @@ def _spares(seen: Observation) -> str:
 def _why_not(seen: Observation, seat: str, pod: Member | None) -> str:
     """Return why a spare holds no room that is of use; "" if it does, or is about to."""
     if pod is None:
+        is_gang = any(member.is_in_gang for member in seen.members)
         refused = seen.refused.get(seat)
-        fixed = "" if is_resizable(seen) else "none is made for a gang, which has a fixed number of pods"
-        return refused.message if refused else fixed
+        return "a gang has a fixed number of pods" if is_gang else refused.message if refused else ""
     if not pod.is_fit:
         return f"{pod.name}: {pod.bad_device or (pod.notice and pod.notice.message)}"
     return f"{pod.name}: {pod.trouble}" if pod.trouble and not pod.answers else ""

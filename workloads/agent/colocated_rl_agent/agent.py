@@ -164,7 +164,7 @@ class Agent:
         self._climb = RungTimes(self._ladder, reached=self._reached, waited=self._metrics.barrier_wait_seconds.inc)
         registry.register(BelowTarget(self._below_target))
         registry.register(Unsaved(self._trainers.unsaved))
-        self._gpu_seconds = GpuSeconds(settings.gpus)
+        self._gpu_seconds = GpuSeconds(settings.gpus, PodHolder.IDLE if settings.is_spare else PodHolder.START)
         registry.register(self._gpu_seconds)
         self._has_served = False
 
@@ -579,6 +579,8 @@ class Agent:
 
     def _holder(self) -> PodHolder:
         """Return who has the pod's devices. Whatever comes before the pod first stood at the top is its start."""
+        if self._settings.is_spare:
+            return PodHolder.IDLE
         rung = self._climb.rung
         self._has_served |= rung is self._ladder.top
         return holder_of(rung, None, self._ladder, self._settings.role) if self._has_served else PodHolder.START

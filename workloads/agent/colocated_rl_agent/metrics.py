@@ -177,10 +177,12 @@ class Unsaved(Collector):
 class GpuSeconds(Collector):
     """Seconds since the agent's start, times the pod's devices, by who had them."""
 
-    def __init__(self, gpus: int = 0, *, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, gpus: int = 0, holder: PodHolder = PodHolder.START, *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._gpus = gpus
         self._clock = clock
-        self._holder = PodHolder.START
+        self._holder = holder
         self._since = clock()
         self._held = dict.fromkeys(PodHolder, 0.0)
 

@@ -24,6 +24,7 @@ from colocated_rl_api.job import ColocatedRLJobSpec, EngineMemory, Interruption
 from colocated_rl_api.member_wire import JobFile
 from colocated_rl_api.names import PodUid
 from colocated_rl_api.rungs import Placement, WeightVersion
+from colocated_rl_api.seats import FIRST_SPARE
 from colocated_rl_member.server import Ports
 from colocated_rl_member.settings import SettingsError, read_job, required
 
@@ -146,6 +147,10 @@ class AgentSettings:
         """Return the group-wide trainer ranks of this pod: one for each device, or one if there is none."""
         each = 0 if self.role == names.ROLE_ENGINE else max(1, self.gpus)
         return range(self.replica * each, (self.replica + 1) * each)
+
+    @property
+    def is_spare(self) -> bool:
+        return self.replica >= FIRST_SPARE
 
     @property
     def runner_socket(self) -> Path:
