@@ -442,6 +442,7 @@ async def test_what_an_engine_dies_of_is_refused_at_the_gate(
         ({"input_ids": [5], "sampling_params": {**short, "min_new_tokens": 2, "stop_token_ids": [10**6]}}, 400),
         ({"input_ids": [5], "sampling_params": short, "return_logprob": True, "top_logprobs_num": 10**6}, 400),
         ({"input_ids": [5], "sampling_params": {**short, "top_k": 10**12}}, 400),
+        ({"input_ids": [5], "sampling_params": {**short, "ignore_eos": 1}}, 400),
         ({"input_ids": [5], "sampling_params": short, "return_logprob": True, "logprob_start_len": -2}, 400),
         ({"input_ids": [5], "sampling_params": short, "return_hidden_states": []}, 400),
         ({"input_ids": [5], "sampling_params": short, "lora_id": [None]}, 400),

@@ -66,7 +66,7 @@ from fakes.weights import write_export
 VERSION = WeightVersion(2, 1)
 DEADLINE_S = 60.0
 PROMPT = [5, 6, 7]
-ENDLESS = {"max_new_tokens": 4000, "ignore_eos": True, "stream_interval": 1}
+ENDLESS = {"max_new_tokens": 4000, "ignore_eos": True}
 SHORT = {"max_new_tokens": 6, "ignore_eos": True}
 PROMPTS: dict[str, dict[str, Any]] = {
     "/generate": {"input_ids": PROMPT},
@@ -360,6 +360,27 @@ async def test_request_that_a_gate_does_not_serve_is_a_400_that_says_why(
         *((path, {"min_tokens": 2, "stop_token_ids": [-1]}) for path in OPENAI),
         ("/v1/completions", {"logprobs": VOCABULARY + 1}),
         ("/v1/chat/completions", {"logprobs": True, "top_logprobs": VOCABULARY + 1}),
+        *(
+            ("/generate", {"sampling_params": {name: value}})
+            for name, value in (
+                ("max_new_tokens", 64.0), ("max_new_tokens", True), ("min_new_tokens", 10**12),
+                ("stream_interval", "x"), ("sampling_seed", 1.5), ("ignore_eos", 1), ("skip_special_tokens", 1),
+                ("spaces_between_special_tokens", 0), ("temperature", True), ("top_p", "0.5"), ("json_schema", {}),
+                ("structural_tag", {"type": "object"}), ("logit_bias", [1]), ("logit_bias", {"5": "x"}),
+                ("stop", ["a", 1]), ("stop_token_ids", [2.0]), ("custom_params", {"a": [[1]]}),
+                ("is_normalized", True), ("ebnf_full_assistant", None),
+            )
+        ),
+        *(
+            (path, {"sampling_params": {name: value}} if path == "/generate" else {name: value})
+            for path in PROMPTS
+            for name, value in (
+                ("temperature", 1e39), ("temperature", math.nan), ("logit_bias", {"5": -1e39}),
+                ("custom_params", {"a": {"b": {}}}), ("top_k", 1.0),
+            )
+        ),
+        *((path, {"min_tokens": 10**12}) for path in OPENAI),
+        ("/v1/chat/completions", {"chat_template_kwargs": {"spaces_between_special_tokens": 1}}),
     ],
 )  # fmt: skip
 async def test_what_an_engine_dies_of_does_not_reach_it(scene: GateScene, path: str, asked: dict[str, Any]) -> None:
@@ -375,11 +396,22 @@ async def test_what_an_engine_dies_of_does_not_reach_it(scene: GateScene, path: 
     [
         ("/generate", {"input_ids": [VOCABULARY - 1, 0], "top_logprobs_num": VOCABULARY}),
         ("/generate", {"sampling_params": {"max_new_tokens": 2, "stop_token_ids": [VOCABULARY]}}),  # of its tokenizer
+        (
+            "/generate",
+            {
+                "sampling_params": {
+                    "max_new_tokens": 2, "temperature": 1, "top_p": None, "top_k": -1, "ignore_eos": True, "n": 1,
+                    "stop": ["a"], "stop_token_ids": [], "json_schema": None, "logit_bias": {"5": -100, "6": 0.5},
+                    "sampling_seed": -(1 << 62), "custom_params": {"a": 1, "b": [1.5, None], "c": {"d": "e"}},
+                    "of another version": {},
+                }
+            },
+        ),
         ("/v1/completions", {"prompt": [VOCABULARY - 1, 0], "logprobs": 5}),
         ("/v1/completions", {"prompt": "abc"}),
-        ("/v1/chat/completions", {"logprobs": True}),
+        ("/v1/chat/completions", {"logprobs": True, "chat_template_kwargs": {"enable_thinking": False}}),
     ],
-)
+)  # fmt: skip
 async def test_what_an_engine_bears_reaches_it(scene: GateScene, path: str, asked: dict[str, Any]) -> None:
     status, _ = await scene.post(path=path, **asked)
     assert (200, 1) == (status, len(scene.engine.calls))
@@ -450,13 +482,13 @@ async def test_openai_error_keeps_its_status(scene: GateScene, path: str) -> Non
 
 
 async def test_stream_is_passed_on_as_it_comes_and_ends_as_the_engine_ends_it(scene: GateScene) -> None:
-    chunks = await scene.stream(sampling_params={**SHORT, "stream_interval": 1}, return_logprob=True)
-    assert [1, 2, 3, 4, 5, 6] == [len(chunk["output_ids"]) for chunk in chunks]
+    chunks = await scene.stream(sampling_params={**SHORT, "max_new_tokens": 40}, return_logprob=True)
+    assert [1, 17, 33, 40] == [len(chunk["output_ids"]) for chunk in chunks]
     assert [None, "length"] == [
         chunks[0]["meta_info"]["finish_reason"],
         chunks[-1]["meta_info"]["finish_reason"]["type"],
     ]
-    assert [("finished", 6)] == scene.ended
+    assert [("finished", 40)] == scene.ended
 
 
 @pytest.mark.parametrize("path", PROMPTS)
@@ -580,6 +612,8 @@ async def test_caller_that_does_not_read_its_stream_holds_up_no_switch(scene: Ga
     reader, writer = await asyncio.open_connection(host, int(port), limit=1024)
     writer.write(f"POST /generate HTTP/1.1\r\nHost: g\r\nContent-Length: {len(body)}\r\n\r\n{body}".encode())
     await reader.readline()
+    for sample in scene.engine.samples.values():
+        sample.interval = 1  # many chunks, each with all tokens so far
     await scene.until(
         lambda: any(running.call.is_stalled for running in scene.gate.entrances[0].running)
     )  # its buffers are full
@@ -628,7 +662,7 @@ async def test_only_the_generation_routes_reach_the_engine(scene: GateScene, met
 
 @pytest.mark.parametrize(
     ("sampling", "interval"),
-    [({}, 16), ({"max_new_tokens": 512}, 16), ({"max_new_tokens": 32_000}, 1000), ({"stream_interval": 1}, 1)],
+    [({}, 16), ({"max_new_tokens": 512}, 16), ({"max_new_tokens": 32_000}, 1000), ({"stream_interval": 1}, 16)],
 )
 def test_long_requests_come_in_as_many_chunks_as_short_ones(sampling: dict[str, Any], interval: int) -> None:
     """Chunks of 16 tokens were a gigabyte for one sample of 32,000."""

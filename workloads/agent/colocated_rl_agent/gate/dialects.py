@@ -25,6 +25,7 @@ from typing import Any, Protocol
 
 from pydantic_core import from_json, to_json
 
+from colocated_rl_agent.gate.sampling import NATIVE, OPENAI, Kinds, misfit
 from colocated_rl_api.columns import CONTENT_TYPE, pack
 from colocated_rl_api.rungs import WeightVersion
 
@@ -37,7 +38,6 @@ DONE = b"[DONE]"
 JSON = "application/json"
 BEGINNINGS = (4096, 1024, 256, 64)  # items of a prompt whose engine is remembered
 MOST_TURNS = 32  # of a chat, likewise
-MOST_TOP_K = 1 << 30  # the engine's value for all tokens; a value over 32 bits kills it
 MOST_TOKENS = 1 << 30  # of one answer
 AS_OBJECTS = 4  # memory of parsed log-probabilities, in bytes of their JSON
 
@@ -150,11 +150,11 @@ class Native:
             raise GateRefusal(400, "positional_embed_overrides are not taken")
         _spare_engine(asked, "logprob_start_len", least=-1)
         _spare_engine(asked, "top_logprobs_num", most=vocabulary)
-        _spare_engine(sampling, "top_k", most=MOST_TOP_K)
+        _require_borne(sampling, NATIVE)
         if sampling.get("min_new_tokens") and sampling.get("stop_token_ids"):
             _require_known(vocabulary, "stop_token_ids", sampling["stop_token_ids"])
         rid = _new_rid()
-        spaced = {"stream_interval": _interval(sampling.get("max_new_tokens")), **sampling}
+        spaced = {**sampling, "stream_interval": _interval(sampling.get("max_new_tokens"))}
         body = to_json({**asked, "rid": rid, "stream": True, "sampling_params": spaced})
         beginnings = _beginnings(input_ids if input_ids is not None else text) if keyed else ()
         return Request(rid, body, streams, beginnings=beginnings)
@@ -281,7 +281,7 @@ class OpenAI:
             raise GateRefusal(400, "n and best_of must be 1: send each sample as a request of its own")
         if not isinstance(options, dict):
             raise GateRefusal(400, "stream_options must be an object")
-        _spare_engine(asked, "top_k", most=MOST_TOP_K)
+        _require_borne(asked, OPENAI)
         for name in ("logprobs", "top_logprobs"):
             _spare_engine(asked, name, most=vocabulary)
         for name in ("prompt", "input_ids", *(["stop_token_ids"] if asked.get("min_tokens") else [])):
@@ -513,6 +513,12 @@ def _spare_engine(asked: dict[str, Any], name: str, *, least: float = -math.inf,
         return
     if not isinstance(value, int | float) or not least <= value <= (math.inf if most is None else most):
         raise GateRefusal(400, f"{name} is no number that the engine bears")
+
+
+def _require_borne(asked: dict[str, Any], kinds: Kinds) -> None:
+    """Raise GateRefusal for a sampling parameter that kills the engine with all its requests."""
+    if (name := misfit(asked, kinds)) is not None:
+        raise GateRefusal(400, f"{name} is no value that the engine bears")
 
 
 def _require_known(vocabulary: int | None, name: str, ids: Any) -> None:
