@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import io
 import itertools
 import json
 import math
+import socket
 import tracemalloc
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, closing, suppress
@@ -155,6 +157,26 @@ async def test_open_gate_answers_as_the_engine_would(scene: GateScene) -> None:
     assert {"type": "length", "length": 6} == answer["meta_info"]["finish_reason"]
     assert 6 == len(answer["output_ids"]) == len(answer["meta_info"]["output_token_logprobs"])
     assert [("finished", 6)] == scene.ended
+
+
+async def test_request_goes_to_another_engine_if_one_takes_no_connection(scene: GateScene) -> None:
+    """The one had fewest requests in flight, because each ended at once: it took all of them, and lost them."""
+    ended: list[tuple[str, int]] = []
+    gate = Gate(engines=2, count=lambda ending, tokens: ended.append((ending, tokens)))
+    with closing(socket.socket()) as refusing:  # bound, and not listening
+        refusing.bind(("127.0.0.1", 0))
+        gate.open(dataclasses.replace(scene.backend, url=f"http://127.0.0.1:{refusing.getsockname()[1]}"), engine=0)
+        gate.open(scene.backend, engine=1)
+        async with DataPort(gate.serve).listening("127.0.0.1", 0) as port:
+            scene.url = f"http://127.0.0.1:{port}"
+            answers = await asyncio.gather(*(scene.post(sampling_params=SHORT) for _ in range(10)))
+            assert ["length"] * 10 == [answer["meta_info"]["finish_reason"]["type"] for _, answer in answers]
+            assert [("finished", 6)] * 10 == ended
+            gate.close(engine=1)
+            _, answer = await scene.post(sampling_params=SHORT)
+    assert "abort" == answer["meta_info"]["finish_reason"]["type"], "of the one that is left it is said as ever"
+    assert ("aborted", 0) == ended[-1]
+    assert 0 == gate.in_flight
 
 
 async def test_closed_gate_refuses_at_once_with_its_epoch(scene: GateScene) -> None:

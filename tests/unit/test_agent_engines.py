@@ -167,6 +167,18 @@ async def _abort(rid: str) -> None:
     pass
 
 
+def test_engine_that_takes_no_connection_is_passed_over_until_it_is_opened_again() -> None:
+    affinity, engines = PromptAffinity(), entrances(0, 5)
+    assert engines[0] is affinity.choose(engines, (1,))
+    engines[0].pass_over()
+    assert engines[1] is affinity.choose(engines, (1,))
+    assert engines[0] is affinity.choose(engines[:1], (1,)), "there is no other"
+    backend = engines[0].backend
+    assert backend is not None
+    engines[0].open(backend)
+    assert engines[0] is affinity.choose(engines, (2,))
+
+
 def entrances(*in_flight: int) -> list[Entrance]:
     found = [Entrance() for _ in in_flight]
     for number, (entrance, count) in enumerate(zip(found, in_flight, strict=True)):

@@ -7,6 +7,7 @@ of bounds, and `PromptAffinity`, which chooses among the open ones.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from colocated_rl_agent.gate.upstream import Upstream
 from colocated_rl_api.rungs import WeightVersion
 
 MOST_KEYS = 65_536  # beginnings of prompts that are remembered: about 10 MiB
+PASSED_OVER_S = 1.0  # an engine that took no connection, while others do
 MORE, MORE_BY = 8, 1.25  # an engine may have so many requests more, and so many times as many, as the idlest one
 
 
@@ -38,6 +40,7 @@ class Entrance:
         self.upstream: Upstream | None = None
         self.running: set[Running] = set()
         self.in_flight = 0
+        self._passed_over_until = 0.0
         self._settled = asyncio.Event()
         self._settled.set()
 
@@ -45,9 +48,18 @@ class Entrance:
     def is_open(self) -> bool:
         return self.backend is not None
 
+    @property
+    def is_passed_over(self) -> bool:
+        return time.monotonic() < self._passed_over_until
+
+    def pass_over(self) -> None:
+        """Prefer others for a while, or until it is opened again: its engine took no connection."""
+        self._passed_over_until = time.monotonic() + PASSED_OVER_S
+
     def open(self, backend: Backend) -> None:
         self._leave_upstream()
         self.backend, self.upstream = backend, Upstream(backend.url)
+        self._passed_over_until = 0.0
 
     def close(self, *, within_s: float) -> None:
         """Refuse every later request, and give callers this long to read what comes for those that are in."""
@@ -93,10 +105,11 @@ class PromptAffinity:
         ready = [each for each in entrances if each.is_open]
         if not ready:
             return None
+        ready = [each for each in ready if not each.is_passed_over] or ready
         idlest = min(ready, key=lambda entrance: entrance.in_flight)
         most = max(idlest.in_flight + MORE, idlest.in_flight * MORE_BY)
         known = next((self._last[key] for key in beginnings if key in self._last), None)
-        chosen = known if known is not None and known.is_open and known.in_flight <= most else idlest
+        chosen = known if known in ready and known.in_flight <= most else idlest
         for key in beginnings:
             self._last[key] = chosen
             self._last.move_to_end(key)

@@ -26,7 +26,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
 from dataclasses import replace
 from functools import partial
 from http import HTTPStatus
@@ -64,6 +64,10 @@ MAX_HELD_BYTES = 192 * 1024 * 1024  # for all requests together: past it no toke
 MAX_LARGE = 64  # large chunks that are read at the same time: a switch ends all requests at once
 MAX_LARGE_BYTES = 64 * 1024 * 1024  # of incomplete large chunks together
 STATE = "/v1/gate"
+
+
+class NotConnected(Exception):
+    """The engine took no connection: nothing was sent."""
 
 
 class GateRoute(NamedTuple):
@@ -206,22 +210,41 @@ class Gate:
         if self._full.is_reached(self.in_flight) or self._held_bytes >= MAX_HELD_BYTES:
             call.refuse(429, f"{self.in_flight} requests in flight hold {self._held_bytes} bytes: send it later")
             return
-        backend, upstream = entrance.backend, entrance.upstream
-        assert backend is not None, "an entrance that takes requests is open"
-        assert upstream is not None, "an entrance that takes requests is open"
-        running = Running(call, asked, dialect.reply(asked, backend.version), self._hold, self._large)
         try:
-            await self._exchange(entrance, backend, upstream, dialect.path, running)
+            running = await self._run(call, dialect, asked, entrance)
             running.finish()
         except GateRefusal as refusal:
             call.refuse(refusal.status, str(refusal))
 
-    def _entrance_for(self, asked: Request) -> Entrance | None:
+    async def _run(self, call: Call, dialect: Dialect, asked: Request, entrance: Entrance) -> Running:
+        """Return the request once it has ended. An engine that takes no connection has not heard of it, so the next one
+        gets it. Raises GateRefusal.
+        """
+        failed: list[Entrance] = []
+        while True:
+            backend, upstream = entrance.backend, entrance.upstream
+            assert backend is not None, "an entrance that takes requests is open"
+            assert upstream is not None, "an entrance that takes requests is open"
+            running = Running(call, asked, dialect.reply(asked, backend.version), self._hold, self._large)
+            try:
+                await self._exchange(entrance, backend, upstream, dialect.path, running)
+            except NotConnected:
+                if entrance.backend is backend:
+                    entrance.pass_over()
+                failed.append(entrance)
+                other = self._entrance_for(asked, without=failed)
+                if other is not None:
+                    entrance = other
+                    continue
+                self._count(running.reply.ending, 0)
+            return running
+
+    def _entrance_for(self, asked: Request, *, without: Collection[Entrance] = ()) -> Entrance | None:
         """Return the entrance that the request takes, or None if all are closed."""
+        left = [entrance for entrance in self.entrances if entrance not in without] if without else self.entrances
         if self._affinity is not None:
-            return self._affinity.choose(self.entrances, asked.beginnings)
-        [entrance] = self.entrances
-        return entrance if entrance.is_open else None
+            return self._affinity.choose(left, asked.beginnings)
+        return next((entrance for entrance in left if entrance.is_open), None)
 
     async def _asked(self, dialect: Dialect, call: Call) -> Request:
         """Read and parse the request. A function of its own, so that the caller's body is freed before the engine
@@ -246,18 +269,22 @@ class Gate:
     async def _exchange(
         self, entrance: Entrance, backend: Backend, upstream: Upstream, path: str, running: Running
     ) -> None:
-        """Admit a request and wait for its end at the engine. Raises GateRefusal."""
-        ending = "client_gone"
+        """Admit a request and wait for its end at the engine. Raises GateRefusal, and NotConnected, uncounted."""
+        ending: str | None = "client_gone"
         self._let_in(entrance, running)
         try:
             await self._forward(backend, upstream, path, running)
             ending = running.reply.ending
+        except NotConnected:
+            ending = None
+            raise
         except GateRefusal:
             ending = "error"
             raise
         finally:
             self._let_out(entrance, running)
-            self._count(ending, running.reply.tokens)
+            if ending is not None:
+                self._count(ending, running.reply.tokens)
 
     def _let_in(self, entrance: Entrance, running: Running) -> None:
         self.in_flight += 1
@@ -283,11 +310,12 @@ class Gate:
         call.answer(503, Closed(epoch=self.epoch).model_dump_json(by_alias=True).encode())
 
     async def _forward(self, backend: Backend, upstream: Upstream, path: str, running: Running) -> None:
-        """Forward the request until the engine has ended it or is lost. Raises GateRefusal."""
+        """Forward the request until the engine has ended it or is lost. Raises GateRefusal and NotConnected."""
         rid = running.asked.rid
-        ended = False
+        ended = connected = False
         try:
             connection = await upstream.connect()
+            connected = True
             running.begin(connection)
             status = await connection.exchange(upstream.request(path, running.asked.body), running.take)
             ended = True
@@ -299,6 +327,9 @@ class Gate:
                 self._troubled.log(LOG, "descriptors exhausted", reason=failure_of(error))
                 raise GateRefusal(429, "there is no descriptor for another request: send it later") from error
             log(LOG, "request lost", logging.DEBUG, rid=rid, reason=failure_of(error), incarnation=backend.incarnation)
+            if not connected:
+                ended = True
+                raise NotConnected from error
         finally:
             running.end()
             if not ended:
