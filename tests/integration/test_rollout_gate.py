@@ -164,6 +164,7 @@ async def test_a_request_that_the_engine_will_never_take_is_distinguished_from_t
         RequestRejected, match="answered 400 and 64 characters: prompt and response are longer than its context"
     ):
         await scene.client.generate(request([5] * CONTEXT))
+    assert scene.client.takes_requests, "the engine answered: what one client sends costs no other"
     scene.gate.open(Backend("http://127.0.0.1:1", "b", VERSION, scene.backend.abort))
     generated = await scene.client.generate(request([5, 6, 7]))
     assert (None, 0) == (generated.finish, len(generated.tokens))

@@ -328,7 +328,7 @@ class EngineClient:
                 finally:
                     self._under_way.discard(attempt)
         except (GateRefused, RequestRejected) as refusal:
-            if type(refusal) is not GateClosed:
+            if type(refusal) not in (GateClosed, RequestRejected):  # an engine that rejects a request answers
                 self._rest()
             if not len(read.so_far.tokens):
                 raise
