@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Literal
 
@@ -103,6 +104,22 @@ def test_a_turn_of_the_jobs_own_episode_waits_as_samples_do(tmp_path: Path) -> N
         return turn.finish
 
     assert Finish.STOP is virtual_time.run(main())
+
+
+async def test_turns_of_the_jobs_own_episodes_take_no_clients_room(tmp_path: Path) -> None:
+    """A client's only request was refused for as long as many episodes were played."""
+    turns = turns_of(Chat(write_model(tmp_path / "model")))
+    small = CompletionRequest(np.array([5], np.int32), 9, 1.0)
+    large = CompletionRequest(np.array([5], np.int32), TOKENS_HELD_AT_MOST, 1.0)
+    with ExitStack() as held:
+        for asked in (large, *[small] * 9):
+            held.enter_context(turns.begin(asked, is_own=True))
+        for _ in range(9):
+            held.enter_context(turns.begin(small))
+        with pytest.raises(RequestRefused, match="send it later"), turns.begin(small):
+            pass
+    with turns.begin(large):
+        assert 1 == turns.demand
 
 
 def test_a_long_completion_is_not_sent_again_for_ever(tmp_path: Path) -> None:

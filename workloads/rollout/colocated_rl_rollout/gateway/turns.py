@@ -126,7 +126,8 @@ class Turns:
         self._turns: dict[int, Turn] = {}
         self._waiting: dict[int, Turn] = {}
         self._count = 0
-        self._held = 0
+        self._bounded = 0  # turns that are not of the job's own episodes
+        self._held = 0  # by those
         self._ending = False
         metrics.parked_turns.set_function(lambda: len(self._waiting))
 
@@ -149,21 +150,25 @@ class Turns:
             self._refuse_beyond_bounds(turn)
         self._count = turn.number
         self._turns[turn.number] = turn
-        self._held += turn.held
+        if not is_own:
+            self._bounded += 1
+            self._held += turn.held
         try:
             self._park(turn)
             self._changed()
             yield turn
         finally:
             del self._turns[turn.number]
-            self._held -= turn.held
+            if not is_own:
+                self._bounded -= 1
+                self._held -= turn.held
             if not turn.ended:
                 self._end(turn, "client_gone")
                 if turn.attempt is not None:
                     turn.attempt.cancel()
 
     def _refuse_beyond_bounds(self, turn: Turn) -> None:
-        if len(self._turns) >= self._at_most or (self._turns and self._held + turn.held > TOKENS_HELD_AT_MOST):
+        if self._bounded >= self._at_most or (self._bounded and self._held + turn.held > TOKENS_HELD_AT_MOST):
             message = f"{len(self._turns)} requests are held, {len(self._waiting)} of them until an engine is open"
             raise RequestRefused(429, f"{message}: send it later", code="too_many_requests", retry_s=RETRY_S)
 
