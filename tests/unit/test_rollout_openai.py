@@ -322,6 +322,7 @@ def test_deep_and_broken_text_is_refused(chat: Chat) -> None:
         ('<tool_call>{"name": "say", "arguments": {"text": "<tool_call></tool_call>"}}</tool_call>', "", ["say"]),
         ('<tool_call>{"name": "find", ' * 20_000 + "</tool_call>", None, []),  # is looked through once
         (CALL.replace("it", "\\ud83d"), None, []),  # half a character
+        *((CALL.replace('"it"', number), None, []) for number in ("NaN", "-Infinity", "1e999")),  # no JSON
         ("no call", None, []),
     ],
 )

@@ -54,7 +54,8 @@ def arguments_of(written: Any) -> Any:
 def _call(text: str) -> ToolCall | None:
     try:
         called = json.loads(text)
-        json.dumps(called, ensure_ascii=False).encode()  # half a character may be escaped, and could not be sent on
+        # half a character may be escaped, and could not be sent on; nor could a number that is none of JSON
+        json.dumps(called, ensure_ascii=False, allow_nan=False).encode()
     except (ValueError, RecursionError):
         return None
     match called:
