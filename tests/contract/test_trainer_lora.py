@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -299,6 +300,35 @@ def test_dropout_drops_inputs_of_adapters_while_gradients_are_computed(tmp_path:
     (name,) = [name for name in gradients[0.0] if name.endswith(f"layers.0.self_attn.v_proj.{B}.weight")]
     kept, dropped = gradients[0.0][name], gradients[0.5][name]
     assert 0.05 < (kept - dropped).norm() / kept.norm() < 5
+
+
+def on_policy(trainer: RankInProcess, batch: Sequence[Example]) -> list[Example]:
+    """Return the samples with the log-probabilities that the trainer's model gives their tokens."""
+    made = []
+    for each in batch:
+        ids = torch.tensor([*each.prompt, *each.response])
+        with torch.no_grad():
+            logp = trainer.loop.model(input_ids=ids[None], use_cache=False).logits[0, :-1].float().log_softmax(-1)
+        made.append(replace(each, logp=logp.gather(1, ids[1:, None])[len(each.prompt) - 1 :, 0].tolist()))
+    return made
+
+
+@pytest.mark.parametrize("options", [{"minibatches": 1}, {"minibatches": 2}, {"bypass": True}])
+def test_dropout_is_in_neither_the_importance_ratio_nor_the_mismatch(tmp_path: Path, options: dict[str, Any]) -> None:
+    config = CONFIG | {"importanceMask": "Token", "importanceMaskLow": 0.999, "importanceMaskHigh": 1.001}
+    if bypasses := "bypass" in options:
+        config = {"lora": LORA, "learningRate": 0.05}
+    lora = LORA | {"dropout": 0.3}
+    trainer = RankInProcess(tmp_path, write_tiny_model(tmp_path / "model"), **config | {"lora": lora} | options)
+    trainer.train(samples(1))
+
+    metrics = trainer.train(on_policy(trainer, samples(2)))
+
+    if bypasses:
+        assert "mismatch_mean" not in metrics, "no pass measured it"
+    else:
+        assert 1e-5 > metrics["mismatch_max"]
+    assert (0.0, 1.0) == (metrics["importance_masked"], pytest.approx(metrics["importance_mean"], abs=1e-5))
 
 
 @pytest.mark.parametrize(

@@ -264,9 +264,11 @@ async def test_turns_of_the_jobs_own_episodes_wait_however_many(tmp_path: Path) 
             async def ask(name: str) -> None:
                 await http.post(f"http://127.0.0.1:{pages}/v1/sessions/{name}/chat/completions", json=body)
 
-            asked = [asyncio.create_task(ask(name)) for name in episodes]
+            asked: list[asyncio.Task[Any]] = [asyncio.create_task(ask(name)) for name in episodes]
             await until(lambda: scene.figure("parked") == many)
-            with pytest.raises(openai.RateLimitError, match="300 requests are held"):
+            asked += [asyncio.create_task(scene.ask()) for _ in range(2)]
+            await until(lambda: scene.figure("parked") == many + 2)  # clients have all of their room
+            with pytest.raises(openai.RateLimitError, match="302 requests are held"):
                 await scene.ask()
             for each in asked:
                 each.cancel()
@@ -326,6 +328,37 @@ async def test_a_stream_that_waits_shows_that_somebody_is_there(scene: Scene, mo
         assert ": waiting for an engine" == await anext(lines)
         await scene.gate.open(V0)
         assert "data: [DONE]" in [line async for line in lines]
+
+
+async def test_a_stream_whose_call_is_held_back_shows_that_somebody_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each token that came began the silence anew, though nothing was sent."""
+    monkeypatch.setattr("colocated_rl_rollout.gateway.gateway.SILENCE_S", 0.5)
+    call = '<tool_call>\n{"name": "find", "arguments": {"what": "%s"}}\n</tool_call>' % ("x" * 2000)
+    async with gateway_running(tmp_path, lambda _: call, template=TOOLS_TEMPLATE, maxResponseTokens=4000) as scene:
+        await scene.gate.open(V0, pace=12)
+        async with scene.client.chat.completions.with_streaming_response.create(
+            model="job", messages=[QUESTION], tools=TOOLS, stream=True
+        ) as response:
+            lines = response.iter_lines()
+
+            async def read_comments() -> None:
+                for _ in range(3):  # the first ones may be of the time before the steps below
+                    while not (await anext(lines)).startswith(":"):
+                        pass
+
+            comments = asyncio.create_task(read_comments())
+
+            def is_commented() -> bool:
+                for attempt in scene.gate._attempts:
+                    if attempt.left:
+                        attempt.step()
+                return comments.done()
+
+            await until(is_commented)
+            assert [True] == [bool(attempt.left) for attempt in scene.gate._attempts], "before the last token"
+            await scene.gate.release()
 
 
 async def test_a_client_that_leaves_takes_its_work_with_it(scene: Scene) -> None:

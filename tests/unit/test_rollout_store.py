@@ -955,7 +955,8 @@ def three_steps(place: Path) -> dict[S, int]:
         store.forget(min(step, 1))
     store.interrupt(started(store), segment(3))
     store.remember_epoch(57)
-    store.record_evaluation(EvaluationResult(step=2, samples=4, mean=0.5, stderr=0.1))
+    for step in (1, 2):
+        store.record_evaluation(EvaluationResult(step=step, samples=4, mean=0.5, stderr=0.1))
     counts = dict(+store.counts)
     store.close()
     return counts
@@ -987,7 +988,7 @@ def test_a_former_jobs_samples_go_on_as_they_were_and_belong_to_the_new_job(tmp_
     assert (1, 2, 4, 0) == (store.began_at, store.trained_step, store.next_step, store.epoch)
     assert [2, 3] == [step for step in (1, 2, 3, 4) if store.batch(step)], "replayed, and next"
     assert 3 == len(next(iter(store.waiting.values())).tokens)
-    assert store.evaluated
+    assert {"held-out": 1} == {name: each.step for name, each in store.evaluated.items()}, "step 2 is made again"
     store.close()
     with pytest.raises(StoreFailed, match=f"belongs to job {JOB}"):
         Store(tmp_path / "own", job_uid=OTHER)

@@ -10,10 +10,15 @@ from typing import Any, Literal
 
 import numpy as np
 import pytest
+from aiohttp import web
+from aiohttp.abc import AbstractStreamWriter
+from aiohttp.test_utils import make_mocked_request
+from multidict import CIMultiDict
 from prometheus_client import CollectorRegistry
 
 from bench import virtual_time
 from colocated_rl_api.rungs import WeightVersion
+from colocated_rl_rollout.clients import CLIENT_S, PIECE_BYTES, send_within_deadline
 from colocated_rl_rollout.engines.engine_client import AttemptLost, Generated, GenerateRequest
 from colocated_rl_rollout.gateway.openai_requests import CompletionRequest, RequestRefused
 from colocated_rl_rollout.gateway.turns import EXPERTS_WEIGH, TOKENS_HELD_AT_MOST, Turns
@@ -87,6 +92,35 @@ def test_only_time_without_an_engine_counts_and_at_a_stretch(
         assert 504 == refused.value.status
     else:
         assert Finish.STOP is virtual_time.run(main())
+
+
+class SlowReader(AbstractStreamWriter):
+    """Takes a piece of an answer in most of the time that there is for one."""
+
+    taken = 0
+
+    async def write(self, chunk: bytes | bytearray | memoryview) -> None:
+        await asyncio.sleep(CLIENT_S * 0.9 * len(chunk) / PIECE_BYTES)
+        self.taken += len(chunk)
+
+    async def write_eof(self, chunk: bytes = b"") -> None:
+        await self.write(chunk)
+
+    async def drain(self) -> None: ...
+
+    async def write_headers(self, status_line: str, headers: CIMultiDict[str]) -> None: ...
+
+    def enable_chunking(self) -> None: ...
+
+    def enable_compression(self, encoding: str = "deflate", strategy: int | None = None) -> None: ...
+
+
+def test_a_client_that_reads_steadily_gets_the_whole_of_a_large_answer() -> None:
+    """The time for a piece was that for all of it."""
+    reader, body = SlowReader(), b"x" * (10 * PIECE_BYTES + 1)
+    request = make_mocked_request("GET", "/", writer=reader)
+    response = virtual_time.run(send_within_deadline(request, web.Response(body=body)))
+    assert (len(body), len(body)) == (reader.taken, int(response.headers["Content-Length"]))
 
 
 def test_a_turn_of_the_jobs_own_episode_waits_as_samples_do(tmp_path: Path) -> None:

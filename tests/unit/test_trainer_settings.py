@@ -157,6 +157,7 @@ def test_what_is_not_supported_yet_is_said_so(tmp_path: Path, key: str, message:
         ({"importanceMask": "Token", "importanceMaskLow": 0.5}, "importanceMask needs importanceMaskLow and"),
         ({"importanceMaskLow": 0.5, "importanceMaskHigh": 5.0}, "importanceMask needs importanceMaskLow and"),
         ({"bypass": True, "importanceLevel": "Sequence"}, "bypass clips against the behaviour policy"),
+        ({"bypass": True, "importanceCap": 5}, "bypass clips against the behaviour policy"),
         ({"klBiasCorrection": True}, "klBiasCorrection corrects the KL in the loss: set klCoefficient"),
         (
             {"klBiasCorrection": True, "klCoefficient": 0.1, "importanceLevel": "Sequence"},

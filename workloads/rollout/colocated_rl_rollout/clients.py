@@ -8,7 +8,8 @@ from contextlib import asynccontextmanager
 
 from aiohttp import web
 
-CLIENT_S = 30.0  # for a client to read an answer, or a piece of one
+CLIENT_S = 30.0  # for a client to read a piece of an answer
+PIECE_BYTES = 256 * 1024  # so slow may a client be: 70 kbit/s
 
 
 class ClientGone(Exception):
@@ -23,8 +24,19 @@ async def send_within_deadline(request: web.Request, response: web.StreamRespons
     """Send an answer and return once its client has taken it; the framework would wait for ever. Raises ClientGone."""
     async with reading(request, response):
         await response.prepare(request)
+    if isinstance(response, web.Response) and isinstance(response.body, bytes) and request.method != "HEAD":
+        body, response.body = response.body, None
+        await write_within_deadlines(request, response, body)
+    async with reading(request, response):
         await response.write_eof()
     return response
+
+
+async def write_within_deadlines(request: web.Request, response: web.StreamResponse, data: bytes) -> None:
+    """Write in pieces, each with a deadline of its own, so that whoever reads slowly gets all. Raises ClientGone."""
+    for begin in range(0, len(data), PIECE_BYTES):
+        async with reading(request, response):
+            await response.write(data[begin : begin + PIECE_BYTES])
 
 
 @asynccontextmanager

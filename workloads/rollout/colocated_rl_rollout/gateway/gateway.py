@@ -26,7 +26,14 @@ from typing import Any, TypeVar
 from aiohttp import web
 
 from colocated_rl_api.job import ROUTED_EXPERTS
-from colocated_rl_rollout.clients import CLIENT_S, ClientGone, reading, send_within_deadline, wait_until_set
+from colocated_rl_rollout.clients import (
+    CLIENT_S,
+    ClientGone,
+    reading,
+    send_within_deadline,
+    wait_until_set,
+    write_within_deadlines,
+)
 from colocated_rl_rollout.gateway.openai_answers import Extension
 from colocated_rl_rollout.gateway.openai_replies import (
     CompletionReply,
@@ -67,7 +74,7 @@ READING_BYTES = 16 * MAX_REQUEST_BYTES  # of bodies at a time
 THREADS_AT_MOST = 3  # of at least five that the process has: the others write batches and make prompts
 SESSION_HEADER = "X-Session-ID"
 SESSION_NAME = re.compile(r"[A-Za-z0-9._:@-]{1,128}")
-SILENCE_S = 15.0  # of a stream whose request waits; then a comment keeps it alive
+SILENCE_S = 15.0  # of a stream whose request waits or whose text is held back; then a comment keeps it alive
 COMMENT = b": waiting for an engine\n\n"
 DONE = b"data: [DONE]\n\n"
 
@@ -271,7 +278,7 @@ class Gateway:
         while not turn.ended:
             turn.grew.clear()
             await stream.send(pieces.more(turn.so_far))
-            if not await wait_until_set(turn.grew, SILENCE_S):
+            if not await wait_until_set(turn.grew, SILENCE_S - stream.silent_s):  # text may be held back for long
                 await stream.write(COMMENT)
         try:
             await turn.wait_done()
@@ -354,6 +361,12 @@ class Stream:
             headers={"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache"}
         )
 
+        self._written_at = asyncio.get_running_loop().time()
+
+    @property
+    def silent_s(self) -> float:
+        return asyncio.get_running_loop().time() - self._written_at
+
     @property
     def begun(self) -> bool:
         return self._response.prepared
@@ -364,10 +377,11 @@ class Stream:
 
     async def write(self, text: bytes) -> None:
         """Send a piece of the answer. Raises ClientGone."""
-        async with reading(self._request, self._response):
-            if not self.begun:
+        if not self.begun:
+            async with reading(self._request, self._response):
                 await self._response.prepare(self._request)
-            await self._response.write(text)
+        await write_within_deadlines(self._request, self._response, text)
+        self._written_at = asyncio.get_running_loop().time()
 
     async def end(self) -> web.StreamResponse:
         """End the answer. Raises ClientGone."""

@@ -60,7 +60,7 @@ class FormerJob:
                     Path(f"{unfinished}{end}").unlink(missing_ok=True)
                     with contextlib.suppress(FileNotFoundError):
                         shutil.copyfile(f"{source}{end}", f"{unfinished}{end}")
-            _hand_over(unfinished, job_uid)
+            _hand_over(unfinished, job_uid, step=self.checkpoint().step)
             sync(unfinished)
             unfinished.replace(path)
             sync(path.parent)
@@ -99,8 +99,11 @@ def _copy_files(source: Path, target: Path) -> None:
     sync(target.parent)
 
 
-def _hand_over(path: Path, job_uid: JobUid) -> None:
-    """Make the database that of this job. Raises StoreFailed, sqlite3.Error."""
+def _hand_over(path: Path, job_uid: JobUid, *, step: int) -> None:
+    """Make the database that of this job. Raises StoreFailed, sqlite3.Error.
+
+    step: behind it this job has weights of its own, so evaluations of later ones are not its.
+    """
     with closing(sqlite3.connect(path, isolation_level=None)) as database:
         if damage := damage_of(database):
             raise StoreFailed(
@@ -108,6 +111,7 @@ def _hand_over(path: Path, job_uid: JobUid) -> None:
             )
         database.execute("BEGIN")
         database.execute("DELETE FROM facts WHERE name IN ('epoch', 'began_at')")
+        database.execute("DELETE FROM evaluations WHERE step > ?", (step,))
         database.execute("INSERT OR REPLACE INTO facts VALUES ('job_uid', ?)", (job_uid,))
         database.execute("COMMIT")
         database.execute("PRAGMA journal_mode = DELETE")  # everything is in the one file that is renamed

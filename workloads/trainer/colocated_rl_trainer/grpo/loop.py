@@ -127,6 +127,7 @@ class GRPOTrainer:
             raise ConfigError(
                 "klCoefficient in spec.trainer.config needs a policy to compare with: add spec.reference to the job"
             )
+        self._drops_inputs = config.lora is not None and config.lora.dropout > 0  # in passes with gradient
         self._replays = spec.rollout.router_replay
         self._replay: RouterReplay | None = None
         self._skipped_in_a_row = 0  # updates
@@ -238,9 +239,9 @@ class GRPOTrainer:
         """Return the log-probabilities that must be known before the first update changes the weights."""
         start = torch.full_like(shard.behaviour_logp, torch.nan)
         if not self._config.bypass:
-            self._compute(
-                shard, work[1:], into=start, watch=watch, replays=True
-            )  # the first minibatch still meets those weights
+            # the first minibatch still meets those weights: unless dropout changes them, `_add_gradient` adds its own
+            unknown = work if self._drops_inputs else work[1:]
+            self._compute(shard, unknown, into=start, watch=watch, replays=True)
         if not self._keeps_reference:
             return _Known(start, shard.reference_logp if self._has_reference else None)
         assert self._scored is not None
@@ -262,7 +263,7 @@ class GRPOTrainer:
         """Add the gradient of one micro-batch to those before it."""
         config, device = self._config, self._device
         logp, entropy = self._logp(shard, micro)
-        if tally.updates == 0:
+        if tally.updates == 0 and not self._drops_inputs:
             known.start[micro.tokens] = logp.detach().cpu()
         behaviour_logp = shard.behaviour_logp[micro.tokens]
         proximal_logp = behaviour_logp if config.bypass else known.start[micro.tokens]

@@ -286,10 +286,11 @@ class TrainerConfig(BaseModel):
         bounds = (self.importance_mask_low, self.importance_mask_high)
         if (self.importance_mask is None) != (bounds == (None, None)) or (None in bounds and bounds != (None, None)):
             raise _contradiction("importanceMask needs importanceMaskLow and importanceMaskHigh: set all three or none")
-        if self.bypass and (self.importance_mask or self.importance_level == "Sequence"):
+        has_ratio = self.importance_mask or self.importance_level == "Sequence" or "importance_cap" in written
+        if self.bypass and has_ratio:
             raise _contradiction(
-                "bypass clips against the behaviour policy and has no other ratio to it: leave importanceMask and "
-                "importanceLevel out"
+                "bypass clips against the behaviour policy and has no other ratio to it: leave importanceMask, "
+                "importanceLevel and importanceCap out"
             )
         if self.kl_bias_correction and not self.kl_coefficient:
             raise _contradiction("klBiasCorrection corrects the KL in the loss: set klCoefficient too")
