@@ -110,7 +110,8 @@ class Ours:
         folder.mkdir()
         trainer = RankInProcess(
             folder, model, has_reference="klCoefficient" in config,
-            **{"learningRate": 0.05, "dataPasses": 2, "gradientClip": 1e9, "importanceCap": CAP, "microBatchTokens": 40}
+            **{"learningRate": 0.05, "dataPasses": 2, "gradientClip": 1e9, "microBatchTokens": 40}
+            | ({} if "bypass" in config else {"importanceCap": CAP})
             | dict(config),
         )  # fmt: skip
         self.gradients: list[dict[str, Tensor]] = []
