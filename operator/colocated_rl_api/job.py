@@ -1053,15 +1053,17 @@ _JOB_NAME = Rule(
 )
 
 
+_HAS_NO_PODS = (  # whoever makes pods first records its name
+    "has(oldSelf.spec.suspend) && oldSelf.spec.suspend && "
+    "(!has(oldSelf.status) || !has(oldSelf.status.operator) || "
+    "has(oldSelf.status.phase) && oldSelf.status.phase == 'Suspended')"
+)
 _REPLICAS = Rule(
     field="spec.replicas",
     rule="has(self.spec.replicas) == has(oldSelf.spec.replicas) && "
     "(!has(self.spec.replicas) || self.spec.replicas == oldSelf.spec.replicas) || "
     "has(oldSelf.status) && has(oldSelf.status.groupReplicas) && "  # it is on record, whatever the spec says
-    "has(oldSelf.spec.replicas) && oldSelf.spec.replicas > 1 || "
-    "has(oldSelf.spec.suspend) && oldSelf.spec.suspend && "
-    "(!has(oldSelf.status) || !has(oldSelf.status.operator) || "  # whoever makes pods first records its name
-    "has(oldSelf.status.phase) && oldSelf.status.phase == 'Suspended')",
+    f"has(oldSelf.spec.replicas) && oldSelf.spec.replicas > 1 || {_HAS_NO_PODS}",
     message="replicas can't change from one to more while the job has pods, nor before it has started: "
     "set suspend to true, change it once condition Suspended is true, and set suspend to false again",
 )
@@ -1071,10 +1073,7 @@ _SPARES = Rule(
     field="spec.spares",
     rule="!has(self.spec.spares) || self.spec.spares == 0 || "
     "has(oldSelf.spec.spares) && oldSelf.spec.spares > 0 || "
-    "has(oldSelf.spec.replicas) && oldSelf.spec.replicas > 1 || "
-    "has(oldSelf.spec.suspend) && oldSelf.spec.suspend && "
-    "(!has(oldSelf.status) || !has(oldSelf.status.operator) || "
-    "has(oldSelf.status.phase) && oldSelf.status.phase == 'Suspended')",
+    f"has(oldSelf.spec.replicas) && oldSelf.spec.replicas > 1 || {_HAS_NO_PODS}",
     message="a job with one replica can't get spares while it has pods, as only one may mount its checkpoints: set "
     "suspend to true, change it once condition Suspended is true, and set suspend to false again",
 )

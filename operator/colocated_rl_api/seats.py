@@ -54,6 +54,13 @@ class Seats:
     def all(self) -> tuple[str, ...]:
         return (*self.gpu, *self.references, ROLLOUT_SEAT)
 
+    def __contains__(self, seat: str) -> bool:
+        return seat in self._known
+
+    @cached_property
+    def _known(self) -> frozenset[str]:
+        return frozenset(self.all)
+
 
 def seats_for(mode: str, *, replicas: int, engines: int | None, references: int = 0) -> Seats:
     """Return the seats of a job. mode: may be one of a newer version, unknown here.

@@ -355,15 +355,20 @@ def test_what_pods_read_when_they_are_made_may_change_while_there_are_none(api: 
     assert re.search("set suspend to true, change it.*, and set suspend to false again", refused.message)
 
 
+def changed_later(api: ApiServer, job: Document, status: Document, field: str, value: object) -> Answer:
+    """Return the server's answer to a change of a job with which an operator has begun."""
+    with stored(api, job) as made:
+        path = f"{JOBS}/{made['metadata']['name']}"
+        begun = api.request("PUT", f"{path}/status", made | {"status": {"operator": "a/b"} | status}).body
+        return api.request("PUT", f"{path}?{DRY_RUN}", changed(begun, field, value))
+
+
 @pytest.mark.parametrize(("phase", "is_accepted"), [("Suspended", True), ("Suspending", False), (None, False)])
 def test_replicas_change_when_the_last_pod_is_gone(api: ApiServer, phase: str | None, is_accepted: bool) -> None:
     """Pods know of each other, and batches are sealed for so many ranks. None: an operator has begun with the job."""
     job = full("resting")
     job["spec"]["suspend"] = True
-    with stored(api, job) as resting:
-        with_status = resting | {"status": {"operator": "a/b"} | ({"phase": phase} if phase else {})}
-        resting = api.request("PUT", f"{JOBS}/resting/status", with_status).body
-        answer = api.request("PUT", f"{JOBS}/resting?{DRY_RUN}", changed(resting, "replicas", 7))
+    answer = changed_later(api, job, {"phase": phase} if phase else {}, "replicas", 7)
     assert is_accepted == answer.is_accepted
     assert is_accepted or "change it once condition Suspended is true" in answer.message
 
@@ -375,10 +380,7 @@ def test_replicas_of_a_job_that_runs_change_where_its_pods_know_of_others(
     """Nor may the volume of checkpoints that one pod has be open to others."""
     job = full("running")
     job["spec"]["replicas"] = before
-    with stored(api, job) as running:
-        with_status = running | {"status": {"operator": "a/b", "groupReplicas": before}}
-        running = api.request("PUT", f"{JOBS}/running/status", with_status).body
-        answer = api.request("PUT", f"{JOBS}/running?{DRY_RUN}", changed(running, "replicas", after))
+    answer = changed_later(api, job, {"groupReplicas": before}, "replicas", after)
     assert is_accepted == answer.is_accepted
     assert is_accepted or "from one to more" in answer.message
 
@@ -398,10 +400,7 @@ def test_one_pod_gets_no_spare_that_would_need_its_volume_too(
 ) -> None:
     job = full("spared")
     job["spec"] |= {"replicas": replicas, "spares": before, "suspend": phase == "Suspended"}
-    with stored(api, job) as spared:
-        with_status = spared | {"status": {"operator": "a/b", "phase": phase}}
-        spared = api.request("PUT", f"{JOBS}/spared/status", with_status).body
-        answer = api.request("PUT", f"{JOBS}/spared?{DRY_RUN}", changed(spared, "spares", after))
+    answer = changed_later(api, job, {"phase": phase}, "spares", after)
     assert is_accepted == answer.is_accepted
     assert is_accepted or "change it once condition Suspended is true" in answer.message
 

@@ -13,6 +13,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -102,14 +103,24 @@ def nodes(job: RunningJob) -> dict[str, str]:
     }
 
 
+def apply(kubectl: KubectlCall, name: str, **spec: Any) -> RunningJob:
+    job = RunningJob(kubectl, namespace=NAMESPACE, name=name)
+    manifest = yaml.safe_load(Path(__file__).with_name("lost-node.yaml").read_text().replace("JOB", job.name))
+    manifest["spec"] |= spec
+    kubectl("-n", NAMESPACE, "apply", "-f", "-", stdin=yaml.safe_dump(manifest))
+    return job
+
+
+def delete(job: RunningJob) -> None:
+    job.kubectl("delete", names.PLURAL, job.name)
+    wait_for("its pods to go", lambda: not job.pods(names.ROLE_GPU), deadline_s=ENDED_S, explain=lambda: "")
+
+
 def test_an_elastic_job_goes_on_without_the_node_and_with_both_pods_once_it_is_back(
     cluster: Cluster, kubectl: KubectlCall
 ) -> None:
     """The other node takes no pods yet. Each batch has the samples that it should, whoever trains it."""
-    job = RunningJob(kubectl, namespace=NAMESPACE, name="elastic")
-    manifest = yaml.safe_load(Path(__file__).with_name("lost-node.yaml").read_text().replace("JOB", job.name))
-    manifest["spec"] |= {"elasticPolicy": {"minReplicas": 1}, "failurePolicy": {}}  # no node is avoided
-    kubectl("-n", NAMESPACE, "apply", "-f", "-", stdin=yaml.safe_dump(manifest))
+    job = apply(kubectl, "elastic", elasticPolicy={"minReplicas": 1}, failurePolicy={})  # no node is avoided
     job.wait_for_step(2, deadline_s=START_S)
     assert [HOME, LOST] == sorted(nodes(job).values())
     with silent(cluster, LOST):
@@ -132,18 +143,14 @@ def test_an_elastic_job_goes_on_without_the_node_and_with_both_pods_once_it_is_b
     sealed = job.rollout_lines("batch sealed")
     assert [*range(1, len(sealed) + 1)] == [line.fields["step"] for line in sealed], "each batch once"
     assert {8} == {line.fields["samples"] for line in sealed}
-    kubectl("-n", NAMESPACE, "delete", names.PLURAL, job.name)
-    wait_for("its pods to go", lambda: not job.pods(names.ROLE_GPU), deadline_s=ENDED_S, explain=lambda: "")
+    delete(job)
 
 
 def test_a_job_goes_on_in_the_room_of_its_spare_which_comes_back_with_the_node(
     cluster: Cluster, kubectl: KubectlCall
 ) -> None:
     """No other node has a device left, nor takes a second pod of the job."""
-    job = RunningJob(kubectl, namespace=NAMESPACE, name="spared")
-    manifest = yaml.safe_load(Path(__file__).with_name("lost-node.yaml").read_text().replace("JOB", job.name))
-    manifest["spec"] |= {"spares": 1, "failurePolicy": {}}  # no node is avoided
-    kubectl("-n", NAMESPACE, "apply", "-f", "-", stdin=yaml.safe_dump(manifest))
+    job = apply(kubectl, "spared", spares=1, failurePolicy={})  # no node is avoided
     job.wait_for_step(1, deadline_s=START_S)
     kubectl("uncordon", SPARE)
     spare = f"{job.name}-gpu-{FIRST_SPARE}"
@@ -167,18 +174,14 @@ def test_a_job_goes_on_in_the_room_of_its_spare_which_comes_back_with_the_node(
     wait_for("another spare", lambda: job.status.get("readySpares") == 1, deadline_s=ENDED_S, explain=job.describe)
     assert [LOST] == [node for pod, node in nodes(job).items() if pod.startswith(spare)]
     assert 0 == job.status["restarts"]
-    kubectl("-n", NAMESPACE, "delete", names.PLURAL, job.name)
-    wait_for("its pods to go", lambda: not job.pods(names.ROLE_GPU), deadline_s=ENDED_S, explain=lambda: "")
+    delete(job)
     kubectl("cordon", SPARE)
 
 
 def test_a_job_goes_on_elsewhere_and_one_without_room_gives_its_devices_back(
     cluster: Cluster, kubectl: KubectlCall
 ) -> None:
-    text = Path(__file__).with_name("lost-node.yaml").read_text()
-    jobs = [RunningJob(kubectl, namespace=NAMESPACE, name=name) for name in JOBS]
-    for job in jobs:
-        kubectl("-n", NAMESPACE, "apply", "-f", "-", stdin=text.replace("JOB", job.name))
+    jobs = [apply(kubectl, name) for name in JOBS]
     for job in jobs:
         job.wait_for_step(2, deadline_s=START_S)
         assert [HOME, LOST] == sorted(nodes(job).values())

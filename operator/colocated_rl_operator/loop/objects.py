@@ -346,7 +346,7 @@ async def _change_pod(
 ) -> PodChange:
     async with limit:
         match action:
-            case CreatePod() if action.seat not in job.seats.all:
+            case CreatePod() if action.seat not in job.seats:
                 return await _create_dispensable_pod(state, job, action, doors)
             case CreatePod():
                 return await _create_pod(state, job, action, doors)

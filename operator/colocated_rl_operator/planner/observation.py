@@ -123,6 +123,11 @@ class Job:
         """Return the seats of the pods of `spec.spares`, which hold room for those of the group."""
         return spare_seats(self.trainer_role, self.spec.spares)
 
+    @cached_property
+    def seats_beside(self) -> frozenset[str]:
+        """Return the seats of pods that are not of the group: those that wait to join it, and spares."""
+        return frozenset((*self.waiting_seats, *self.spare_seats))
+
     @property
     def file_spec(self) -> ColocatedRLJobSpec:
         """Return the spec for the job's file: no pod of a group of several takes itself for the only one."""
@@ -369,7 +374,7 @@ class Memory:
     progress_at: float = 0.0
     unready_since: float | None = None  # since when not all members answer; None: they do
     awaited_since: float | None = None  # the same, while that may be their fault: podsReadyDeadlineSeconds runs
-    unplaced_since: float | None = None  # since when a pod of the lineage is not placed, or there was room for one
+    unplaced_since: float | None = None  # since when a pod of the lineage is not placed, or room came free for one
     holders: frozenset[str] = frozenset()  # UIDs of pods that hold room and are not of the group
     freed_at: float | None = None  # when the room of one of them came free last
     last_switch_s: float | None = None  # None: no whole switch seen yet
@@ -437,6 +442,12 @@ class Observation:
     @cached_property
     def spare_members(self) -> tuple[Member, ...]:
         return self._in(self.job.spare_seats)
+
+    @cached_property
+    def beside(self) -> tuple[Member, ...]:
+        """Return the pods that are not of the group and hold room, those too that end."""
+        seats = self.job.seats_beside
+        return tuple(pod for pod in self.members if pod.seat in seats and pod.holds_room) if seats else ()
 
     def following(self, climb: Climb | None) -> Observation:
         """Return the same under another climb, whose group may have another number of replicas."""
@@ -747,8 +758,7 @@ def _remember_rungs(seen: Observation, memory: Memory) -> Memory:
 
 def _remember_absence(seen: Observation, memory: Memory) -> Memory:
     """Record since when members are awaited. Their deadline does not run while the operator or a queue is at fault."""
-    beside = {*seen.job.waiting_seats, *seen.job.spare_seats}
-    holders = frozenset(pod.uid for pod in seen.members if pod.seat in beside and pod.holds_room)
+    holders = frozenset(pod.uid for pod in seen.beside)
     if memory.holders - holders:  # the scheduler has not given it to anybody yet
         memory = replace(memory, freed_at=seen.now, unplaced_since=None)
     unplaced_since = seen.now if memory.unplaced_since is None else memory.unplaced_since

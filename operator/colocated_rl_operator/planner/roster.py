@@ -99,7 +99,7 @@ def _former(seen: Observation) -> list[PodAction]:
 
     The group does without them, so nothing limits how often they fail.
     """
-    group = {*seen.job.seats.all}
+    group = seen.job.seats
     ended = [pod for pod in seen.members if pod.seat not in group and not pod.is_usable and pod.ends_at is None]
     newest = {pod.seat: pod for pod in sorted(ended, key=lambda pod: pod.attempt)}
     return [

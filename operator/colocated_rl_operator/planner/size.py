@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from itertools import takewhile
 
-from colocated_rl_operator.planner.observation import Member, Observation
+from colocated_rl_operator.planner.observation import Observation
 
 SPARE_AFTER_S = 5.0  # without room, of a pod of the group: many times what scheduler and kubelet need for one
 SHRINK_AFTER_S = 30.0  # without room, of a job that is asked to have fewer replicas and has no elasticPolicy
@@ -73,21 +73,14 @@ def spares_to_keep(seen: Observation) -> tuple[str, ...]:
         return seen.job.spare_seats
     placed = [pod for pod in seen.spare_members if pod.is_placed]
     fit = [pod.seat for pod in placed if pod.is_fit]
-    given = fit[max(0, len(fit) - max(0, needed - len(_leaving(seen)))) :]
+    leaving = sum(pod.ends_at is not None for pod in seen.beside)
+    given = fit[max(0, len(fit) - max(0, needed - leaving)) :]
     return tuple(pod.seat for pod in placed if pod.seat not in given)
 
 
 def will_have_room(seen: Observation) -> bool:
     """Return whether a pod that is not of the group gives its room, or is about to."""
-    beside = {*seen.job.waiting_seats, *seen.job.spare_seats}
-    gives = any(pod.seat in beside and pod.is_usable and pod.holds_room and pod.is_fit for pod in seen.members)
-    return gives or bool(_leaving(seen))
-
-
-def _leaving(seen: Observation) -> list[Member]:
-    """Return the pods that are not of the group and end, with the room that they still hold."""
-    beside = {*seen.job.waiting_seats, *seen.job.spare_seats}
-    return [pod for pod in seen.members if pod.seat in beside and pod.ends_at is not None and pod.holds_room]
+    return any(pod.is_fit or pod.ends_at is not None for pod in seen.beside)
 
 
 def seat_to_open(seen: Observation) -> str | None:

@@ -498,8 +498,7 @@ def _out_of_line(seen: Observation, plan: Plan) -> list[PodOutOfLine]:
     if len(set(plan.standings.values())) > 1:
         usual = {role: _most_common(seen, plan, role) for role in {role_of(seat) for seat in seen.job.gpu_seats}}
     found: list[tuple[bool, str, Rung | None, Problem | None]] = []
-    group = {*seen.job.seats.all}
-    for member in (pod for seat, pod in seen.current.items() if seat in group):
+    for member in (pod for seat, pod in seen.current.items() if seat in seen.job.seats):
         rung, problem = plan.standings.get(member.name), member.facts.problem if member.facts else None
         if problem is None and member.trouble is not None:
             problem = Problem(reason=Reason.POD_NOT_RUNNING, message=member.trouble[:1024])
