@@ -131,6 +131,7 @@ class TrainerFacts(Wire):
     exported: Version | None = None
     saved: int | None = None  # newest durable checkpoint that this rank knows of
     replay_from: int | None = None  # oldest step that a restart may go back to; None: `saved`
+    mirrored: int | None = None  # newest step that this rank has kept in the memory of pods
     can_finish: bool = False  # it can leave an export as the job's model
     finished: Version | None = None  # that it has left: durable
     stalled: int | None = None  # progress in a step that has stood still for far longer than usual; None: it goes on

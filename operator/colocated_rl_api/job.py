@@ -687,6 +687,15 @@ _MILESTONE = Rule(
 )
 
 
+class InMemory(Part):
+    """The state of the newest step in host memory, of two pods each part, between checkpoints."""
+
+    size_limit: Quantity = Field(
+        description="Size of the memory-backed volume for it in each pod: four times the state of the pod's ranks, "
+        "12 bytes a parameter by the default trainer; twice in a job of one pod. Counts as pod memory.",
+    )
+
+
 class Checkpoint(Part):
     """Checkpoints of the trainer, on a volume of the job."""
 
@@ -711,6 +720,11 @@ class Checkpoint(Part):
         le=1_000_000,
         description="Checkpoints of these steps are kept beside those, for restoreFrom of other jobs; this one never "
         "goes back to them. None when absent. May change while the job is suspended.",
+    )
+    in_memory: InMemory | None = Field(
+        default=None,
+        description="The state after each step without a checkpoint is kept in memory of pods, so that trainers repeat "
+        "no finished step after a death or the loss of a pod. Off when absent. May change while the job is suspended.",
     )
     volume: Volume = Field(
         default_factory=Volume,
@@ -842,7 +856,7 @@ class ColocatedRLJobSpec(Part):
                 "weightSync.sizeLimit",
                 "weightSync.verify",
             ),
-            *("checkpoint.everySteps", "checkpoint.keep", "checkpoint.milestoneEverySteps"),
+            *("checkpoint.everySteps", "checkpoint.keep", "checkpoint.milestoneEverySteps", "checkpoint.inMemory"),
             *("switch", "podTemplates", "scheduling"),
         ),
     )

@@ -268,6 +268,11 @@ class ColocatedRLJobStatus(StatusPart):
         default_factory=list, max_length=16, description="Newest evaluation of each set."
     )
     checkpoint: CheckpointStatus | None = Field(default=None, description="Newest durable checkpoint.")
+    mirrored_step: int | None = Field(
+        default=None,
+        description="Newest step that the memory of pods has (spec.checkpoint.inMemory); absent: none has, or trainers "
+        "are starting.",
+    )
     start: StartStatus | None = Field(default=None, description="What pods are made of since the newest start.")
     restored_from: str | None = Field(
         default=None,

@@ -11,6 +11,9 @@ opens `SOCKET` and answers:
 * `POST /v1/train` `TrainRequest`: one optimizer step on one sealed batch. Collective: every rank is asked.
 * `POST /v1/export` `ExportRequest`: write weights with a manifest (`colocated_rl_api.weights`) into `directory`.
 * `POST /v1/save` `SaveRequest`: checkpoint of the finished step, on or off the device; durable when it answers.
+* `POST /v1/mirror` `MirrorRequest`: keep the finished step in the memory of pods, on or off the device. Asked between
+  checkpoints in a job with `spec.checkpoint.inMemory`, of a trainer that reports `canMirror`. Collective. A step that
+  could not be kept counts as mirrored, and `mirrorFault` says why: the next step does not wait for it.
 * `POST /v1/finish` `FinishRequest`: leave an export as the job's model, on or off the device; durable when it answers.
   Asked of rank 0 alone, after the last step is saved, where the trainer reports `canFinish`. Not collective.
 
@@ -45,6 +48,7 @@ class TrainerEnvironment(StrEnum):
     MODEL = "COLOCATE_MODEL"  # directory, Hugging Face format
     CHECKPOINTS = "COLOCATE_CHECKPOINTS"  # directory shared by all ranks
     FORMER = "COLOCATE_FORMER"  # directory of a former job's checkpoints: only with spec.restoreFrom
+    MIRRORS = "COLOCATE_MIRRORS"  # directory in memory, of the pod's ranks: only with spec.checkpoint.inMemory
     LINEAGE = "COLOCATE_LINEAGE"
     RANK = "RANK"
     WORLD_SIZE = "WORLD_SIZE"
@@ -76,6 +80,9 @@ class TrainerStatus(Wire):
     saved: int | None = None  # newest durable checkpoint
     replay_from: int | None = None  # oldest step that a restart may go back to, if newer checkpoints are damaged: the
     # batches after it are kept. None: never behind `saved`
+    can_mirror: bool = False  # answers `/v1/mirror`; reported once the checkpoint is loaded
+    mirrored: int | None = None  # newest step that this process has kept in memory, or tried to
+    mirror_fault: str = ""  # why that step could not be kept
     can_finish: bool = False  # answers `/v1/finish`; reported once the checkpoint is loaded
     finished: Version | None = None  # newest export that this process has left as the job's model
     progress: int = 0  # rises while a request goes on; its deadline counts from the last rise
@@ -104,6 +111,10 @@ class ExportRequest(Wire):
 class SaveRequest(Wire):
     step: int
     keep: int
+
+
+class MirrorRequest(Wire):
+    step: int
 
 
 class FinishRequest(Wire):

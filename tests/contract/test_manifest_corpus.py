@@ -181,6 +181,7 @@ MAY_CHANGE_WHILE_SUSPENDED = {
     "checkpoint.everySteps": 7,
     "checkpoint.keep": 7,
     "checkpoint.milestoneEverySteps": 40,
+    "checkpoint.inMemory": {"sizeLimit": "7Gi"},
     "switch.settleSeconds": 7,
     "podTemplates.gpu.spec.nodeSelector": {"zone": "b"},
     "podTemplates.gpu.spec.affinity": {"podAffinity": {"renamed": []}},

@@ -20,10 +20,12 @@ from fakes.walks import (
     WALK_UNDER_A_POLICY,
     must_end,
     must_end_elastic,
+    must_end_with_mirrors,
     must_end_with_spares,
     must_go_on_in_the_room_of_spares,
     must_go_on_when_told,
     must_heal,
+    must_repeat_one_step_at_most,
     must_serve_the_same_weights,
 )
 
@@ -56,6 +58,20 @@ def test_every_walk_of_a_job_with_spares_ends_and_no_invariant_breaks(**chosen: 
 @pytest.mark.parametrize("placement", IN_ONE_POD)
 def test_a_job_goes_on_in_the_room_of_its_spares_for_good(placement: Placement, spares: int) -> None:
     must_go_on_in_the_room_of_spares(placement, spares=spares)
+
+
+@given(**ANY_WALK)
+@settings(max_examples=40)
+def test_every_walk_of_a_job_that_keeps_steps_in_memory_ends_and_no_invariant_breaks(**chosen: Any) -> None:
+    if chosen["placement"] is not Placement.ROLLOUT_ONLY:
+        must_end_with_mirrors(**chosen)
+
+
+@pytest.mark.parametrize("kind", FAULTS)
+@pytest.mark.parametrize(("placement", "replicas"), [(Placement.TIME_SLICED, 3), (Placement.RESIDENT, 2)])
+def test_one_fault_takes_back_no_step_that_is_in_memory(kind: str, placement: Placement, replicas: int) -> None:
+    for after_rounds in range(5, 150, 9):
+        must_repeat_one_step_at_most(kind, after_rounds=after_rounds, placement=placement, replicas=replicas)
 
 
 @given(**RETRIED_WALK)

@@ -32,6 +32,7 @@ ENGINE = "sglang"  # in the command lines of an engine's processes
 TRAINER = "colocated_rl_trainer"
 SUCCEEDED_S = 240  # kubelet may look at a pod once a minute
 DELETED_S = 240
+EVERY = 4  # steps have a checkpoint
 
 BEYOND = {
     Rung.PAUSED: ["Flush"],
@@ -321,6 +322,27 @@ def test_commands_of_runbooks_and_pages_look_at_the_job(job: RunningJob, termina
     for command in looks:
         pod = job.rollout_pod if "-c rollout" in command else job.gpu_pods[0]
         terminal(command, JOB=job.name, POD=pod, sums=job.name)
+
+
+def test_a_pod_that_is_lost_takes_no_finished_step_with_it(job: RunningJob) -> None:
+    """The newest step is in no checkpoint, but in the memory of both pods."""
+
+    def kept_in_memory_alone() -> int | None:
+        status = job.status
+        kept = status.get("mirroredStep")
+        return kept if kept is not None and kept > status["checkpoint"]["step"] and kept % EVERY != 0 else None
+
+    before = job.status
+    kept = wait_for("a step in memory", kept_in_memory_alone, deadline_s=STEPS_S, explain=job.describe)
+    lost = job.gpu_pods[1]
+    job.kubectl("delete", "pod", lost, "--force", "--grace-period=0", "--wait=false")
+    job.wait_for_step(kept + 2, deadline_s=START_S)
+    assert lost not in job.gpu_pods
+    assert (before["lineage"] + 1, before["restarts"]) == (job.status["lineage"], job.status["restarts"])
+    lines = [line for line in job.agent_lines("step trained") if line.fields["lineage"] == job.status["lineage"]]
+    trained = [line.fields["step"] for line in lines]
+    assert trained, "the trainers of the next lineage have done nothing"
+    assert min(trained) > kept
 
 
 # ----------------------------------------------------------------------------------------------------- operator faults
@@ -618,11 +640,9 @@ def stopped_off_device(job: RunningJob, pod: str) -> bool:
     """Stop the trainer, and return whether it was off the device. In an export or a
     save it would block the group's training.
     """
-    every = job.get()["spec"]["checkpoint"]["everySteps"]
     assert job.signal(pod, names.GPU_CONTAINER, command_contains=TRAINER, signal="SIGSTOP") > 0
     trainer = job.member(pod)["facts"]["trainers"][0]
-    due = trainer["step"] - trainer["step"] % every
-    if trainer["state"] == "Offloaded" and (trainer["saved"] or 0) >= due:
+    if trainer["state"] == "Offloaded" and trainer["step"] in (trainer["saved"], trainer["mirrored"]):
         return True
     job.signal(pod, names.GPU_CONTAINER, command_contains=TRAINER, signal="SIGCONT")
     return False

@@ -181,6 +181,7 @@ class ModelGroup:
         self.pods: list[GpuPod] = []
         self.rollouts: list[RolloutPod] = []
         self.saved = 0  # newest checkpoint
+        self.mirrors: dict[str, dict[str, int]] = {}  # by pod's uid and trainer's seat: the step whose part it has
         self.kept_after = 0  # batches up to here were dropped by the store
         self.sealed = self.store_trained = 0  # durable in the store
         self.trained_in: dict[int, list[int]] = {}  # by lineage, in order
@@ -278,7 +279,7 @@ class ModelGroup:
         peers = partial(self._peers, pod)
         check(before, action)
         must_close_late(pods, before, action)
-        durable = Durable(self.kept_after, self.sealed, self.saved)
+        durable = Durable(self.kept_after, self.sealed, self.saved, self._kept(before.epoch))
         done = carried_out(before, action, peers=peers, durable=durable)
         if done is None:
             if not is_alone(before.rank, peers()):
@@ -291,6 +292,8 @@ class ModelGroup:
         match action:
             case do.Train(step=step):
                 self._note_training(before.rank.lineage or 0, step)
+            case do.Mirror(step=step):
+                self._mirror(before.epoch, step)
             case do.KillEngine(is_fault=is_fault) if is_fault or before.belief.broken:
                 pod.engine_failures += 1
             case do.OpenGate():
@@ -300,6 +303,30 @@ class ModelGroup:
             case _:
                 pass
         return True
+
+    def _trainers(self, epoch: int) -> list[GpuPod]:
+        """Return the pods that are there with trainers of an epoch's group, by seat."""
+        seats = self.seats_in.get(epoch, self.job.gpu_seats)
+        by_seat = {pod.seat: pod for pod in self.pods if pod.alive}
+        return [by_seat[seat] for seat in seats if role_of(seat) == self.job.trainer_role and seat in by_seat]
+
+    def _mirror(self, epoch: int, step: int) -> None:
+        """All ranks keep a step at once, each in its pod and in the next one."""
+        pods = self._trainers(epoch)
+        for pod, following in zip(pods, [*pods[1:], pods[0]], strict=True):
+            self._change(pod, pod.state._replace(rank=pod.state.rank._replace(mirrored=step)).noted())
+            for holder in (pod, following):
+                self.mirrors.setdefault(holder.uid, {})[pod.seat] = step
+
+    def _kept(self, epoch: int) -> int | None:
+        """Return the newest step of which the memory of pods has every part; None: the job keeps none there."""
+        if self.job.spec.checkpoint.in_memory is None:
+            return None
+        seats = [
+            seat for seat in self.seats_in.get(epoch, self.job.gpu_seats) if role_of(seat) == self.job.trainer_role
+        ]
+        held = [self.mirrors.get(pod.uid, {}) for pod in self._trainers(epoch)]
+        return min(max((parts.get(seat, 0) for parts in held), default=0) for seat in seats)
 
     def _note_training(self, lineage: int, step: int) -> None:
         trained = self.trained_in.setdefault(lineage, [])

@@ -17,17 +17,29 @@ from colocated_rl_api.rungs import Rung, WeightVersion
 from colocated_rl_operator.planner.observation import Climb
 from colocated_rl_operator.planner.plan import Plan
 from colocated_rl_operator.planner.reasons import Cause
-from fakes.model_pod import InvariantBroken, ModelPod, ModelRank, act, last_barrier, must, rank_view, standing_of
+from fakes.model_pod import (
+    InvariantBroken,
+    ModelPod,
+    ModelRank,
+    act,
+    chosen,
+    last_barrier,
+    must,
+    rank_view,
+    standing_of,
+)
 
 
 class Durable(NamedTuple):
-    """A Durable outlives every pod: batches in the store beyond `dropped` and up to
-    `sealed`, and the newest checkpoint.
+    """A Durable outlives every pod: batches in the store beyond `dropped` up to `sealed`, and the newest checkpoint.
+
+    kept: newest step that the memory of the pods has, of a job that keeps steps there. It outlives processes.
     """
 
     dropped: int
     sealed: int
     saved: int
+    kept: int | None = None
 
     def has(self, step: int) -> bool:
         return self.dropped < step <= self.sealed
@@ -54,12 +66,14 @@ def carried_out(
         case do.AwaitTrainers():
             if not has_joined(rank, peers(), -1):
                 return None
-            pod = _with_rank(before, state=TrainerState.OFFLOADED, step=saved, saved=saved)
+            can_mirror, step = durable.kept is not None, max(saved, durable.kept or 0)
+            pod = _with_rank(before, state=TrainerState.OFFLOADED, step=step, saved=saved, can_mirror=can_mirror)
         case do.Score(step=step) | do.Train(step=step):
             must(durable.has(step), f"batch {step} is not in the store")
             must(rank.step == step - 1, "a batch out of order")
             if not has_joined(rank, peers(), step - 1):
                 return None
+            must(not any(mirrors(pod, step - 1) for pod in peers()), "a rank trains while others keep a step together")
             if isinstance(action, do.Score):
                 pod = _with_rank(before, scored=step, state=TrainerState.ONLOADED)
             else:
@@ -68,6 +82,13 @@ def carried_out(
         case do.Save(step=step):
             saved = max(saved, step)
             pod = _with_rank(before, saved=step)
+        case do.Mirror(step=step):
+            if not has_joined(rank, peers(), step):
+                return None
+            must(not any(pod.rank.step != step for pod in peers()), "a step is kept that others are beyond")
+            if not all(pod.rank.mirrored == step or mirrors(pod, step) for pod in peers()):
+                return None
+            pod = _with_rank(before, mirrored=step)
         case do.SaveModel(version=version):
             must(saved >= version.step, "a model is left that no checkpoint has")
             pod = _with_rank(before, finished=version)
@@ -84,6 +105,11 @@ def carried_out(
 
 def _with_rank(pod: ModelPod, **changes: object) -> ModelPod:
     return pod._replace(rank=pod.rank._replace(**changes)).noted()  # type: ignore[arg-type]
+
+
+def mirrors(pod: ModelPod, step: int) -> bool:
+    """Return whether the pod's ranks are about to keep a step in memory, which takes all ranks of the group."""
+    return pod.rank.can_mirror and do.Mirror(step) in chosen(pod)
 
 
 def has_joined(rank: ModelRank, peers: Iterable[ModelPod], step: int) -> bool:

@@ -136,6 +136,8 @@ class ModelRank(NamedTuple):
     finished: WeightVersion | None
     broken: str | None
     grown_bytes: int
+    can_mirror: bool = False
+    mirrored: int | None = None
 
     @classmethod
     def of(cls, view: RankView) -> ModelRank:
@@ -154,6 +156,8 @@ class ModelRank(NamedTuple):
             ),
             "broken" if view.broken else None,
             view.grown_bytes,
+            view.can_mirror,
+            view.mirrored,
         )
 
     def as_first(self) -> ModelRank:
@@ -343,6 +347,8 @@ def rank_view(rank: ModelRank) -> RankView:
         scored=rank.scored,
         exported=rank.exported,
         saved=rank.saved,
+        can_mirror=rank.can_mirror,
+        mirrored=rank.mirrored,
         can_finish=rank.is_alive and rank.number == 0,
         finished=rank.finished,
         broken=rank.broken,
@@ -588,7 +594,7 @@ def failed(pod: ModelPod, action: do.Action, *, has_journal: bool) -> Iterator[M
         case do.Onload() | do.Offload() | do.Export():
             for after in (pod, act(pod, action)):
                 yield after._replace(rank=ModelRank.of(rank_view(after.rank).broke("it failed")))
-        case do.AwaitTrainers() | do.Score() | do.Train() | do.Save() | do.SaveModel():
+        case do.AwaitTrainers() | do.Score() | do.Train() | do.Save() | do.Mirror() | do.SaveModel():
             yield pod._replace(rank=ModelRank.of(rank.broke("it failed")))
         case _:
             pass  # asked again, or nothing that can fail

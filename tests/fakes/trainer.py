@@ -47,6 +47,9 @@ class FakeRank:
         self.can_score = False
         self.scored: int | None = None
         self.saved: int | None = None
+        self.can_mirror = "COLOCATE_MIRRORS" in environment
+        self.mirrored: int | None = None
+        self.mirror_fault = ""
         self.finished: str | None = None
         self.standstill: dict[str, Any] | None = None
         self.kept = bytearray()
@@ -67,7 +70,8 @@ class FakeRank:
         return {
             "protocol": PROTOCOL, "state": self.state, "rank": self.rank, "lineage": self.lineage, "step": self.step,
             "canScore": self.can_score, "scored": self.scored, "dirty": False, "exported": self.exported,
-            "saved": self.saved, "canFinish": True, "finished": self.finished, "metrics": {"loss": 0.5},
+            "saved": self.saved, "canMirror": self.can_mirror, "mirrored": self.mirrored,
+            "mirrorFault": self.mirror_fault, "canFinish": True, "finished": self.finished, "metrics": {"loss": 0.5},
             "standstill": self.standstill,
         }  # fmt: skip
 
@@ -149,6 +153,10 @@ class FakeRank:
         assert self.state in ("Offloaded", "Onloaded"), self.state
         (self.checkpoints / f"step-{body['step']}").touch()
         self.saved = body["step"]
+
+    def mirror(self, body: dict[str, Any], fault: str) -> None:
+        assert self.can_mirror
+        self.mirrored, self.mirror_fault = body["step"], "No space left on device" if fault == "full" else ""
 
     def finish(self, body: dict[str, Any], fault: str) -> None:
         assert body["version"] == f"{self.saved}-{self.lineage}", body

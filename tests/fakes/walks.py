@@ -42,12 +42,14 @@ def make_group(
     *,
     reference: bool = False,
     policy: dict[str, Any] | None = None,
+    mirrors: bool = False,
     **more: Any,
 ) -> Simulation:
     often = {"everySteps": 2}
+    rarely = {"everySteps": 100, "inMemory": {"sizeLimit": "1Gi"}}
     spec: dict[str, Any] = {
         **PLACED[placement],
-        "checkpoint": often,
+        "checkpoint": rarely if mirrors else often,
         "evaluation": None if placement is Placement.TRAIN_ONLY else often,
         "reference": {} if reference else None,
         "failurePolicy": policy or {"backoffSeconds": 0},
@@ -262,6 +264,29 @@ def must_go_on_in_the_room_of_spares(placement: Placement, *, spares: int) -> No
     assert str(Cause.ALL_STEPS_DONE) == group.outcome
     assert {2} == {len(seats) for seats in group.seats_in.values()}
     assert group.now < began + 60, "it waits for no deadline"
+
+
+def must_end_with_mirrors(*, seed: int, faults: int, **more: Any) -> None:
+    """Walk a job whose only checkpoint is that of its last step, and which keeps each step before it in memory."""
+    group = walk(seed, faults=faults, mirrors=True, **more)
+    event(f"{sum(map(len, group.trained_in.values()))} steps trained, {faults} faults")
+    assert group.outcome in ENDS
+    if 2 * faults <= group.job.spec.backoff_limit:
+        assert str(Cause.ALL_STEPS_DONE) == group.outcome
+
+
+def must_repeat_one_step_at_most(kind: str, *, after_rounds: int, placement: Placement, replicas: int) -> None:
+    """One fault at any time takes back no step but the one that was under way: no checkpoint is there to go back to."""
+    group = make_group(replicas, placement, mirrors=True, steps=5)
+    for _ in range(after_rounds):
+        everybody_moves(group)
+    if group.pods:
+        getattr(group, kind)(group.pods[after_rounds % len(group.pods)])
+    settle(group)
+    assert str(Cause.ALL_STEPS_DONE) == group.outcome
+    trained = [step for steps in group.trained_in.values() for step in steps]
+    assert sorted(set(trained)) == [1, 2, 3, 4, 5]
+    assert len(trained) <= 6, f"{kind} after {after_rounds} rounds: {group.trained_in}"
 
 
 def must_serve_the_same_weights(*, seed: int, faults: int, **more: Any) -> None:

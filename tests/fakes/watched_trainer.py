@@ -11,7 +11,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
@@ -24,6 +24,7 @@ from colocated_rl_trainer.protocol.rank import Watch
 from colocated_rl_trainer.protocol.rank_server import serve
 from colocated_rl_trainer.protocol.settings import RankSettings, TrainerConfig
 from colocated_rl_trainer.state.export import Writers
+from colocated_rl_trainer.state.mirror import Mirrors
 from colocated_rl_trainer.state.residency import GRADIENTS
 from colocated_rl_trainer.state.sharding import whole
 
@@ -32,6 +33,8 @@ PLACES = (
     "exporting", "exported", "offload", "offloaded", "save", "saving", "saved",
 )  # fmt: skip
 """In the order of a step: before and after each request, and where a half of it is done."""
+OF_MIRRORS = ("writing", "sending", "published", "mirrored")
+"""The same of a step that is kept in memory: a rank has done a part of it, of which its peers don't know, or all."""
 
 forking = multiprocessing.get_context("forkserver")
 forking.set_forkserver_preload(  # what takes long; nothing of the tests: the server has no path of theirs
@@ -125,6 +128,21 @@ class WatchedTrainer(GRPOTrainer):
     def _write_checkpoint(self, directory: Path) -> None:
         super()._write_checkpoint(directory)
         self._pass("saving")
+
+    def mirror(self, step: int) -> None:
+        self._at = step
+        for method, place in (("_write", "writing"), ("_exchange", "sending"), ("_publish", "published")):
+            setattr(self._mirrors, method, self._passing_after(getattr(Mirrors, method), place))
+        super().mirror(step)
+        self._pass("mirrored")
+
+    def _passing_after(self, method: Callable[..., object], place: str) -> Callable[..., object]:
+        def call(*arguments: object, **named: object) -> object:
+            result = method(self._mirrors, *arguments, **named)
+            self._pass(place)
+            return result
+
+        return call
 
 
 class ForkedRank:

@@ -578,11 +578,13 @@ async def test_target_of_an_older_epoch_is_refused_in_a_switch_too() -> None:
         ("export", "it has exported 0-1, not 1-1"),
         ("offload", "it is Onloaded, not Offloaded"),
         ("save", "its newest checkpoint is None, not 1"),
+        ("mirror", "the newest step that it has kept is None, not 1"),
     ],
 )
 async def test_trainer_that_says_yes_and_does_nothing_is_stopped(route: str, words: str) -> None:
     """It was asked again at once, and again, for as long as it said so: nobody was told why the pod stood still."""
-    async with small_pod(reference={}, checkpoint={"everySteps": 1}) as pod:
+    checkpoint = {"everySteps": 1} if route == "save" else {"inMemory": {"sizeLimit": "1Gi"}}
+    async with small_pod(reference={}, checkpoint=checkpoint) as pod:
         await pod.climb(V0)
         assert pod.trainer is not None
         pod.trainer.faults[route] = "idle"
@@ -620,6 +622,24 @@ async def test_full_volume_is_waited_for_and_costs_no_trainer(placement: Placeme
         await climbs
         assert trainer is pod.trainer
         await pod.news(lambda: pod.facts.trainers[0].saved == 2 and pod.facts.problem is None)
+        assert [] == pod.broken
+
+
+@both_ladders
+async def test_full_memory_is_waited_for_by_no_step_and_said_for_as_long(placement: Placement) -> None:
+    checkpoint = {"everySteps": 100, "inMemory": {"sizeLimit": "1Gi"}}
+    async with small_pod(**OFFLOADS[placement], checkpoint=checkpoint) as pod:
+        await pod.climb(V0)
+        trainer = pod.trainer
+        assert trainer is not None
+        trainer.faults["mirror"] = "full"
+        await pod.climb(V1)
+        await pod.news(lambda: waits_for_room(pod, "StateNotMirrored"))
+        assert pod.facts.trainers[0].mirrored is None
+
+        await pod.climb(V2)
+        await pod.news(lambda: pod.facts.trainers[0].mirrored == 2 and pod.facts.problem is None)
+        assert trainer is pod.trainer
         assert [] == pod.broken
 
 

@@ -285,6 +285,44 @@ def test_a_step_that_the_operator_asks_to_save_is_saved_unless_it_is_the_model_t
         assert expected == next_action(pod, target.model_copy(update={"saves": True}), RULES)
 
 
+def mirroring(version: WeightVersion = V1, **more: object) -> RankView:
+    """A rank of a job that keeps steps in memory, with no checkpoint of this one."""
+    return replace(replace(make_rank(version), saved=0, can_mirror=True), **more)  # type: ignore[arg-type]
+
+
+def test_a_step_without_a_checkpoint_is_kept_in_memory_once() -> None:
+    target = make_target(V1, Rung.SERVING)
+    pod = make_pod(gate_open=True, engine=make_engine(V1), rank=mirroring())
+    assert do.RemoveExports(V1) == next_action(replace(pod, stale_exports=True), target, RULES)
+    assert do.Mirror(1) == next_action(pod, target, RULES)
+    assert do.Save(1) == next_action(pod, target.model_copy(update={"saves": True}), RULES)
+    for rank in (mirroring(mirrored=1), mirroring(can_mirror=False), mirroring(saved=1)):
+        assert do.Wait() == next_action(replace(pod, ranks=(rank,)), target, RULES)
+    before = WeightVersion(0, 1)
+    ahead = replace(pod, ranks=(mirroring(V2),), engine=make_engine(V2))
+    assert do.Save(2) == next_action(ahead, make_target(V2, Rung.SERVING), RULES), "its checkpoint is due"
+    assert do.Wait() == next_action(
+        make_pod(gate_open=True, rank=mirroring(before)), make_target(V0, Rung.SERVING), RULES
+    )
+
+
+@pytest.mark.parametrize(
+    ("rank", "at", "expected"),
+    [
+        (mirroring(), V2, do.Mirror(1)),
+        (mirroring(state=TrainerState.ONLOADED), V2, do.Offload()),
+        (mirroring(mirrored=1), V2, do.FetchShards(2)),
+        (mirroring(), V3, do.FetchShards(2)),
+    ],
+    ids=["late", "late, on the device", "is kept", "a step that is repeated"],
+)
+def test_the_step_before_is_kept_in_memory_before_the_next_begins(
+    rank: RankView, at: WeightVersion, expected: do.Action
+) -> None:
+    """All pods of a group decide alike, whatever each has seen: its ranks keep a step together, or train together."""
+    assert expected == next_action(down(rank), make_target(at, Rung.TRAINED), RULES)
+
+
 def test_rank_0_leaves_the_model_once_the_last_step_is_saved() -> None:
     target = make_target(V2, Rung.SERVING)
     last = target.model_copy(update={"is_last": True})

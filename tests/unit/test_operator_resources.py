@@ -156,6 +156,18 @@ def test_shared_memory_takes_half_of_what_its_container_may_use(limit: str | Non
     assert {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": expected}} in volumes
 
 
+def test_pods_with_trainers_have_memory_for_their_state_where_the_job_keeps_steps_there() -> None:
+    kept: dict[str, Any] = {"checkpoint": {"inMemory": {"sizeLimit": "7Gi"}}}
+    volume = {"name": "mirrors", "emptyDir": {"medium": "Memory", "sizeLimit": "7Gi"}}
+    apart = PLACED[Placement.DISAGGREGATED] | kept
+    cases = [("gpu-0", kept, True), ("gpu-0", {}, False), ("trainer-0", apart, True), ("engine-0", apart, False)]
+    for seat, spec, has_it in cases:
+        body = pod(seat, **spec)
+        assert has_it is (volume in body["spec"]["volumes"])
+        paths = {each["name"]: [mount["mountPath"] for mount in each["volumeMounts"]] for each in containers(body)}
+        assert [names.GPU_CONTAINER] * has_it == [name for name in paths if names.MIRROR_DIR in paths[name]]
+
+
 @pytest.mark.parametrize("seat", ALL_SEATS)
 def test_each_volume_of_a_pod_has_a_limit(seat: str) -> None:
     """It is that of the container that fills the volume, where the job gives it one."""

@@ -189,6 +189,18 @@ def test_the_newest_durable_checkpoint_is_reported_with_when_it_was_first_seen()
     assert CheckpointStatus(step=20, time=later) == saved(20, first, later).checkpoint
 
 
+@pytest.mark.parametrize(("mirrored", "expected"), [((3, 3), 3), ((3, 2), 2), ((3, None), None)])
+def test_the_step_that_memory_has_is_the_one_that_every_rank_has_kept(
+    mirrored: tuple[int | None, int | None], expected: int | None
+) -> None:
+    seen = seen_at(Rung.SERVING)
+    pod = seen.members[0].pod_facts
+    assert pod is not None
+    ranks = tuple(trainer(1, 1, mirrored=step) for step in mirrored)
+    members = (replace(seen.members[0], facts=pod.model_copy(update={"trainers": ranks})), *seen.members[1:])
+    assert expected == status_of(replace(seen, members=members)).mirrored_step
+
+
 def test_how_far_the_furthest_engine_is_from_the_trainer_is_reported_with_what_is_accepted_next() -> None:
     def probed(*noise: float | None, before: ColocatedRLJobStatus = BLANK, **spec: Any) -> ColocatedRLJobStatus:
         seen = seen_at(Rung.SERVING, Rung.SERVING)

@@ -39,6 +39,9 @@ P = GIB // 4  # parameters that are a GiB in float32
         ({"one_pass": 5 * GIB, "on_cpu": True, "ranks_in_pod": 2}, None, 18),
         ({"export_bytes": GIB // 2, "ranks_in_pod": 2}, 4, 7),
         ({"export_bytes": GIB // 2, "ranks_in_pod": 2, "on_cpu": True}, None, 9),
+        ({"mirrored": 4}, 4, 15),
+        ({"mirrored": 4, "shared_by": 2, "ranks_in_pod": 2, "on_cpu": True}, None, 10),
+        ({"mirrored": 2, "adapters": P // 8}, 1, 1.625),
     ],
 )
 def test_state_takes(options: dict[str, Any], device: float | None, host: float) -> None:
@@ -70,6 +73,12 @@ def test_what_never_fits_is_refused_with_both_numbers_and_what_to_change() -> No
     with pytest.raises(ConfigError, match=r"take 2\.0 GiB, and their volume has 1\.0 GiB: set weightSync\.sizeLimit"):
         budget.refuse_what_never_fits(device_has=4 * GIB, host_has=3 * GIB, exports_have=GIB)
     budget.refuse_what_never_fits(device_has=4 * GIB, host_has=3 * GIB, exports_have=2 * GIB)
+    kept = Budget(device=4 * GIB, host=3 * GIB, mirrors=2 * GIB)
+    with pytest.raises(ConfigError, match=r"2\.0 GiB the state that checkpoint\.inMemory keeps"):
+        kept.refuse_what_never_fits(device_has=4 * GIB, host_has=2 * GIB)
+    with pytest.raises(ConfigError, match=r"2\.0 GiB of memory .* volume has 1\.0 GiB: set checkpoint\.inMemory"):
+        kept.refuse_what_never_fits(device_has=4 * GIB, host_has=3 * GIB, mirrors_have=GIB)
+    kept.refuse_what_never_fits(device_has=4 * GIB, host_has=3 * GIB, mirrors_have=2 * GIB)
 
 
 @pytest.mark.parametrize(

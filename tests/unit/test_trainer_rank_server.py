@@ -24,6 +24,7 @@ from colocated_rl_api.rungs import WeightVersion
 from colocated_rl_api.trainer_wire import (
     ExportRequest,
     FinishRequest,
+    MirrorRequest,
     SaveRequest,
     ScoreRequest,
     TrainerStatus,
@@ -107,14 +108,34 @@ class ScriptedScorer(ScriptedLoop):
         watch.progress()
 
 
+class ScriptedMirror(ScriptedLoop):
+    def saved(self) -> int:
+        return self.loaded - 1
+
+    def mirror(self, step: int) -> None:
+        self._call("mirror")
+
+
 class RunningRank:
     """A rank whose main thread is a thread of the test. `now`: its clock, by which its pace is measured."""
 
-    def __init__(self, loop: ScriptedLoop, *, writes_weights: bool = True, must_score: bool = False) -> None:
+    def __init__(
+        self,
+        loop: ScriptedLoop,
+        *,
+        writes_weights: bool = True,
+        must_score: bool = False,
+        has_mirrors: bool = False,
+    ) -> None:
         self.loop = loop
         self.now = 0.0
         self.rank = Rank(
-            rank=0, lineage=2, writes_weights=writes_weights, must_score=must_score, clock=lambda: self.now
+            rank=0,
+            lineage=2,
+            writes_weights=writes_weights,
+            must_score=must_score,
+            has_mirrors=has_mirrors,
+            clock=lambda: self.now,
         )
         self.ended: queue.Queue[Exception] = queue.Queue()
         self._pool = ThreadPoolExecutor()
@@ -608,6 +629,45 @@ def test_rank_says_how_far_back_a_restart_may_go() -> None:
     saved = running.ask(SaveRequest(step=5, keep=2))
 
     assert [(4, 3), (5, 3)] == [(loaded.saved, loaded.replay_from), (saved.saved, saved.replay_from)]
+
+
+@pytest.mark.parametrize(("has_mirrors", "loop"), [(False, ScriptedMirror()), (True, ScriptedLoop())])
+def test_a_loop_is_not_asked_to_keep_a_step_in_memory_that_the_job_or_it_has_no_place_for(
+    has_mirrors: bool, loop: ScriptedLoop
+) -> None:
+    running = RunningRank(loop, has_mirrors=has_mirrors).loaded()
+    assert not running.rank.status.can_mirror
+    assert "NoMirrors" == running.refusal(MirrorRequest(step=4)).body.error
+
+
+def test_a_step_is_kept_in_memory_once_and_its_loop_says_which_checkpoint_is_the_newest() -> None:
+    running = RunningRank(ScriptedMirror(), has_mirrors=True).loaded()
+    loaded = running.rank.status
+    assert (4, 3, True, None) == (loaded.step, loaded.saved, loaded.can_mirror, loaded.mirrored)
+    assert "WrongStep" == running.refusal(MirrorRequest(step=3)).body.error
+    for _ in range(2):
+        kept = running.ask(MirrorRequest(step=4))
+        assert (4, "", 3) == (kept.mirrored, kept.mirror_fault, kept.saved)
+    assert 1 == running.loop.calls.count("mirror")
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (OSError(errno.ENOSPC, "No space left on device"), "spec.checkpoint.inMemory.sizeLimit"),
+        (Refused("rank 1: No space left on device"), "rank 1: No space left on device"),
+    ],
+)
+def test_a_step_that_memory_has_no_room_for_counts_as_kept_with_the_reason(error: Exception, words: str) -> None:
+    """The next step would otherwise wait for it, and the ranks of other pods for this one."""
+
+    def fail() -> None:
+        raise error
+
+    running = RunningRank(ScriptedMirror(mirror=fail), has_mirrors=True).loaded()
+    found = running.ask(MirrorRequest(step=4))
+    assert 4 == found.mirrored
+    assert words in found.mirror_fault
 
 
 @pytest.mark.parametrize("step", [3, 4])

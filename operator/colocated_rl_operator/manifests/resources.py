@@ -290,6 +290,7 @@ def _gpu_spec(job: Job, role: str, images: PodImages, users: Users) -> Object:
                     _mount("shm", SHM),
                     _mount("model", names.MODEL_DIR, read_only=True),
                     *([_mount("checkpoints", names.CHECKPOINT_DIR), *_former_mounts(job)] if trains else []),
+                    *([_mount("mirrors", names.MIRROR_DIR)] if trains and spec.checkpoint.in_memory else []),
                     _mount("job", _directory(names.JOB_FILE), read_only=True),
                     _mount("scratch", names.SCRATCH_DIR),
                     _mount("gpu-tmp", "/tmp"),
@@ -304,6 +305,7 @@ def _gpu_spec(job: Job, role: str, images: PodImages, users: Users) -> Object:
             _renewed_keys(),
             _model_volume(job),
             *([_claimed("checkpoints", job.claim_name("checkpoints")), *_former_volumes(job)] if trains else []),
+            *(_mirrors(job) if trains else []),
             *_job_volumes(job),
         ],
     }
@@ -606,6 +608,12 @@ def _weights(job: Job, *, trains: bool) -> Object:
     if job.spec.placement is Placement.DISAGGREGATED:
         return _claimed("weights", job.claim_name("weights"), read_only=not trains)
     return _empty("weights", medium="Memory", sizeLimit=job.spec.weight_sync.size_limit)
+
+
+def _mirrors(job: Job) -> Sequence[Object]:
+    """Return the volume in which trainers keep their state between checkpoints: memory that outlives containers."""
+    kept = job.spec.checkpoint.in_memory
+    return [] if kept is None else [_empty("mirrors", medium="Memory", sizeLimit=kept.size_limit)]
 
 
 def _former(job: Job, *, with_samples: bool) -> Sequence[tuple[str, str, str]]:

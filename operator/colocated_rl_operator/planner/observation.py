@@ -600,6 +600,12 @@ class Observation:
         return max((rank.saved or 0 for rank in self.ranks), default=0)
 
     @property
+    def mirrored_step(self) -> int | None:
+        """Return the newest step that every connected rank has kept in the memory of pods, if each has one."""
+        steps = [rank.mirrored for rank in self.ranks]
+        return min((step for step in steps if step is not None), default=None) if None not in steps else None
+
+    @property
     def finished(self) -> WeightVersion | None:
         """Return the version that rank 0 has saved as the job's final model."""
         return next((rank.finished for rank in self.ranks if rank.rank == 0), None)

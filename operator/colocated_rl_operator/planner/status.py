@@ -132,6 +132,7 @@ def report(
         reference=_reference(seen),
         evaluations=_evaluations(seen) or before.evaluations,
         checkpoint=_checkpoint(seen, before, at),
+        mirrored_step=seen.mirrored_step,
         restored_from=seen.restored_from or before.restored_from,
         start=before.start,
         model=found.model,

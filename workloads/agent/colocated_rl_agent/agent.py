@@ -425,10 +425,19 @@ class Agent:
                 await trainers.export(version)
             case do.Offload():
                 await trainers.offload(self._require_room)
+            case do.Save() | do.Mirror() | do.SaveModel():
+                await self._keep(action)
+            case _:
+                assert_never(action)
+
+    async def _keep(self, action: do.Save | do.Mirror | do.SaveModel) -> None:
+        match action:
             case do.Save(step=step):
-                await trainers.save(step)
+                await self._trainers.save(step)
+            case do.Mirror(step=step):
+                await self._trainers.mirror(step)
             case do.SaveModel(version=version):
-                await trainers.finish(version)
+                await self._trainers.finish(version)
             case _:
                 assert_never(action)
 

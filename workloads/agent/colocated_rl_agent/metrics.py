@@ -57,6 +57,12 @@ class AgentMetrics:
             buckets=RUNG_BUCKETS_S,
             registry=registry,
         )
+        self.mirror_seconds = Histogram(
+            "colocate_mirror_seconds",
+            "Until the memory of pods has a step that no checkpoint has",
+            buckets=RUNG_BUCKETS_S,
+            registry=registry,
+        )
         self.child_memory = ChildMemory()
         registry.register(self.child_memory)
         self.trainer_load_seconds = Histogram(

@@ -47,6 +47,7 @@ class Directories:
     weights: Path
     model: Path
     checkpoints: Path
+    mirrors: Path
     former: Path
 
     @classmethod
@@ -65,6 +66,7 @@ class Directories:
                     names.EXPORTS_DIR,
                     names.MODEL_DIR,
                     names.CHECKPOINT_DIR,
+                    names.MIRROR_DIR,
                     names.FORMER_DIR,
                 )
             )

@@ -193,6 +193,12 @@ REMEDIES: dict[str, Remedy] = {
         "expand the claim, or remove from it what the job does not need; trainers go on by themselves once there is "
         "room, and past spec.switch's deadline the step is tried again",
     ),
+    "StateNotMirrored": Remedy(
+        "the memory of pods took no copy of the trainers' state; the job goes on, and a death would lead back to the "
+        "newest checkpoint",
+        "if the message says that no space is left, suspend the job and make spec.checkpoint.inMemory.sizeLimit larger",
+        heals=True,
+    ),
     "ModelNotWritten": Remedy(
         "every step is done and saved, and the checkpoints' volume has no room for the model",
         "expand the claim, or remove from it what the job does not need; the model is left once there is room",

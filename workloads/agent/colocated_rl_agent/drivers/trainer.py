@@ -33,6 +33,7 @@ from colocated_rl_api.trainer_wire import (
     PROTOCOL,
     ExportRequest,
     FinishRequest,
+    MirrorRequest,
     SaveRequest,
     ScoreRequest,
     Standstill,
@@ -71,8 +72,12 @@ def trainer_environment(
     rendezvous: Rendezvous,
     gpus: int,
     former: Path | None = None,
+    mirrors: Path | None = None,
 ) -> dict[str, str | None]:
-    """Return the environment variables of a starting rank; None: not set. former: of a job with spec.restoreFrom."""
+    """Return the environment variables of a starting rank; None: not set.
+
+    former: of a job with spec.restoreFrom. mirrors: of one with spec.checkpoint.inMemory.
+    """
     return {
         TrainerEnvironment.SOCKET: str(socket),
         TrainerEnvironment.CONFIG: str(config),
@@ -80,6 +85,7 @@ def trainer_environment(
         TrainerEnvironment.MODEL: str(model),
         TrainerEnvironment.CHECKPOINTS: str(checkpoints),
         TrainerEnvironment.FORMER: None if former is None else str(former),
+        TrainerEnvironment.MIRRORS: None if mirrors is None else str(mirrors),
         TrainerEnvironment.LINEAGE: str(lineage),
         TrainerEnvironment.RANK: str(rank),
         TrainerEnvironment.WORLD_SIZE: str(rendezvous.world_size),
@@ -144,6 +150,9 @@ class TrainerRank:
 
     async def save(self, step: int, *, keep: int) -> TrainerStatus:
         return await self._work("/v1/save", SaveRequest(step=step, keep=keep))
+
+    async def mirror(self, step: int) -> TrainerStatus:
+        return await self._work("/v1/mirror", MirrorRequest(step=step))
 
     async def finish(self, version: WeightVersion, export: Path, directory: Path) -> TrainerStatus:
         body = FinishRequest(version=version, export=str(export), directory=str(directory))

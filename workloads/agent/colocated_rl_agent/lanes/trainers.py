@@ -139,6 +139,7 @@ class Trainers:
                 rendezvous=rendezvous,
                 gpus=settings.gpus,
                 former=directories.former / spec.restore_from.path if spec.restore_from else None,
+                mirrors=directories.mirrors if spec.checkpoint.in_memory else None,
             )
             start_by = time.monotonic() + spec.switch.trainer_start_seconds
             try:
@@ -298,6 +299,22 @@ class Trainers:
         self._metrics.checkpoint_write_seconds.observe(took_s)
         log(LOG, "checkpoint saved", step=step, took_s=round(took_s, 4))
 
+    async def mirror(self, step: int) -> None:
+        """Have the ranks keep the step in memory. Where it can't be kept, the job goes on without."""
+        started = time.monotonic()
+        answers = await self._ask(
+            "mirror",
+            lambda rank: self._clients[rank].mirror(step),
+            lacks=lambda status: _other("the newest step that it has kept is", status.mirrored, step),
+        )
+        if faults := [status.mirror_fault for status in answers.values() if status.mirror_fault]:
+            self._failed("StateNotMirrored", f"{faults[0]}; without it, a restart goes back to the newest checkpoint")
+        elif len(answers) == len(self._views):
+            self._made_good("StateNotMirrored")
+            took_s = time.monotonic() - started
+            self._metrics.mirror_seconds.observe(took_s)
+            log(LOG, "state mirrored", step=step, took_s=round(took_s, 4))
+
     async def finish(self, version: WeightVersion) -> None:
         """Have rank 0 save the job's final model."""
         directories, started = self._settings.directories, time.monotonic()
@@ -429,6 +446,9 @@ class Trainers:
                 exported=status.exported,
                 saved=status.saved,
                 replay_from=status.replay_from,
+                can_mirror=status.can_mirror,
+                mirrored=status.mirrored,
+                mirror_fault=status.mirror_fault,
                 can_finish=status.can_finish,
                 finished=status.finished,
             )

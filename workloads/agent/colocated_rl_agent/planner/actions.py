@@ -204,6 +204,14 @@ class Save(_Action):
 
 
 @dataclass(frozen=True)
+class Mirror(_Action):
+    """Keep the finished step in the memory of pods while rollout runs."""
+
+    lane = Lane.TRAINERS
+    step: int
+
+
+@dataclass(frozen=True)
 class SaveModel(_Action):
     """Save the export as the job's final model."""
 
@@ -251,6 +259,7 @@ TrainerAction = (
     | Export
     | Offload
     | Save
+    | Mirror
     | SaveModel
 )
 LaneAction = EngineAction | TrainerAction | VerifyExport | RemoveExports | EndPod

@@ -51,6 +51,7 @@ from colocated_rl_agent.planner.actions import (
     FetchShards,
     Flush,
     KillEngine,
+    Mirror,
     Offload,
     Onload,
     OpenGate,
@@ -241,11 +242,14 @@ def _form_group(pod: PodView, lineage: int) -> Action | Wait | None:
 def _step(pod: PodView, target: PodTarget, done: int, rules: Rules) -> Action | Wait:
     """Train the step after `done`, or do what must come first. A due checkpoint is durable before the next step.
 
+    Of steps that are repeated only the last is mirrored. All pods decide alike: ranks mirror a step together.
     Steps repeated after a reload are scored and trained one by one; before the target's own step, the group waits
     until every reference model has scored it.
     """
     if rules.checkpoint_is_due(done) and _lacks_checkpoint(pod, done):
         return _keep(pod, Save(done)) if _may_save(pod, rules) else Offload()
+    if done == target.step - 1 and _lacks_mirror(pod, done):
+        return Mirror(done) if _may_save(pod, rules) else Offload()
     if pod.shards != done + 1:
         return FetchShards(done + 1) if pod.now >= pod.fetch_after else Wait(until=pod.fetch_after)
     if _any_offloaded(pod):
@@ -433,8 +437,10 @@ def _rest(pod: PodView, target: PodTarget, rules: Rules) -> Action | Wait:
         return RemoveExports(keep=target.version)
     is_due = target.is_last or (target.saves and target.step > 0) or rules.checkpoint_is_due(target.step)
     is_there = all(rank.step == target.step for rank in pod.ranks) and _may_save(pod, rules)
-    if not (is_due and is_there):
+    if not is_there:
         return Wait()
+    if not is_due:
+        return Mirror(target.step) if _lacks_mirror(pod, target.step) else Wait()
     if _lacks_checkpoint(pod, target.step):
         return _keep(pod, Save(target.step))
     return _keep(pod, SaveModel(target.version)) if target.is_last and _lacks_model(pod, target.version) else Wait()
@@ -497,6 +503,12 @@ def _any_offloaded(pod: PodView) -> bool:
 
 def _lacks_checkpoint(pod: PodView, step: int) -> bool:
     return any(rank.saved is None or rank.saved < step for rank in pod.ranks)
+
+
+def _lacks_mirror(pod: PodView, step: int) -> bool:
+    """Return whether the step must still be kept in memory: it is not the model's, and no checkpoint has it."""
+    is_kept = step == 0 or not _lacks_checkpoint(pod, step)
+    return not is_kept and any(rank.can_mirror and rank.mirrored != step for rank in pod.ranks)
 
 
 def _lacks_model(pod: PodView, version: WeightVersion) -> bool:

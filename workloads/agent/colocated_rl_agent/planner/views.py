@@ -179,6 +179,9 @@ class RankView:
     exported: WeightVersion | None = None  # as the trainer reports; a fact only once its files were verified
     saved: int | None = None
     replay_from: int | None = None
+    can_mirror: bool = False
+    mirrored: int | None = None
+    mirror_fault: str = ""
     can_finish: bool = False
     finished: WeightVersion | None = None
     stalled: int | None = None  # progress in a step that has stood still for far longer than usual; None: it goes on
@@ -220,6 +223,7 @@ class RankView:
             exported=self.exported if self.exported == whole else None,
             saved=self.saved,
             replay_from=self.replay_from,
+            mirrored=None if self.mirror_fault else self.mirrored,
             can_finish=self.can_finish,
             finished=self.finished,
             stalled=self.stalled,

@@ -118,6 +118,9 @@ class TrainerProcess:
     def save(self, step: int, keep: int = 2) -> TrainerStatus:
         return self.ask("/v1/save", {"step": step, "keep": keep})
 
+    def mirror(self, step: int) -> TrainerStatus:
+        return self.ask("/v1/mirror", {"step": step})
+
     def wait_until(self, holds: Callable[[TrainerStatus], bool], within_s: float = START_S) -> TrainerStatus:
         """Poll the state until `holds`. Raises RankLost if the process ends or the time is over."""
         deadline = time.monotonic() + within_s
@@ -167,7 +170,7 @@ class TrainerGroup:
     """Runs all ranks of one lineage until the `with` block ends; `checkpoints` outlives it.
 
     former: checkpoints of another job that this one goes on from. in_one_pod: the ranks share one; otherwise each has
-    its own.
+    its own. mirrors: pods keep the state in memory between checkpoints.
     """
 
     def __init__(
@@ -182,10 +185,12 @@ class TrainerGroup:
         launch: Launcher | None = None,
         former: Path | None = None,
         in_one_pod: bool = False,
+        mirrors: bool = False,
     ) -> None:
         self.kind = kind
         self._in_one_pod = in_one_pod
         self.former = former
+        self._mirrors = mirrors
         self._launch = launch or self._run_command
         self.folder = folder
         self.size = size
@@ -195,7 +200,9 @@ class TrainerGroup:
         self.checkpoints.mkdir(exist_ok=True)
         (folder / "trainer.json").write_text(json.dumps(kind.config))
         restores = former is not None
-        job = job_file(keep=keep, has_reference=kind.has_reference, is_apart=kind.is_apart, restores=restores)
+        job = job_file(
+            keep=keep, has_reference=kind.has_reference, is_apart=kind.is_apart, restores=restores, mirrors=mirrors
+        )
         (folder / "job.json").write_text(json.dumps(job))
         self._sockets = tempfile.TemporaryDirectory(
             prefix="ranks-"
@@ -218,6 +225,7 @@ class TrainerGroup:
             TrainerEnvironment.MODEL: self.kind.model,
             TrainerEnvironment.CHECKPOINTS: self.checkpoints,
             **({TrainerEnvironment.FORMER: self.former} if self.former else {}),
+            **({TrainerEnvironment.MIRRORS: self._mirrors_of(rank)} if self._mirrors else {}),
             TrainerEnvironment.LINEAGE: self.lineage,
             TrainerEnvironment.RANK: rank,
             TrainerEnvironment.WORLD_SIZE: self.size,
@@ -269,11 +277,21 @@ class TrainerGroup:
         return folders
 
     def export_directory(self, rank: int, step: int) -> Path:
-        pod = 0 if self._in_one_pod else rank
-        return self.folder / f"pod-{pod}" / str(WeightVersion(step, self.lineage))
+        return self._pod_of(rank) / str(WeightVersion(step, self.lineage))
+
+    def _mirrors_of(self, rank: int) -> Path:
+        directory = self._pod_of(rank) / "mirrors"
+        directory.mkdir(parents=True, exist_ok=True)
+        return directory
+
+    def _pod_of(self, rank: int) -> Path:
+        return self.folder / f"pod-{0 if self._in_one_pod else rank}"
 
     def save(self, step: int, keep: int = 2) -> list[TrainerStatus]:
         return self.all(lambda _, rank: rank.save(step, keep))
+
+    def mirror(self, step: int) -> list[TrainerStatus]:
+        return self.all(lambda _, rank: rank.mirror(step))
 
     def end(self) -> None:
         for rank in self.ranks:
@@ -295,7 +313,12 @@ def free_port() -> int:
 
 
 def job_file(
-    *, keep: int = 2, has_reference: bool = False, is_apart: bool = False, restores: bool = False
+    *,
+    keep: int = 2,
+    has_reference: bool = False,
+    is_apart: bool = False,
+    restores: bool = False,
+    mirrors: bool = False,
 ) -> dict[str, object]:
     rollout = {"prompts": {"reasoningGym": {"name": "chain_sum"}}, "batchSize": 4, "groupSize": 4}
     return {
@@ -308,7 +331,7 @@ def job_file(
             "model": {"claim": {"name": "model"}},
             "rollout": {**rollout, "placement": "OwnDevices", "replicas": 1} if is_apart else rollout,
             "switch": {"trainerStartSeconds": 100, "trainerProgressSeconds": 60},
-            "checkpoint": {"keep": keep},
+            "checkpoint": {"keep": keep, **({"inMemory": {"sizeLimit": "1Gi"}} if mirrors else {})},
             **({"reference": {}} if has_reference else {}),
             **({"restoreFrom": {"claimName": "former"}} if restores else {}),
         },

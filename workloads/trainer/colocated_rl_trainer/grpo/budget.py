@@ -28,6 +28,7 @@ class Budget:
     device: int | None  # of each rank, on its device, at the peak of a step; None on the CPU
     host: int  # of all ranks of a pod while the engines have the devices, or at the peak of a step on the CPU
     exports: int = 0  # of those, in the volume of weights
+    mirrors: int = 0  # of those, in the volume of the state between checkpoints
     one_pass: int = 0  # of a rank: what a pass holds beside the state
 
     @classmethod
@@ -45,13 +46,15 @@ class Budget:
         frozen_bytes: int = 2,
         one_pass: int = 0,
         export_bytes: int = 0,
+        mirrored: int = 0,
     ) -> Budget:
         """Compute the budget.
 
         parameters: of the whole model. shared_by: ranks that divide it. parameters_leave: they are offloaded.
         adapters: parameters that are trained in place of the model's, by each rank; the model's are then frozen, take
         `frozen_bytes` each and are the reference too.
-        one_pass: bytes. export_bytes: of one version of the weights in the pod's memory.
+        one_pass: bytes. export_bytes: of one version of the weights in the pod's memory. mirrored: files with a rank's
+        state there, at most.
         """
         share = -(-parameters // shared_by)
         frozen = 0 if adapters is None else frozen_bytes * share
@@ -59,15 +62,15 @@ class Budget:
         moments = 2 * part if with_moments else 0
         device = frozen + part + part + moments + one_pass  # parameters, gradients
         copies_reference = keeps_reference and adapters is None
-        exports = VERSIONS * export_bytes
+        exports, mirrors = VERSIONS * export_bytes, mirrored * (part + moments)
         if on_cpu:
-            host = ranks_in_pod * (device + (part if copies_reference else 0)) + exports
-            return cls(None, host, exports, one_pass)
+            host = ranks_in_pod * (device + (part if copies_reference else 0)) + exports + mirrors
+            return cls(None, host, exports, mirrors, one_pass)
         copies = int(parameters_leave) + (2 if with_moments else 0) + int(copies_reference)
         leaving = frozen if parameters_leave else 0
         starting = (frozen or part) if shared_by == 1 else 0  # read into host memory; ranks that share read to devices
-        host = ranks_in_pod * max(leaving + copies * part, starting) + exports
-        return cls(device, host, exports, one_pass)
+        host = ranks_in_pod * max(leaving + copies * part, starting) + exports + mirrors
+        return cls(device, host, exports, mirrors, one_pass)
 
     def is_tight(self, *, device_has: int | None, host_has: int | None) -> bool:
         """Return True if a step takes more than ROOM of the memory in which it computes."""
@@ -80,8 +83,9 @@ class Budget:
         device_has: int | None,
         host_has: int | None,
         exports_have: int | None = None,
+        mirrors_have: int | None = None,
     ) -> None:
-        """Raise ConfigError if a step exceeds the memory of device, host or exports. None: unknown, not compared."""
+        """Raise ConfigError if a step exceeds the memory of device, host or a volume. None: unknown, not compared."""
         passes = f"a pass takes {gib(self.one_pass)} of it (microBatchTokens, activationCheckpointing)"
         if self.device is not None and device_has is not None and self.device > device_has:
             raise ConfigError(
@@ -92,6 +96,7 @@ class Budget:
             raise ConfigError(
                 f"the trainers of a pod take {gib(self.host)} of host memory, and there are {gib(host_has)}; "
                 f"{gib(self.exports)} of it are exports"
+                + (f" and {gib(self.mirrors)} the state that checkpoint.inMemory keeps" if self.mirrors else "")
                 + (f", and {passes} for each rank" if self.device is None else "")
                 + f": {LESS}; or more memory (gpus.resources.limits.memory)"
             )
@@ -99,6 +104,11 @@ class Budget:
             raise ConfigError(
                 f"{VERSIONS} versions of the weights take {gib(self.exports)}, and their volume has "
                 f"{gib(exports_have)}: set weightSync.sizeLimit"
+            )
+        if mirrors_have is not None and self.mirrors > mirrors_have:
+            raise ConfigError(
+                f"the state of a pod's ranks takes up to {gib(self.mirrors)} of memory between checkpoints, and "
+                f"its volume has {gib(mirrors_have)}: set checkpoint.inMemory.sizeLimit"
             )
 
 

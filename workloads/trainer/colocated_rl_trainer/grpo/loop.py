@@ -49,6 +49,7 @@ from colocated_rl_trainer.state.export import FILE_BYTES, Writers, write_files, 
 from colocated_rl_trainer.state.group import Collectives, join_group
 from colocated_rl_trainer.state.head import ScoringForward
 from colocated_rl_trainer.state.lora import AdapterOrigin, Adapters
+from colocated_rl_trainer.state.mirror import Mirrored, Mirrors
 from colocated_rl_trainer.state.rehearsal import Pass, pass_bytes
 from colocated_rl_trainer.state.residency import PARAMETERS, STATE, Residency
 from colocated_rl_trainer.state.sharding import (
@@ -67,6 +68,7 @@ from colocated_rl_trainer.state.weights import (
     read_config,
 )
 
+UPDATES = "updates"  # optimizer calls so far, beside the state's tensors
 ORIGIN = "adapter.json"  # of a checkpoint, where adapters are trained
 
 _LOG = logging.getLogger(__name__)
@@ -97,7 +99,7 @@ class _Known:
 
 
 class GRPOTrainer:
-    """Trains on one rank. The methods are those of `rank.ScoringLoop`."""
+    """Trains on one rank. The methods are those of `rank.ScoringLoop` and `rank.MirroringLoop`."""
 
     file_bytes = FILE_BYTES  # most of one file of weights
 
@@ -116,6 +118,8 @@ class GRPOTrainer:
         self._device = torch.device(settings.device)
         self._dtype = torch.bfloat16 if config.computes_in(settings.device) == "bfloat16" else torch.float32
         self._checkpoints = Checkpoints.of(settings)
+        self._mirrors: Mirrors | None = None
+        self._saved = 0  # step of the newest checkpoint
         self._use = Use(
             advantage=config.advantage,
             max_token_age=config.max_token_age,
@@ -139,13 +143,14 @@ class GRPOTrainer:
             torch.set_num_threads(config.threads)
 
     def load(self) -> int:
-        """Read this rank's part of the checkpoint that rank 0 has chosen, or the model. Returns its step."""
+        """Read this rank's part of the newest state: in memory, of a checkpoint, or the model. Returns its step."""
         recomputes = self._check_budget()
         self._group: Collectives = join_group(self._settings)
         self._recomputes = any(self._group.gather(recomputes))  # ranks that share a model make the same passes
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
-        found = self._checkpoints.newest(self._group)
+        mirrored = self._find_mirror()
+        found = None if mirrored else self._checkpoints.newest(self._group)
         with self._passing("load"):
             self.model = load_model(
                 self._settings.model,
@@ -166,15 +171,33 @@ class GRPOTrainer:
         )
         if self._keeps_reference and self._adapters is None:
             self._state.keep_reference()  # before the checkpoint is read: the model as the job began with it
-        if found:
+        if mirrored and self._mirrors:
+            self._prompt_position = self._mirrors.read(mirrored, parts := self._to_keep())
+            self._state.updates = int(parts[UPDATES])
+            log(_LOG, "mirror read", step=mirrored.step)
+        elif found:
             self._read_checkpoint(found.directory)
             log(_LOG, "checkpoint read", step=found.step)
         elif not self._trains_parts:  # replicas must begin alike
             for tensor in self._state.named(PARAMETERS).values():
                 self._group.broadcast_in_place(tensor)
-        step = found.step if found else 0
+        step = mirrored.step if mirrored else found.step if found else 0
+        self._saved = self._group.led(self._checkpoints.newest_step) if mirrored else step
         self._trackers = make_trackers(self._settings, self._config, step=step)
         return step
+
+    def _find_mirror(self) -> Mirrored | None:
+        """Return this rank's part of a step that is newer than every checkpoint, if memory has one."""
+        if self._settings.mirrors is None:
+            return None
+        self._mirrors = Mirrors(
+            self._settings.mirrors,
+            self._group,
+            lineage=self._settings.lineage,
+            ranks_in_pod=self._ranks_in_pod,
+            is_divided=self._trains_parts,
+        )
+        return self._mirrors.newest(after=self._group.led(self._checkpoints.newest_step))
 
     def _divide(self, model: PreTrainedModel) -> None:
         divide(model, self._device, ranks=self._group.size, dtype=self._dtype)
@@ -360,6 +383,17 @@ class GRPOTrainer:
     def replay_from(self) -> int:
         return self._checkpoints.oldest()
 
+    def saved(self) -> int:
+        return self._saved
+
+    def mirror(self, step: int) -> None:
+        assert self._mirrors is not None, "asked of ranks that report canMirror"
+        self._mirrors.keep(step, self._to_keep(), prompt_position=self._prompt_position)
+
+    def _to_keep(self) -> dict[str, Tensor]:
+        """Return all that outlives a process, by name, in place. The number of updates is a copy."""
+        return self._state.saved() | {UPDATES: torch.tensor(self._state.updates)}
+
     def _read_batch(self, step: int, path: Path) -> tuple[Shard, list[_Work]]:
         """Read this rank's shard and divide it, as agreed with the others. Raises Refused on every rank or on none."""
         config, is_scored = self._config, self._has_reference and not self._keeps_reference
@@ -456,6 +490,8 @@ class GRPOTrainer:
             self._config.activation_checkpointing, self._budgets(spec), device_has=device_has, host_has=host_has
         )
         exports_have = size_in_bytes(spec.weight_sync.size_limit) if budget.exports else None
+        kept = spec.checkpoint.in_memory
+        mirrors_have = size_in_bytes(kept.size_limit) if kept else None
         log(
             _LOG,
             "memory of a step estimated",
@@ -468,8 +504,12 @@ class GRPOTrainer:
             host_has_bytes=host_has,
             exports_bytes=budget.exports,
             exports_have_bytes=exports_have,
+            mirrors_bytes=budget.mirrors,
+            mirrors_have_bytes=mirrors_have,
         )
-        budget.refuse_what_never_fits(device_has=device_has, host_has=host_has, exports_have=exports_have)
+        budget.refuse_what_never_fits(
+            device_has=device_has, host_has=host_has, exports_have=exports_have, mirrors_have=mirrors_have
+        )
         return recomputes
 
     def _budgets(self, spec: ColocatedRLJobSpec) -> Callable[[bool], Budget]:
@@ -499,9 +539,18 @@ class GRPOTrainer:
                 frozen_bytes=self._dtype.itemsize,
                 one_pass=pass_bytes(shape, replace(largest, recomputes=recomputes)) or 0,
                 export_bytes=parameters * self._dtype.itemsize + 4 * (adapters or 0) if shares_memory else 0,
+                mirrored=self._most_mirrored(spec),
             )
 
         return budget
+
+    def _most_mirrored(self, spec: ColocatedRLJobSpec) -> int:
+        """Return how many files with a rank's state the pod's memory has at most, one step beside the one before."""
+        if spec.checkpoint.in_memory is None:
+            return 0
+        if not self._trains_parts:
+            return 2
+        return self._ranks_in_pod * (4 if self._ranks_in_pod < self._settings.world_size else 2)
 
     def _tokens_of_pass(self, spec: ColocatedRLJobSpec) -> int:
         """Return the most tokens of one pass: those of one long sample, or as many as the batch has."""
@@ -541,7 +590,7 @@ class GRPOTrainer:
         )
 
     def _write_checkpoint(self, directory: Path) -> None:
-        write_parts(self._state.saved() | {"updates": torch.tensor(self._state.updates)}, directory)
+        write_parts(self._to_keep(), directory)
 
     def _read_checkpoint(self, directory: Path) -> None:
         """Read this rank's part. Raises ConfigError if the checkpoint is of another model or optimizer."""
@@ -549,8 +598,7 @@ class GRPOTrainer:
         text = self._group.led(lambda: file.read_text() if file.is_file() else None)
         if text is not None and self._origin is not None:
             self._origin.require_same(AdapterOrigin.model_validate_json(text), checkpoint=directory.name)
-        updates = torch.zeros((), dtype=torch.int64)
-        parts = self._state.saved() | {"updates": updates}
+        parts = self._to_keep()
         stored = self._group.led(lambda: shapes_in(directory))
         wanted = {name: tuple(tensor.shape) for name, tensor in parts.items()}
         if differing := sorted(name for name in stored.keys() | wanted.keys() if stored.get(name) != wanted.get(name)):
@@ -562,7 +610,7 @@ class GRPOTrainer:
             )
         with self._group.together("load"):
             read_parts(parts, directory)
-        self._state.updates = int(updates)
+        self._state.updates = int(parts[UPDATES])
 
     def _find_origin(self, lora: LoraConfig) -> AdapterOrigin:
         """Return what the adapters belong to. Each rank hashes some of the model's files, which were just read."""

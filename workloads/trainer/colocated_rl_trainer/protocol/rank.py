@@ -31,6 +31,7 @@ from colocated_rl_api.rungs import WeightVersion
 from colocated_rl_api.trainer_wire import (
     ExportRequest,
     FinishRequest,
+    MirrorRequest,
     SaveRequest,
     ScoreRequest,
     TrainerError,
@@ -48,6 +49,7 @@ ROOM_FOR_EXPORTS = (
     "twice the size of the weights"
 )
 CLAIM_FULL = "expand the claim of the checkpoints, or remove from it what no job needs"
+ROOM_FOR_MIRRORS = "make spec.checkpoint.inMemory.sizeLimit larger: the trainer's log says what it needs at its start"
 LAST_ANSWERS_S = 2.0  # for answers that are being written when the process ends
 
 _LOG = logging.getLogger(__name__)
@@ -133,6 +135,20 @@ class ScoringLoop(Loop, Protocol):
         """
 
 
+@runtime_checkable
+class MirroringLoop(Loop, Protocol):
+    """Keeps the state in memory between checkpoints, too, so that a restart repeats no finished step."""
+
+    def saved(self) -> int:
+        """Return the step of the newest checkpoint. Called after `load`, which may return a later step."""
+
+    def mirror(self, step: int) -> None:
+        """Keep the state of `step`, the last finished one, in the memory of pods. May be collective.
+
+        It raises OSError or Refused on every rank or on none, and then nothing has changed.
+        """
+
+
 class OnloadRequest(Wire):
     pass
 
@@ -141,7 +157,16 @@ class OffloadRequest(Wire):
     pass
 
 
-Request = OnloadRequest | OffloadRequest | ScoreRequest | TrainRequest | ExportRequest | SaveRequest | FinishRequest
+Request = (
+    OnloadRequest
+    | OffloadRequest
+    | ScoreRequest
+    | TrainRequest
+    | ExportRequest
+    | SaveRequest
+    | MirrorRequest
+    | FinishRequest
+)
 
 
 def holds(status: TrainerStatus, request: Request) -> bool:
@@ -159,6 +184,8 @@ def holds(status: TrainerStatus, request: Request) -> bool:
             return status.exported == request.version and (Path(request.directory) / MANIFEST).is_file()
         case SaveRequest():
             return status.saved is not None and status.saved >= request.step
+        case MirrorRequest():
+            return status.mirrored == request.step
         case FinishRequest():
             return status.finished == request.version and (Path(request.directory) / MANIFEST).is_file()
     assert_never(request)
@@ -190,6 +217,12 @@ def conflict(status: TrainerStatus, request: Request, *, must_score: bool = Fals
         case SaveRequest() if request.step != status.step:
             return trainer_error(
                 "WrongStep", f"rank {status.rank} stands at {status.step}: it can't save {request.step}"
+            )
+        case MirrorRequest() if not status.can_mirror:
+            return trainer_error("NoMirrors", "the job has no spec.checkpoint.inMemory, or this loop has no `mirror`")
+        case MirrorRequest() if request.step != status.step:
+            return trainer_error(
+                "WrongStep", f"rank {status.rank} stands at {status.step}: it can't keep {request.step}"
             )
         case FinishRequest() if status.saved is None or status.saved < request.version.step:
             return trainer_error("NotSaved", f"step {request.version.step} is not durable: ask for /v1/save first")
@@ -225,10 +258,12 @@ class Rank:
         lineage: int,
         writes_weights: bool,
         must_score: bool = False,
+        has_mirrors: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._writes_weights = writes_weights
         self._must_score = must_score
+        self._has_mirrors = has_mirrors
         self._status = TrainerStatus(state=TrainerState.STARTING, rank=rank, lineage=lineage)
         self._operation: _Operation | None = None
         self._pace = Pace(clock)
@@ -293,12 +328,14 @@ class Rank:
         loop = make_loop()
         step = _step("load", loop.load())
         can_score, replay_from = isinstance(loop, ScoringLoop), _step("replay_from", loop.replay_from())
+        saved = _step("saved", loop.saved()) if isinstance(loop, MirroringLoop) else step
         self._set(
             state=TrainerState.OFFLOADED,
             can_score=can_score,
             can_finish=True,
+            can_mirror=self._has_mirrors and isinstance(loop, MirroringLoop),
             step=step,
-            saved=step,
+            saved=saved,
             replay_from=replay_from,
         )
         log(_LOG, "trainer loaded", step=step, took_s=_since(began))
@@ -381,6 +418,10 @@ class Rank:
                     self._set(saved=request.step)  # first: it holds on every rank, whatever fails next on this one
                     self._set(replay_from=_step("replay_from", loop.replay_from()))
                 log(_LOG, "checkpoint saved", step=request.step, took_s=_since(began))
+            case MirrorRequest():
+                assert isinstance(loop, MirroringLoop)
+                self._mirror(loop, request.step)
+                log(_LOG, "state mirrored", step=request.step, took_s=_since(began))
             case FinishRequest():
                 with _refusing("model", CLAIM_FULL):
                     try:
@@ -397,6 +438,17 @@ class Rank:
                 )
             case _:
                 assert_never(request)
+
+    def _mirror(self, loop: MirroringLoop, step: int) -> None:
+        """Nobody waits for a mirror that can't be made: the step counts as done, on every rank, with the reason."""
+        fault = ""
+        try:
+            with _refusing("mirror", ROOM_FOR_MIRRORS):
+                loop.mirror(step)
+        except Refused as error:
+            fault = str(error)
+            log(_LOG, "state not mirrored", logging.WARNING, step=step, reason=fault)
+        self._set(mirrored=step, mirror_fault=fault)
 
     def _export(self, loop: Loop, version: WeightVersion, directory: Path) -> None:
         if self._writes_weights:  # or this rank ends: peers would wait in `loop.export` for one that refused before it

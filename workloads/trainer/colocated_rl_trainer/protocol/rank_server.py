@@ -26,6 +26,7 @@ from colocated_rl_api.logs import configure, failure_of, log
 from colocated_rl_api.trainer_wire import (
     ExportRequest,
     FinishRequest,
+    MirrorRequest,
     SaveRequest,
     ScoreRequest,
     TrainerError,
@@ -52,6 +53,7 @@ ROUTES: Mapping[str, type[Request]] = {
     "/v1/train": TrainRequest,
     "/v1/export": ExportRequest,
     "/v1/save": SaveRequest,
+    "/v1/mirror": MirrorRequest,
     "/v1/finish": FinishRequest,
 }
 
@@ -82,6 +84,7 @@ def serve(make_loop: Callable[[RankSettings], Loop], environment: Mapping[str, s
         lineage=settings.lineage,
         writes_weights=settings.writes_weights,
         must_score=job.spec.ladder.scores,
+        has_mirrors=settings.mirrors is not None,
     )
     try:
         server = RankServer(settings.socket, rank)

@@ -45,6 +45,7 @@ class RankSettings:
     master_port: int
     device: str
     former: Path | None = None  # checkpoints of a former job, see spec.restoreFrom
+    mirrors: Path | None = None  # memory of the pod that outlives processes, see spec.checkpoint.inMemory
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str]) -> Self:
@@ -63,6 +64,7 @@ class RankSettings:
             master_port=_count(environment, Variable.MASTER_PORT),
             device=_text(environment, Variable.DEVICE),
             former=Path(environment[Variable.FORMER]) if environment.get(Variable.FORMER) else None,
+            mirrors=Path(environment[Variable.MIRRORS]) if environment.get(Variable.MIRRORS) else None,
         )
         if settings.rank >= settings.world_size:
             raise ConfigError(f"RANK={settings.rank} must be below WORLD_SIZE={settings.world_size}")

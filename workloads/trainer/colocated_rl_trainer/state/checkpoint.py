@@ -155,6 +155,10 @@ class Checkpoints:
         ranks.led(partial(self._refuse, faults))
         return None
 
+    def newest_step(self) -> int:
+        """Return the step of the newest checkpoint, unverified; 0 for the model. Raises ConfigError as `newest`."""
+        return max((saved.step for saved in self._candidates()), default=0)
+
     def _candidates(self) -> list[Saved]:
         """Return the checkpoints whose next batches are kept, newest first."""
         oldest, origin = self.oldest(), self._origin()
