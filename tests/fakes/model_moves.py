@@ -73,7 +73,8 @@ def carried_out(
             must(rank.step == step - 1, "a batch out of order")
             if not has_joined(rank, peers(), step - 1):
                 return None
-            must(not any(mirrors(pod, step - 1) for pod in peers()), "a rank trains while others keep a step together")
+            keep = rank.can_mirror and any(mirrors(pod, step - 1) for pod in peers())
+            must(not keep, "a rank trains while others keep a step together")
             if isinstance(action, do.Score):
                 pod = _with_rank(before, scored=step, state=TrainerState.ONLOADED)
             else:
