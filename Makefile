@@ -309,10 +309,12 @@ TWO_JOBS = $(if $(KUBECONFIG),,--numprocesses=2 --dist=loadfile --no-loadscope-r
 e2e-layer:
 	@pytest $(TWO_JOBS) -m 'not slow' tests/e2e
 
+SLOW = slow$(if $(BUT), and not $(BUT))
+
 .PHONY: slow-layer
 slow-layer:
-	@pytest --numprocesses=2 --dist=loadfile -m slow tests/contract tests/integration
-	@pytest $(TWO_JOBS) -m 'slow$(if $(BUT), and not $(BUT))' tests/e2e
+	@pytest --numprocesses=2 --dist=loadfile -m '$(SLOW)' tests/contract tests/integration
+	@pytest $(TWO_JOBS) -m '$(SLOW)' tests/e2e
 
 .PHONY: soak-layer
 soak-layer:

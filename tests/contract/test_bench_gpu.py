@@ -42,6 +42,8 @@ def test_without_a_gpu_it_says_what_to_do(monkeypatch: pytest.MonkeyPatch, capsy
     assert "or with --device cpu" in capsys.readouterr().err
 
 
+@pytest.mark.slow
+@pytest.mark.release  # the kit's own test takes such switches too, of another model
 def test_a_pod_takes_its_switches_and_falls_short_of_nothing(capfd: pytest.CaptureFixture[str]) -> None:
     """The real agent, runner and trainer, and an engine whose weights are real: its device is one of the tests."""
     assert 0 == prove.main(["--device", "cpu", "--model", "tiny-LoRA", "--switches", "5"])

@@ -5,6 +5,7 @@ What an engine would be in its place, for models whose logits are small and larg
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -58,10 +59,19 @@ def answered(model: torch.nn.Module, asked: Probe) -> list[float]:
     return found
 
 
-@pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("spread", [0.5, 3.0, 10.0])
+RARELY = (pytest.mark.slow, pytest.mark.release)  # each case takes a minute
+OFTEN = ((0.5, True), (3.0, True), (10.0, False))
+
+
+@pytest.mark.parametrize(
+    ("spread", "tied"),
+    [
+        pytest.param(*case, marks=() if case in OFTEN else RARELY)
+        for case in itertools.product([0.5, 3.0, 10.0], [True, False])
+    ],
+)
 def test_in_bfloat16_what_is_right_is_accepted_for_every_seed_and_two_layers_exchanged_for_none(
-    tmp_path: Path, tied: bool, spread: float
+    tmp_path: Path, spread: float, tied: bool
 ) -> None:
     """The test leaves out where layers of a random model hardly matter: its head is its embeddings, and large."""
     layers_matter = not (tied and spread == 10.0)
