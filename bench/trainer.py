@@ -5,6 +5,7 @@ Each figure is a ratio to something that was measured in turn with it, so that b
 * an export into shared memory by 1, 2 and 4 ranks, an agent's verification of it and a running engine's load, to a
   plain copy of the same files there (`bench.export`);
 * a checkpoint there, to a plain write of the same bytes: written with its digests, verified, and read back;
+* a step that two pods keep in memory, and its way back, to plain writes of the same bytes (`bench.mirror`);
 * loading a model of bfloat16 in float32, to transformers' own loading of it, and what the memory check before it takes;
 * offload and onload of parameters and moments, to a copy of the same bytes;
 * an optimization step, to that of trl on the same completions, with as many of them in a forward pass: of all weights
@@ -33,6 +34,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
 from bench.export import from_gradient_to_engine
+from bench.mirror import beside_plain_writes
 from bench.turns import GIB, TURNS, in_turns, show
 from colocated_rl_api.checkpoint import checkpoint_name
 from colocated_rl_trainer.conformance.ranks import job_file
@@ -51,7 +53,7 @@ from setup.layout import CHECKOUT
 from setup.toolchain import clean_environment
 
 SHARED_MEMORY = Path("/dev/shm")
-PARTS = ("export", "checkpoint", "load", "moves", "steps")
+PARTS = ("export", "checkpoint", "mirror", "load", "moves", "steps")
 STEPS = 3  # of a training run, the first of which is not counted
 GROUP_SIZE, ROWS = 8, 4  # samples of a prompt; samples of a forward pass
 LENGTHS = {"uniform": [128] * 16, "long tail": [8] * 10 + [32] * 4 + [256] * 2}  # of completions
@@ -63,7 +65,7 @@ STEP_S = 900.0
 def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.trainer", description=__doc__)
     parser.add_argument("--gib", type=float, default=1.1, help="of weights, for all but steps")
-    parser.add_argument("--only", choices=PARTS, action="append", help="of the five")
+    parser.add_argument("--only", choices=PARTS, action="append", help="of the six")
     parser.add_argument("--step", type=Path, help=argparse.SUPPRESS)
     given = parser.parse_args(arguments)
     if given.step:
@@ -79,6 +81,11 @@ def main(arguments: Sequence[str]) -> int:
     if "checkpoint" in parts:
         with tempfile.TemporaryDirectory(dir=SHARED_MEMORY) as shared:
             beside_a_plain_file(make_model(given.gib), Path(shared))
+    if "mirror" in parts:
+        with tempfile.TemporaryDirectory(dir=SHARED_MEMORY) as shared:
+            model = write_tiny_model(Path(shared) / "model")  # for its tokenizer
+            make_model(given.gib).to(torch.bfloat16).save_pretrained(model)
+            beside_plain_writes(model, Path(shared))
     if "load" in parts:
         with tempfile.TemporaryDirectory(dir=SHARED_MEMORY) as shared:
             beside_from_pretrained(make_model(given.gib), Path(shared))

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from contract.trainer_in_process import only_rank
+from torch import Tensor
 
 from colocated_rl_api.weights import Digest
 from colocated_rl_trainer.conformance.ranks import free_port
@@ -37,6 +38,9 @@ class UnwatchedTrainer(GRPOTrainer):
         """Write this rank's part of an export, as if all ranks were in one pod. apart: as if each had its own."""
         ranks = range(self.group.size)
         return self._write_weights(directory, Writers(self.rank, [[rank] for rank in ranks] if apart else [ranks]))
+
+    def state_to_keep(self) -> dict[str, Tensor]:
+        return self._to_keep()
 
     def progress(self) -> None:
         pass

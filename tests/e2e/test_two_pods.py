@@ -32,7 +32,6 @@ ENGINE = "sglang"  # in the command lines of an engine's processes
 TRAINER = "colocated_rl_trainer"
 SUCCEEDED_S = 240  # kubelet may look at a pod once a minute
 DELETED_S = 240
-EVERY = 4  # steps have a checkpoint
 
 BEYOND = {
     Rung.PAUSED: ["Flush"],
@@ -325,24 +324,26 @@ def test_commands_of_runbooks_and_pages_look_at_the_job(job: RunningJob, termina
 
 
 def test_a_pod_that_is_lost_takes_no_finished_step_with_it(job: RunningJob) -> None:
-    """The newest step is in no checkpoint, but in the memory of both pods."""
+    """It is lost while the group trains. The step before is in no checkpoint, but in the memory of both pods."""
+    before, (survivor, lost) = job.status, job.gpu_pods
 
-    def kept_in_memory_alone() -> int | None:
-        status = job.status
-        kept = status.get("mirroredStep")
-        return kept if kept is not None and kept > status["checkpoint"]["step"] and kept % EVERY != 0 else None
+    def lost_behind_a_step_in_memory() -> int | None:
+        with trainer_held(job, survivor):
+            rank = job.member(survivor)["facts"]["trainers"][0]
+            if rank["mirrored"] != rank["step"]:
+                return None  # it has a checkpoint
+            job.kubectl("delete", "pod", lost, "--force", "--grace-period=0", "--wait=false")
+            return int(rank["step"])
 
-    before = job.status
-    kept = wait_for("a step in memory", kept_in_memory_alone, deadline_s=STEPS_S, explain=job.describe)
-    lost = job.gpu_pods[1]
-    job.kubectl("delete", "pod", lost, "--force", "--grace-period=0", "--wait=false")
+    kept = wait_for("a pod to be lost", lost_behind_a_step_in_memory, deadline_s=STEPS_S, explain=job.describe)
     job.wait_for_step(kept + 2, deadline_s=START_S)
+    after = job.status
     assert lost not in job.gpu_pods
-    assert (before["lineage"] + 1, before["restarts"]) == (job.status["lineage"], job.status["restarts"])
-    lines = [line for line in job.agent_lines("step trained") if line.fields["lineage"] == job.status["lineage"]]
-    trained = [line.fields["step"] for line in lines]
-    assert trained, "the trainers of the next lineage have done nothing"
-    assert min(trained) > kept
+    assert (before["lineage"] + 1, before["restarts"]) == (after["lineage"], after["restarts"])
+    trained = [
+        line.fields["step"] for line in job.agent_lines("step trained") if line.fields["lineage"] == after["lineage"]
+    ]
+    assert kept + 1 == min(trained), "the step that was under way is the first of the new trainers"
 
 
 # ----------------------------------------------------------------------------------------------------- operator faults
