@@ -6,7 +6,6 @@ takes its lineage with it, the next one loads what was saved and does the steps 
 
 from __future__ import annotations
 
-import random
 import shutil
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -14,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from contract.trainer_in_process import sealed_batches
 from safetensors.torch import load_file
 
 from colocated_rl_api.weights import MANIFEST
@@ -24,8 +24,7 @@ from colocated_rl_trainer.conformance.ranks import (
     TrainerKind,
     UnexpectedStatus,
 )
-from colocated_rl_trainer.conformance.shards import Example, write_shards
-from fakes.tiny_model import VOCABULARY, write_tiny_model
+from fakes.tiny_model import write_tiny_model
 from fakes.watched_trainer import PLACES, fork
 
 RANKS, STEPS, EVERY, KEEP = 2, 5, 2, 2
@@ -125,17 +124,7 @@ def kind(tmp_path_factory: pytest.TempPathFactory) -> TrainerKind:
 
 @pytest.fixture(scope="module")
 def batches(tmp_path_factory: pytest.TempPathFactory) -> list[list[Path]]:
-    folder = tmp_path_factory.mktemp("batches")
-    sealed = []
-    for step in range(1, STEPS + 1):
-        chance = random.Random(step)
-        samples = []
-        for number in range(24):
-            prompt, response = ([chance.randrange(VOCABULARY) for _ in range(chance.randint(2, 8))] for _ in range(2))
-            logp = [-chance.uniform(2.5, 5.0) for _ in response]
-            samples.append(Example(prompt, response, logp, chance.random(), number // 4, step - 1))
-        sealed.append(write_shards(folder, samples, step=step, split=RANKS))
-    return sealed
+    return sealed_batches(tmp_path_factory.mktemp("batches"), steps=STEPS, split=RANKS)
 
 
 @pytest.fixture(scope="module")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -15,6 +16,21 @@ from colocated_rl_trainer.conformance.shards import Example, write_shards
 from colocated_rl_trainer.grpo.budget import Budget
 from colocated_rl_trainer.grpo.loop import GRPOTrainer
 from colocated_rl_trainer.protocol.settings import RankSettings, TrainerConfig
+from fakes.tiny_model import VOCABULARY
+
+
+def sealed_batches(folder: Path, *, steps: int, split: int) -> list[list[Path]]:
+    """Write a batch of random samples for each step, and return the shards of each."""
+    sealed = []
+    for step in range(1, steps + 1):
+        chance = random.Random(step)
+        samples = []
+        for number in range(24):
+            prompt, response = ([chance.randrange(VOCABULARY) for _ in range(chance.randint(2, 8))] for _ in range(2))
+            logp = [-chance.uniform(2.5, 5.0) for _ in response]
+            samples.append(Example(prompt, response, logp, chance.random(), number // 4, step - 1))
+        sealed.append(write_shards(folder, samples, step=step, split=split))
+    return sealed
 
 
 def only_rank(

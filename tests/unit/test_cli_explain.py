@@ -511,7 +511,8 @@ def test_the_answer_to_the_last_failure_is_reported_with_its_rule() -> None:
 
 def test_the_newest_checkpoint_is_reported_with_its_age_until_the_job_is_over() -> None:
     saved = {"step": 40, "time": (NOW - timedelta(minutes=12)).isoformat()}
-    assert "newest checkpoint of step 40, 12 min old" in explained(job(status=running(checkpoint=saved))).headline
+    headline = explained(job(status=running(checkpoint=saved, mirroredStep=43))).headline
+    assert "newest checkpoint of step 40, 12 min old, step 43 in the memory of pods" in headline
     over = [condition("Complete", "True", "Completed")]
     assert "checkpoint" not in explained(job(status=running(checkpoint=saved, conditions=over))).headline
 

@@ -116,6 +116,8 @@ def _headline(job: Object, status: ColocatedRLJobStatus, *, now: datetime) -> st
     if status.checkpoint is not None and not _is_over(status):
         minutes = max(0, round((now - status.checkpoint.time).total_seconds() / 60))
         parts.append(f"newest checkpoint of step {status.checkpoint.step}, {minutes} min old")
+    if status.mirrored_step is not None and not _is_over(status):
+        parts.append(f"step {status.mirrored_step} in the memory of pods")
     restarts, made = status.restarts or 0, status.failures
     uncounted = max(0, made.pod_restarts + made.step_retries - restarts) if made else 0
     if restarts or uncounted:

@@ -83,13 +83,7 @@ class Mirrors:
     """Keeps the newest step of one rank's part, and of its neighbour's. Every rank makes the same calls."""
 
     def __init__(
-        self,
-        directory: Path,
-        group: Collectives,
-        *,
-        lineage: int,
-        ranks_in_pod: int,
-        is_divided: bool,
+        self, directory: Path, group: Collectives, *, lineage: int, ranks_in_pod: int, is_divided: bool
     ) -> None:
         """Use the pod's `directory` in memory. is_divided: each rank has a part of its own; else all have the same."""
         self._directory = directory
@@ -102,13 +96,7 @@ class Mirrors:
         self._own = directory / f".{group.rank}.own"  # drafts
         self._copy = directory / f".{group.rank}.copy"
 
-    def keep(
-        self,
-        step: int,
-        state: Mapping[str, Tensor],
-        *,
-        prompt_position: PromptPosition | None = None,
-    ) -> None:
+    def keep(self, step: int, state: Mapping[str, Tensor], *, prompt_position: PromptPosition | None = None) -> None:
         """Keep this rank's part of `state`, by name, in memory of two pods, in place of an earlier step's.
 
         Raises OSError or Refused on every rank, with the earlier step still there, or on none; GroupLost.
@@ -163,10 +151,7 @@ class Mirrors:
         return rank if self._is_divided else 0
 
     def _write(
-        self,
-        step: int,
-        state: Mapping[str, Tensor],
-        prompt_position: PromptPosition | None,
+        self, step: int, state: Mapping[str, Tensor], prompt_position: PromptPosition | None
     ) -> tuple[MirrorPart, int] | None:
         """Write this rank's part, and return it with the size of its file."""
         if not self._has_part(self._group.rank):
@@ -174,13 +159,7 @@ class Mirrors:
         parts = {name: part_of(tensor) for name, tensor in state.items()}
         metadata = {_POSITION: _POSITIONS.dump_json(prompt_position).decode()}
         digest = write_tensors(self._own, parts, metadata=metadata)
-        part = MirrorPart(
-            step,
-            self._lineage,
-            self._part_of_rank(self._group.rank),
-            self._parts,
-            _digits(digest),
-        )
+        part = MirrorPart(step, self._lineage, self._part_of_rank(self._group.rank), self._parts, _digits(digest))
         return part, self._own.stat().st_size
 
     def _exchange(self, written: Sequence[tuple[MirrorPart, int] | None], *, to: int, source: int) -> None:
@@ -216,12 +195,7 @@ class Mirrors:
             try:
                 file.unlink(missing_ok=True)
             except OSError as error:  # costs room alone, and the next step tries again
-                log(
-                    _LOG,
-                    "mirror not removed",
-                    logging.WARNING,
-                    reason=f"{file}: {error.strerror}",
-                )
+                log(_LOG, "mirror not removed", logging.WARNING, reason=f"{file}: {error.strerror}")
 
     # ------------------------------------------------------------------------------------------------------- reading
     def _listed(self) -> list[MirrorPart]:
@@ -264,10 +238,7 @@ class Mirrors:
         with self._group.together("mirror"):
             for receiver, (holder, part) in lacking.items():
                 if rank in (holder, receiver):
-                    file, size = (
-                        self._copy if rank == receiver else sent[part.part],
-                        sizes[part.part],
-                    )
+                    file, size = (self._copy if rank == receiver else sent[part.part], sizes[part.part])
                     for chunk in _mapped(file, size).split(CHUNK_BYTES):
                         dist.recv(chunk, holder) if rank == receiver else dist.send(chunk, receiver)
         self._group.each(lambda: self._publish([(self._copy, (lacking[rank][1], 0))] if rank in lacking else []))
