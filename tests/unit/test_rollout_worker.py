@@ -767,3 +767,19 @@ async def test_a_stop_text_that_a_switch_cuts_in_two_ends_the_sample_behind_it(s
         assert len(sample.tokens) == len(sample.tokens.logp) == sample.tokens.spans[-1].end
         for task in scene.worker._tasks.values():
             task.cancel()  # no verifier is here
+
+
+@pytest.mark.parametrize("scene", [{"sampling": {"stop": ["</answer>"]}}], indirect=True)
+async def test_a_stop_text_in_what_a_sample_has_already_ends_it_behind_that(scene: WorkerScene) -> None:
+    """A former job with other stop texts made these tokens. Some newer ones were kept, and lost their versions."""
+    sample, _ = scene.admit()
+    scene.attempt(sample, tokens_of(scene, "7</answer> or 8"))
+    scene.store.start(sample)
+    scene.worker._group = asyncio.TaskGroup()
+    async with scene.worker._group:
+        scene.worker._accept(sample, Generated(tokens_of(scene, ", and so on and so forth"), finish=None))
+        assert (SampleState.SCORING, Finish.STOP) == (sample.state, sample.finish)
+        assert "7</answer> or 8" == scene.worker._chat.text(sample.tokens.ids.tolist())
+        assert sample.tokens.generated == len(sample.tokens)
+        for task in scene.worker._tasks.values():
+            task.cancel()  # no verifier is here
