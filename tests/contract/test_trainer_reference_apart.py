@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -53,6 +54,10 @@ def score(reference: RunningReference, sample: Example) -> NDArray[np.float32]:
     return np.frombuffer(body, "<f4")
 
 
+def queued(sample: Example) -> QueuedSample:
+    return QueuedSample(np.array([*sample.prompt, *sample.response], np.int32).data, len(sample.prompt), TEMPERATURE)
+
+
 @pytest.fixture(scope="module")
 def reference(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningReference]:
     running = start(tmp_path_factory.mktemp("reference"), model, {"microBatchTokens": 40})
@@ -85,14 +90,33 @@ def test_answers_are_those_of_the_trainers_own_forward_whoever_else_asks(
 def test_how_passes_are_made_changes_nothing_but_rounding(model: Path, config: dict[str, object]) -> None:
     def answers(config: dict[str, object]) -> list[torch.Tensor]:
         scorer = Scorer(model, "cpu", TrainerConfig.model_validate({"threads": 1} | config))
-        questions = [
-            QueuedSample(np.array([*s.prompt, *s.response], np.int32).data, len(s.prompt), TEMPERATURE)
-            for s in make_samples(2)
-        ]
+        questions = [queued(sample) for sample in make_samples(2)]
         return [torch.frombuffer(bytearray(answer), dtype=torch.float32) for answer in scorer.score(questions)]
 
     for padded, other in zip(answers({}), answers(config), strict=True):
         torch.testing.assert_close(padded, other, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("more", [{}, {"lora": {}}], ids=["all weights", "adapters"])
+def test_policy_that_is_still_the_reference_has_no_divergence_from_it(
+    model: Path, tmp_path: Path, dtype: str, more: dict[str, Any]
+) -> None:
+    """A policy with adapters holds its frozen weights in bfloat16: to compute in bfloat16 with float32 weights rounds
+    in other places.
+    """
+    config = {"dtype": dtype, "learningRate": 0.0, "microBatchTokens": 1, **more}
+    samples = make_samples(2)
+    scorer = Scorer(model, "cpu", TrainerConfig.model_validate({"threads": 1} | config))
+    answers = scorer.score([queued(sample) for sample in samples])
+    with_scores = [
+        dataclasses.replace(sample, reference_logp=np.where(sample.mask, np.frombuffer(answer, "<f4"), 0).tolist())
+        for sample, answer in zip(samples, answers, strict=True)
+    ]
+
+    trainer = RankInProcess(tmp_path, model, reference_apart=True, **config)
+
+    assert 0.0 == trainer.train(with_scores, temperature=TEMPERATURE)["kl"]
 
 
 def test_batch_that_was_sealed_with_scores_is_trained_as_one_that_the_trainer_scores_itself(

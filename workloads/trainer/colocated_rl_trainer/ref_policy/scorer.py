@@ -47,7 +47,10 @@ class Scorer:
         self._dtype = torch.bfloat16 if config.computes_in(device) == "bfloat16" else torch.float32
         if config.threads is not None:
             torch.set_num_threads(config.threads)
-        self._model = load_model(directory, packing=config.packing).requires_grad_(False).to(self._device)
+        # frozen weights as a policy with adapters holds them: other rounding would count as divergence
+        frozen = self._dtype if config.lora else None
+        model = load_model(directory, packing=config.packing, frozen=frozen)
+        self._model = model.requires_grad_(False).to(self._device)
         self.vocabulary = int(self._model.config.get_text_config().vocab_size)
 
     def score(self, samples: Sequence[QueuedSample]) -> list[bytes]:
