@@ -271,6 +271,8 @@ async def test_sessions_with_rewards_become_a_group_of_a_batch(tmp_path: Path) -
         assert facts.sealed is not None
         assert (1, 2) == (facts.sealed.groups, facts.sealed.samples)
         assert 404 == (await call(scene, "GET", "/s0")).status_code, "it is samples now"
+        assert 200 == (await agents[0].reward(1.0, figures=figures)).status_code, "again: the answer may be lost"
+        assert 409 == (await agents[0].reward(0.5, figures=figures)).status_code
         rows: dict[int, tuple[list[int], list[int], float]] = {}
         tools: dict[float, float] = {}
         for shard in range(2):

@@ -230,6 +230,8 @@ async def test_a_store_of_an_older_program_goes_on(store: Store, tmp_path: Path)
     store.close()
     with closing(sqlite3.connect(store.path)) as database:
         database.executescript(
+            "DROP INDEX samples_by_session; ALTER TABLE samples DROP COLUMN session;"
+            "ALTER TABLE samples DROP COLUMN grouping;"
             "DROP INDEX samples_by_end; ALTER TABLE samples DROP COLUMN ended; ALTER TABLE samples DROP COLUMN resent;"
             "ALTER TABLE samples DROP COLUMN unversioned; ALTER TABLE samples DROP COLUMN figures;"
             "ALTER TABLE sessions DROP COLUMN figures;"

@@ -387,3 +387,39 @@ async def test_sessions_whose_group_is_never_complete_go_after_a_day(tmp_path: P
     sessions.begin("fourth")
     assert {"third", "fourth"} == {session.id for session in sessions}
     store.close()
+
+
+async def test_a_reward_that_comes_again_changes_nothing_as_long_as_its_sample_is_in_the_store(tmp_path: Path) -> None:
+    """Its session is gone once the group is complete, and a client whose answer was lost got 404."""
+    store = Store(tmp_path, job_uid=JOB_UID)
+    sessions = sessions_of(store)
+    for name in ("first", "second"):
+        session = sessions.begin(name)
+        segment = Tokens(np.zeros(1, np.int32), np.zeros(1, np.float32), (Span(WeightVersion(0, 1), 0, 1),))
+        await sessions.record(
+            session, None, (), "", prompt=np.zeros(1, np.int32), tokens=segment, finish=Finish.STOP, engine=None
+        )
+        sessions.end(session)
+        await sessions.reward(name, 0.1, "g", {"tools": 2.0})
+    group = sessions.admit()
+    assert group is not None
+
+    async def again(reward: float = 0.1, grouping: str = "g") -> int:
+        try:
+            await sessions.reward("first", reward, grouping, {"tools": 2.0})
+        except RequestRefused as refused:
+            return refused.status
+        return 200
+
+    assert [200, 409, 409] == [await again(), await again(reward=0.2), await again(grouping="h")]
+    store.close()
+    store = Store(tmp_path, job_uid=JOB_UID)
+    sessions = sessions_of(store)
+    assert 200 == await again()
+    store.give_up(store.groups[group.id], "TooStale")
+    assert 200 == await again()
+    store.commit(1)
+    store.forget(1)
+    assert 404 == await again(), "nothing is kept for good"
+    assert 2 == store.counts.total()
+    store.close()

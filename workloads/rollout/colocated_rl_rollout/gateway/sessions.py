@@ -16,6 +16,7 @@ the tokens of one sample, and a restart drops those that were under way, because
 
 from __future__ import annotations
 
+import asyncio
 import json
 import uuid
 from collections import deque
@@ -52,6 +53,7 @@ TOKENS_AT_MOST = 16 * 1024 * 1024  # of all sessions: some 200 MB with their mes
 TURNS_AT_MOST = 1024  # of one
 RETRY_S = 60
 EPISODE = "episode:"  # the prefix of the names of episodes that the job plays itself
+Given = tuple[float, str | None, Mapping[str, float]]  # a reward, the name of its group, and figures beside it
 MARK = "\u2063colocated-rl-reply\u2063"  # stands for a reply while the template renders what follows it
 
 
@@ -289,13 +291,19 @@ class Sessions:
         return session
 
     async def reward(self, name: str, reward: float, grouping: str, figures: Mapping[str, float] = NO_FIGURES) -> None:
-        """Set the reward; return when it is durable. The same reward again changes nothing. Raises RequestRefused."""
+        """Set the reward; return when it is durable. Raises RequestRefused.
+
+        The same reward again changes nothing, also once the session is a sample, as long as the store has that.
+        """
+        given = (reward, grouping, figures)
+        if name not in self._sessions and (before := await self._reward_of_sample(name)) is not None:
+            _refuse_other(name, before, given)
+            return
         session = self.find(name)
         if session.turned is not None:
             raise RequestRefused(409, f"{name} is an episode of the job's own, rewarded by its environment")
         if session.reward is not None:
-            if (session.reward, session.grouping, session.figures) != (reward, grouping, figures):
-                raise RequestRefused(409, f"session {name} has another reward already", code="session_ended")
+            _refuse_other(name, (session.reward, session.grouping, session.figures), given)
         elif session.under_way:
             raise RequestRefused(409, f"session {name} has a turn under way: wait for it", code="session_busy")
         else:
@@ -304,6 +312,12 @@ class Sessions:
             self._store.write((tables.REWARD_SESSION, [(reward, grouping, tables.packed_figures(figures), name)]))
             self._changed()
         await self._store.flushed()
+
+    async def _reward_of_sample(self, name: str) -> Given | None:
+        """Return the reward of the newest sample that a session of this name became, or None."""
+        await self._store.flushed()
+        rows = await asyncio.to_thread(self._store.rows, tables.REWARD_OF_SAMPLE, name)
+        return next(((reward, group, tables.unpacked_figures(figures)) for reward, group, figures in rows), None)
 
     async def delete(self, name: str) -> None:
         """Give a session up. Raises RequestRefused."""
@@ -359,7 +373,9 @@ class Sessions:
         self._count_dropped([turn for turn in session.turns if turn.number not in kept], "OtherPath")
         ended = path[-1].finish is Finish.STOP and not session.is_full
         finish = Finish.STOP if ended else Finish.LENGTH
-        return Trajectory(tokens_of(path, after=len(prompt)), finish, reward, session.figures, session.experts)
+        tokens = tokens_of(path, after=len(prompt))
+        name = session.id if session.turned is None else None
+        return Trajectory(tokens, finish, reward, session.figures, session.experts, name, session.grouping)
 
     def _is_too_old(self, session: Session) -> bool:
         steps = [turn.tokens.oldest_step for turn in session.turns[-1].path]
@@ -420,6 +436,12 @@ class Sessions:
             self._held += turn.size
         for session in [each for each in self._sessions.values() if each.id.startswith(EPISODE)]:
             self._drop(session, "EpisodeLost")
+
+
+def _refuse_other(name: str, before: Given, given: Given) -> None:
+    """Raise RequestRefused unless the session got this same reward before."""
+    if before != given:
+        raise RequestRefused(409, f"session {name} has another reward already", code="session_ended")
 
 
 def prompt_after(turn: RecordedTurn, conversation: Conversation, chat: Chat) -> tuple[int, ...] | None:

@@ -136,6 +136,8 @@ class Trajectory:
     reward: float
     figures: Mapping[str, float] = field(default_factory=dict)
     experts: NDArray[np.int16] | None = None  # as in `Sample`
+    session: str | None = None  # its name, and that of its group, if they are a client's
+    grouping: str | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)

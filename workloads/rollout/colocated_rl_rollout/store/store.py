@@ -295,9 +295,9 @@ class Store:
                 [
                     (
                         *(each.id, group.id, each.state, each.attempts, each.finish, each.reward, each.ended),
-                        *(each.tokens.unversioned, tables.packed_figures(each.figures)),
+                        *(each.tokens.unversioned, tables.packed_figures(each.figures), of.session, of.grouping),
                     )
-                    for each in group.samples
+                    for each, of in zip(group.samples, trajectories, strict=True)
                 ],
             ),
             (tables.SEGMENT, [(each.id, each.attempts, *tables.packed(each.tokens)) for each in group.samples]),
@@ -435,7 +435,7 @@ class Store:
             (
                 tables.WHOLE_SAMPLE,
                 [
-                    (number, group, state, 0, None, reward, self._end(), None, None)
+                    (number, group, state, 0, None, reward, self._end(), None, None, None, None)
                     for number, (group, reward) in enumerate(owned, sample)
                 ],
             ),

@@ -2,7 +2,7 @@
 
 A prompt's ids stand with its group until it is sealed, tokens as segments of a sample until it is; rows of samples stay
 until a checkpoint holds their step, and are only counted from then on (`retired`). Clients' turns at the gateway stand
-with their sessions, until they become samples of a group or are given up.
+with their sessions, until they become samples of a group or are given up; such a sample has the names of both.
 """
 
 from __future__ import annotations
@@ -35,10 +35,11 @@ CREATE TABLE samples (
     id INTEGER PRIMARY KEY, group_id INTEGER NOT NULL REFERENCES groups,
     state TEXT NOT NULL, reason TEXT NOT NULL DEFAULT '', attempts INTEGER NOT NULL DEFAULT 0,
     idle_attempts INTEGER NOT NULL DEFAULT 0, resent INTEGER NOT NULL DEFAULT 0, finish TEXT, reward REAL,
-    ended INTEGER, unversioned INTEGER DEFAULT 0, figures TEXT
+    ended INTEGER, unversioned INTEGER DEFAULT 0, figures TEXT, session TEXT, grouping TEXT
 );
 CREATE INDEX samples_by_group ON samples (group_id);
 CREATE INDEX samples_by_end ON samples (ended) WHERE ended IS NOT NULL;
+CREATE INDEX samples_by_session ON samples (session) WHERE session IS NOT NULL;
 CREATE TABLE segments (
     sample_id INTEGER NOT NULL REFERENCES samples, attempt INTEGER NOT NULL,
     ids BLOB NOT NULL, logp BLOB NOT NULL, spans TEXT NOT NULL, PRIMARY KEY (sample_id, attempt)
@@ -59,6 +60,8 @@ ADDED_COLUMNS = {
     ("samples", "resent"): "ALTER TABLE samples ADD COLUMN resent INTEGER NOT NULL DEFAULT 0;",
     ("samples", "unversioned"): "ALTER TABLE samples ADD COLUMN unversioned INTEGER DEFAULT 0;",
     ("samples", "figures"): "ALTER TABLE samples ADD COLUMN figures TEXT;",
+    ("samples", "session"): "ALTER TABLE samples ADD COLUMN session TEXT; ALTER TABLE samples ADD COLUMN grouping TEXT;"
+    " CREATE INDEX samples_by_session ON samples (session) WHERE session IS NOT NULL;",
     ("sessions", "figures"): "ALTER TABLE sessions ADD COLUMN figures TEXT;",
 }
 """A store of an older program with the same schema lacks these, by table and name; that program can go on with it."""
@@ -73,8 +76,8 @@ UPDATE samples SET state = ?, attempts = ?, idle_attempts = ?, resent = ?, finis
 SEGMENT = "INSERT INTO segments VALUES (?, ?, ?, ?, ?)"
 DROP_SEGMENTS = "DELETE FROM segments WHERE sample_id = ?"
 WHOLE_SAMPLE = """
-INSERT INTO samples (id, group_id, state, attempts, finish, reward, ended, unversioned, figures)
-VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)
+INSERT INTO samples (id, group_id, state, attempts, finish, reward, ended, unversioned, figures, session, grouping)
+VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)
 """
 SCORE = "UPDATE samples SET state = ?, reward = ?, ended = ?, figures = ? WHERE id = ?"
 SEAL_GROUP = "UPDATE groups SET step = ?, prompt = NULL WHERE id = ?"
@@ -95,6 +98,7 @@ ON CONFLICT (state, reason) DO UPDATE SET count = count + excluded.count
 SESSION = "INSERT INTO sessions (id) VALUES (?)"
 SESSIONS = "SELECT id, reward, grouping, figures FROM sessions ORDER BY number"
 REWARD_SESSION = "UPDATE sessions SET reward = ?, grouping = ?, figures = ? WHERE id = ?"
+REWARD_OF_SAMPLE = "SELECT reward, grouping, figures FROM samples WHERE session = ? ORDER BY id DESC LIMIT 1"
 TURN = "INSERT INTO turns VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"
 DROP_SESSION = "DELETE FROM sessions WHERE id = ?"
 DROP_TURNS = "DELETE FROM turns WHERE session_id = ?"
