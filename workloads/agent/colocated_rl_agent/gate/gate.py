@@ -26,7 +26,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Awaitable, Callable, Collection, Iterator
 from dataclasses import replace
 from functools import partial
 from http import HTTPStatus
@@ -64,10 +64,6 @@ MAX_HELD_BYTES = 192 * 1024 * 1024  # for all requests together: past it no toke
 MAX_LARGE = 64  # large chunks that are read at the same time: a switch ends all requests at once
 MAX_LARGE_BYTES = 64 * 1024 * 1024  # of incomplete large chunks together
 STATE = "/v1/gate"
-
-
-class NotConnected(Exception):
-    """The engine took no connection: nothing was sent."""
 
 
 class GateRoute(NamedTuple):
@@ -226,9 +222,9 @@ class Gate:
             assert backend is not None, "an entrance that takes requests is open"
             assert upstream is not None, "an entrance that takes requests is open"
             running = Running(call, asked, dialect.reply(asked, backend.version), self._hold, self._large)
-            try:
-                await self._exchange(entrance, backend, upstream, dialect.path, running)
-            except NotConnected:
+            with self._let_in(entrance, running):
+                is_sent = await self._forward(backend, upstream, dialect.path, running)
+            if not is_sent:
                 if entrance.backend is backend:
                     entrance.pass_over()
                 failed.append(entrance)
@@ -236,7 +232,7 @@ class Gate:
                 if other is not None:
                     entrance = other
                     continue
-                self._count(running.reply.ending, 0)
+            self._count(running.reply.ending, running.reply.tokens)
             return running
 
     def _entrance_for(self, asked: Request, *, without: Collection[Entrance] = ()) -> Entrance | None:
@@ -266,37 +262,23 @@ class Gate:
             call.keep_alive = False
             raise GateRefusal(408, f"the body did not come within {CALLER_S:.0f} s") from error
 
-    async def _exchange(
-        self, entrance: Entrance, backend: Backend, upstream: Upstream, path: str, running: Running
-    ) -> None:
-        """Admit a request and wait for its end at the engine. Raises GateRefusal, and NotConnected, uncounted."""
-        ending: str | None = "client_gone"
-        self._let_in(entrance, running)
-        try:
-            await self._forward(backend, upstream, path, running)
-            ending = running.reply.ending
-        except NotConnected:
-            ending = None
-            raise
-        except GateRefusal:
-            ending = "error"
-            raise
-        finally:
-            self._let_out(entrance, running)
-            if ending is not None:
-                self._count(ending, running.reply.tokens)
-
-    def _let_in(self, entrance: Entrance, running: Running) -> None:
+    @contextlib.contextmanager
+    def _let_in(self, entrance: Entrance, running: Running) -> Iterator[None]:
+        """Let a request in, and out at the end of the block. One that is refused or left there is counted here."""
         self.in_flight += 1
         self._held_bytes += len(running.asked.body)
         entrance.let_in(running)
-
-    def _let_out(self, entrance: Entrance, running: Running) -> None:
-        self.in_flight -= 1
-        self._held_bytes -= len(running.asked.body) + running.reply.size
-        entrance.let_out(running)
-        if entrance.in_flight == 0 and not entrance.is_open:
-            self._changed()
+        try:
+            yield
+        except BaseException as error:
+            self._count("error" if isinstance(error, GateRefusal) else "client_gone", running.reply.tokens)
+            raise
+        finally:
+            self.in_flight -= 1
+            self._held_bytes -= len(running.asked.body) + running.reply.size
+            entrance.let_out(running)
+            if entrance.in_flight == 0 and not entrance.is_open:
+                self._changed()
 
     def _hold(self, reply: EngineReply, before: int) -> None:
         """Count the bytes by which a reply has grown. Raises GateRefusal if there is no room for more of it."""
@@ -309,31 +291,35 @@ class Gate:
     def _refuse(self, call: Call) -> None:
         call.answer(503, Closed(epoch=self.epoch).model_dump_json(by_alias=True).encode())
 
-    async def _forward(self, backend: Backend, upstream: Upstream, path: str, running: Running) -> None:
-        """Forward the request until the engine has ended it or is lost. Raises GateRefusal and NotConnected."""
-        rid = running.asked.rid
-        ended = connected = False
+    async def _forward(self, backend: Backend, upstream: Upstream, path: str, running: Running) -> bool:
+        """Forward the request until the engine has ended it or is lost. Return False if the engine took no connection.
+
+        Raises GateRefusal.
+        """
         try:
             connection = await upstream.connect()
-            connected = True
-            running.begin(connection)
-            status = await connection.exchange(upstream.request(path, running.asked.body), running.take)
-            ended = True
-            if status != 200:
-                raise running.refusal(status)
         except OSError as error:
             if descriptors.is_exhausted(error):  # here: no fault of the engine, which has not heard of the request
-                ended = True
                 self._troubled.log(LOG, "descriptors exhausted", reason=failure_of(error))
                 raise GateRefusal(429, "there is no descriptor for another request: send it later") from error
-            log(LOG, "request lost", logging.DEBUG, rid=rid, reason=failure_of(error), incarnation=backend.incarnation)
-            if not connected:
-                ended = True
-                raise NotConnected from error
-        finally:
-            running.end()
-            if not ended:
-                await self._abort(backend, rid)
+            _log_lost(running, backend, error)
+            return False
+        running.begin(connection)
+        try:
+            try:
+                status = await connection.exchange(upstream.request(path, running.asked.body), running.take)
+            finally:
+                running.end()
+        except OSError as error:
+            _log_lost(running, backend, error)
+            await self._abort(backend, running.asked.rid)
+        except BaseException:  # the caller left, or the answer can't be taken
+            await self._abort(backend, running.asked.rid)
+            raise
+        else:
+            if status != 200:
+                raise running.refusal(status)
+        return True
 
     async def _abort(self, backend: Backend, rid: str) -> None:
         """Make sure that the engine stops working on a request whose caller or connection is gone."""
@@ -341,3 +327,8 @@ class Gate:
         with contextlib.suppress(TimeoutError, DriverError):  # the engine is gone, and the request with it
             async with asyncio.timeout(ABORT_S):
                 await asyncio.shield(task)
+
+
+def _log_lost(running: Running, backend: Backend, error: OSError) -> None:
+    rid, reason = running.asked.rid, failure_of(error)
+    log(LOG, "request lost", logging.DEBUG, rid=rid, reason=reason, incarnation=backend.incarnation)
