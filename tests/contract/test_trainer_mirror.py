@@ -48,6 +48,12 @@ class TrainersOfJob:
         group.train(step, self.batches[step - 1])
         group.offload()
 
+    def keep_the_first_step(self) -> None:
+        with self.start() as group:
+            group.wait_loaded()
+            self.train(group, 1)
+            group.mirror(1)
+
     def finish(self, group: TrainerGroup, *, after: int) -> Weights:
         """The weights of the last step."""
         for step in range(after + 1, STEPS + 1):
@@ -112,10 +118,7 @@ def test_two_neighbours_that_are_lost_at_once_take_a_part_with_them(
     model: Path, batches: list[list[Path]], tmp_path: Path
 ) -> None:
     job = TrainersOfJob(tmp_path / "job", model, batches)
-    with job.start() as group:
-        group.wait_loaded()
-        job.train(group, 1)
-        group.mirror(1)
+    job.keep_the_first_step()
     job.lose(1, 2)
     with job.start() as group:
         assert {0} == steps(group.wait_loaded())
@@ -162,10 +165,7 @@ def test_a_newer_checkpoint_counts_more_and_other_ranks_than_kept_it_go_back_to_
 
 def test_a_part_that_has_changed_is_not_read(model: Path, batches: list[list[Path]], tmp_path: Path) -> None:
     job = TrainersOfJob(tmp_path / "job", model, batches)
-    with job.start() as group:
-        group.wait_loaded()
-        job.train(group, 1)
-        group.mirror(1)
+    job.keep_the_first_step()
     [own] = (job.folder / "pod-1/mirrors").glob("*.1-of-3.*")
     content = bytearray(own.read_bytes())
     content[-1] ^= 1
