@@ -17,6 +17,7 @@ from contract.trainer_in_process import sealed_batches
 from contract.trainer_ranks_in_process import UnwatchedTrainer, in_ranks
 from safetensors.torch import load_file
 
+from colocated_rl_api.names import PromptPosition
 from colocated_rl_api.trainer_wire import TrainerStatus
 from colocated_rl_trainer.conformance.ranks import RankLost, TrainerGroup, TrainerKind, UnexpectedStatus
 from colocated_rl_trainer.state.mirror import Mirrors
@@ -205,13 +206,13 @@ def keep_and_lose_a_pod(trainer: UnwatchedTrainer) -> list[object]:
     sizes = {"large": 20_000_000 if rank == 3 else 5, "empty": 0 if rank == 1 else 3}
     kept = {name: torch.arange(size) + rank for name, size in sizes.items()}
     mirrors = Mirrors(folder, trainer.group, lineage=1, ranks_in_pod=2, is_divided=True)
-    mirrors.keep(7, kept)
+    mirrors.keep(7, kept, prompt_position=PromptPosition(160))
     trainer.group.led(lambda: shutil.rmtree(tmp_folder(trainer, 1)))
     trainer.group.each(lambda: folder.mkdir(exist_ok=True))
     found = mirrors.newest(after=6)
     assert found is not None
     read = {name: torch.zeros_like(tensor) for name, tensor in kept.items()}
-    mirrors.read(found, read)
+    assert 160 == mirrors.read(found, read)
     assert mirrors.newest(after=7) is None
     return [*(torch.equal(read[name], kept[name]) for name in kept), found.step]
 

@@ -13,6 +13,7 @@ Source: Wang et al. 2023, Gemini: Fast Failure Recovery in Distributed Training 
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import re
@@ -24,7 +25,6 @@ from typing import Self
 
 import torch
 import torch.distributed as dist
-from pydantic import TypeAdapter
 from safetensors import safe_open
 from torch import Tensor
 
@@ -39,7 +39,6 @@ from colocated_rl_trainer.state.tensor_file import write_tensors
 CHUNK_BYTES = 64 * 1024**2  # of one message
 _NAME = re.compile(r"step-(\d{8})-(\d+)\.(\d+)-of-(\d+)\.([0-9a-f]{32})")
 _POSITION = "promptPosition"
-_POSITIONS: TypeAdapter[PromptPosition | None] = TypeAdapter(PromptPosition | None)
 
 _LOG = logging.getLogger(__name__)
 
@@ -140,7 +139,8 @@ class Mirrors:
                 )
             for name, tensor in into.items():
                 part_of(tensor).copy_(stored.get_tensor(name))
-            return _POSITIONS.validate_json(stored.metadata()[_POSITION])
+            position: PromptPosition | None = json.loads(stored.metadata()[_POSITION])
+        return position
 
     # ------------------------------------------------------------------------------------------------------- writing
     def _has_part(self, rank: int) -> bool:
@@ -157,7 +157,7 @@ class Mirrors:
         if not self._has_part(self._group.rank):
             return None
         parts = {name: part_of(tensor) for name, tensor in state.items()}
-        metadata = {_POSITION: _POSITIONS.dump_json(prompt_position).decode()}
+        metadata = {_POSITION: json.dumps(prompt_position)}
         digest = write_tensors(self._own, parts, metadata=metadata)
         part = MirrorPart(step, self._lineage, self._part_of_rank(self._group.rank), self._parts, _digits(digest))
         return part, self._own.stat().st_size
