@@ -688,7 +688,7 @@ _MILESTONE = Rule(
 
 
 class InMemory(Part):
-    """The state of the newest step in host memory, of two pods each part, between checkpoints."""
+    """The state after the newest step in host memory, each part in two pods, between checkpoints."""
 
     size_limit: Quantity = Field(
         description="Size of the memory-backed volume for it in each pod: four times the state of the pod's ranks, "
@@ -723,8 +723,9 @@ class Checkpoint(Part):
     )
     in_memory: InMemory | None = Field(
         default=None,
-        description="The state after each step without a checkpoint is kept in memory of pods, so that trainers repeat "
-        "no finished step after a death or the loss of a pod. Off when absent. May change while the job is suspended.",
+        description="The state after each step without a checkpoint is kept in the memory of pods, so that a trainer that "
+        "dies, or a pod of several that is lost, takes back one step at most. Off when absent. May change while the job "
+        "is suspended.",
     )
     volume: Volume = Field(
         default_factory=Volume,

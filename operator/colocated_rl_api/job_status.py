@@ -270,8 +270,8 @@ class ColocatedRLJobStatus(StatusPart):
     checkpoint: CheckpointStatus | None = Field(default=None, description="Newest durable checkpoint.")
     mirrored_step: int | None = Field(
         default=None,
-        description="Newest step that the memory of pods has (spec.checkpoint.inMemory); absent: none has, or trainers "
-        "are starting.",
+        description="Newest step that all trainers that run have kept in the memory of pods "
+        "(spec.checkpoint.inMemory); absent: not each of them has kept one.",
     )
     start: StartStatus | None = Field(default=None, description="What pods are made of since the newest start.")
     restored_from: str | None = Field(

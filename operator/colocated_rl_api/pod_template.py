@@ -31,13 +31,14 @@ OWNED_VARIABLES = (
 OWNED_VOLUMES = (
     *("state", "bin", "sock", "batches", "scratch", "agent-tmp", "gpu-tmp", "weights", "shm", "model", "checkpoints"),
     *("store", "recorded", "former", "former-samples", "tasks", "tmp", "rewards-tmp", "tls", "keys", "job"),
+    "mirrors",
 )
 OWNED_VOLUME_PREFIXES = ("prompts-", "reward-token-")
 
 OWNED_PATHS = (
     *("/run/colocate", "/etc/colocate", names.STATE_DIR, names.WEIGHTS_DIR, names.MODEL_DIR, names.PROMPTS_DIR),
     *(names.RECORDED_DIR, names.FORMER_DIR, names.FORMER_SAMPLES_DIR),
-    *(names.CHECKPOINT_DIR, names.SCRATCH_DIR, "/tmp", "/dev/shm"),
+    *(names.CHECKPOINT_DIR, names.MIRROR_DIR, names.SCRATCH_DIR, "/tmp", "/dev/shm"),
 )
 
 CONTAINERS = {

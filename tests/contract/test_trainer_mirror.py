@@ -115,9 +115,7 @@ def test_trainers_go_on_from_the_memory_of_the_pods_that_are_left(
     assert all(torch.equal(tensor, weights[name]) for name, tensor in undisturbed.items())
 
 
-def test_two_neighbours_that_are_lost_at_once_take_a_part_with_them(
-    model: Path, batches: list[list[Path]], tmp_path: Path
-) -> None:
+def test_both_pods_that_have_a_part_take_it_with_them(model: Path, batches: list[list[Path]], tmp_path: Path) -> None:
     job = TrainersOfJob(tmp_path / "job", model, batches)
     job.keep_the_first_step()
     job.lose(1, 2)
@@ -196,18 +194,24 @@ def test_a_step_that_can_not_be_kept_on_one_pod_is_kept_on_none_and_holds_up_nob
         assert {""} == {each.mirror_fault for each in group.mirror(3)}
 
 
-def test_each_rank_of_a_pod_has_its_neighbour_in_the_next_pod(model: Path, tmp_path: Path) -> None:
-    """Two pods of two ranks: a part is larger than one message, and another is empty."""
-    assert 4 * [[True, True, 7]] == in_ranks(4, tmp_path, model, keep_and_lose_a_pod, in_pod=2)
+@pytest.mark.parametrize(
+    ("in_pod", "lost"), [(2, (1,)), (1, (1, 2))], ids=["two pods of two ranks", "side by side on one node"]
+)
+def test_copies_are_in_a_pod_half_of_the_group_away(
+    model: Path, tmp_path: Path, in_pod: int, lost: tuple[int, ...]
+) -> None:
+    """One part is larger than one message, and another is empty."""
+    lose = partial(keep_and_lose_pods, in_pod=in_pod, lost=lost)
+    assert 4 * [[True, True, 7]] == in_ranks(4, tmp_path, model, lose, in_pod=in_pod)
 
 
-def keep_and_lose_a_pod(trainer: UnwatchedTrainer) -> list[object]:
-    rank, folder = trainer.rank, tmp_folder(trainer, trainer.rank // 2)
+def keep_and_lose_pods(trainer: UnwatchedTrainer, *, in_pod: int, lost: tuple[int, ...]) -> list[object]:
+    rank, folder = trainer.rank, tmp_folder(trainer, trainer.rank // in_pod)
     sizes = {"large": 20_000_000 if rank == 3 else 5, "empty": 0 if rank == 1 else 3}
     kept = {name: torch.arange(size) + rank for name, size in sizes.items()}
-    mirrors = Mirrors(folder, trainer.group, lineage=1, ranks_in_pod=2, is_divided=True)
+    mirrors = Mirrors(folder, trainer.group, lineage=1, ranks_in_pod=in_pod, is_divided=True)
     mirrors.keep(7, kept, prompt_position=PromptPosition(160))
-    trainer.group.led(lambda: shutil.rmtree(tmp_folder(trainer, 1)))
+    trainer.group.led(lambda: [shutil.rmtree(tmp_folder(trainer, pod)) for pod in lost])  # type: ignore[func-returns-value]
     trainer.group.each(lambda: folder.mkdir(exist_ok=True))
     found = mirrors.newest(after=6)
     assert found is not None

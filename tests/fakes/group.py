@@ -311,9 +311,10 @@ class ModelGroup:
         return [by_seat[seat] for seat in seats if role_of(seat) == self.job.trainer_role and seat in by_seat]
 
     def _mirror(self, epoch: int, step: int) -> None:
-        """All ranks keep a step at once, each in its pod and in the next one."""
+        """All ranks keep a step at once, each in its pod and in another, half of the group away."""
         pods = self._trainers(epoch)
-        for pod, following in zip(pods, [*pods[1:], pods[0]], strict=True):
+        half = max(1, len(pods) // 2)
+        for pod, following in zip(pods, pods[half:] + pods[:half], strict=True):
             self._change(pod, pod.state._replace(rank=pod.state.rank._replace(mirrored=step)).noted())
             for holder in (pod, following):
                 self.mirrors.setdefault(holder.uid, {})[pod.seat] = step

@@ -81,12 +81,15 @@ def carried_out(
                 must(not before.ladder.scores or rank.scored == step, "a batch that no reference has scored")
                 pod = _with_rank(before, step=step, state=TrainerState.ONLOADED)
         case do.Save(step=step):
+            apart = rank.can_mirror and any(mirrors(pod, step) for pod in peers())
+            must(not apart, "a rank saves a step that others keep in memory together")
             saved = max(saved, step)
             pod = _with_rank(before, saved=step)
         case do.Mirror(step=step):
             if not has_joined(rank, peers(), step):
                 return None
             must(not any(pod.rank.step != step for pod in peers()), "a step is kept that others are beyond")
+            must(not any(do.Save(step) in chosen(pod) for pod in peers()), "a step is kept that others save together")
             if not all(pod.rank.mirrored == step or mirrors(pod, step) for pod in peers()):
                 return None
             pod = _with_rank(before, mirrored=step)

@@ -399,7 +399,8 @@ def test_without_a_rule_for_it_a_node_is_avoided_only_while_others_have_room() -
 FILES = [{"claimName": f"c{number}", "path": "a.jsonl"} for number in range(2)]
 JUDGED = [file | {"reward": {"http": {"url": "http://judge/", "secretName": "judge"}}} for file in FILES]
 FULL = {
-    "rollout": {"prompts": {"mix": {"sources": [{"file": file} for file in JUDGED]}}, "batchSize": 4, "groupSize": 2}
+    "rollout": {"prompts": {"mix": {"sources": [{"file": file} for file in JUDGED]}}, "batchSize": 4, "groupSize": 2},
+    "checkpoint": {"inMemory": {"sizeLimit": "1Gi"}},
 }
 
 

@@ -12,6 +12,7 @@ from colocated_rl_trainer.grpo.budget import Budget, choose_recomputing, host_me
 from colocated_rl_trainer.protocol.settings import ConfigError
 
 GIB = 2**30
+MIB = 1 / 1024  # in GiB
 P = GIB // 4  # parameters that are a GiB in float32
 
 
@@ -39,9 +40,9 @@ P = GIB // 4  # parameters that are a GiB in float32
         ({"one_pass": 5 * GIB, "on_cpu": True, "ranks_in_pod": 2}, None, 18),
         ({"export_bytes": GIB // 2, "ranks_in_pod": 2}, 4, 7),
         ({"export_bytes": GIB // 2, "ranks_in_pod": 2, "on_cpu": True}, None, 9),
-        ({"mirrored": 4}, 4, 15),
-        ({"mirrored": 4, "shared_by": 2, "ranks_in_pod": 2, "on_cpu": True}, None, 10),
-        ({"mirrored": 2, "adapters": P // 8}, 1, 1.625),
+        ({"mirrored": 4}, 4, 15 + 4 * MIB),
+        ({"mirrored": 4, "shared_by": 2, "ranks_in_pod": 2, "on_cpu": True}, None, 10 + 4 * MIB),
+        ({"mirrored": 2, "adapters": P // 8}, 1, 1.625 + 2 * MIB),
     ],
 )
 def test_state_takes(options: dict[str, Any], device: float | None, host: float) -> None:

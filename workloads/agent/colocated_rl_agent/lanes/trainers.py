@@ -122,7 +122,6 @@ class Trainers:
         settings, spec = self._settings, self._settings.job.spec
         directories = settings.directories
         self._stopping = False
-        self._unsaved_since = None
         self._unasked.clear()
         self._refusals, self.keep_after = 0, 0.0
         for local_rank, rank in enumerate(settings.ranks):
@@ -255,7 +254,8 @@ class Trainers:
         )
 
     async def train(self, step: int) -> None:
-        self._unsaved_since = self._unsaved_since or time.monotonic()
+        if not any(self.unsaved() or ()):
+            self._unsaved_since = time.monotonic()
         for view in self.views:
             self._set(view.reported(state=TrainerState.TRAINING))
         batches = self._settings.directories.batches
@@ -294,6 +294,7 @@ class Trainers:
         if any(view.broken is not None for view in self.views):
             return
         self._kept("CheckpointNotWritten")
+        self._made_good("StateNotMirrored")
         self._unsaved_since = None
         took_s = time.monotonic() - started
         self._metrics.checkpoint_write_seconds.observe(took_s)

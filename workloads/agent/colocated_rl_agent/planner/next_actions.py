@@ -248,7 +248,7 @@ def _step(pod: PodView, target: PodTarget, done: int, rules: Rules) -> Action | 
     """
     if rules.checkpoint_is_due(done) and _lacks_checkpoint(pod, done):
         return _keep(pod, Save(done)) if _may_save(pod, rules) else Offload()
-    if done == target.step - 1 and _lacks_mirror(pod, done):
+    if done == target.step - 1 and _lacks_mirror(pod, done, rules):
         return Mirror(done) if _may_save(pod, rules) else Offload()
     if pod.shards != done + 1:
         return FetchShards(done + 1) if pod.now >= pod.fetch_after else Wait(until=pod.fetch_after)
@@ -439,8 +439,10 @@ def _rest(pod: PodView, target: PodTarget, rules: Rules) -> Action | Wait:
     is_there = all(rank.step == target.step for rank in pod.ranks) and _may_save(pod, rules)
     if not is_there:
         return Wait()
+    if _lacks_mirror(pod, target.step, rules):  # first: another pod may not know yet that the step is to be saved
+        return Mirror(target.step)
     if not is_due:
-        return Mirror(target.step) if _lacks_mirror(pod, target.step) else Wait()
+        return Wait()
     if _lacks_checkpoint(pod, target.step):
         return _keep(pod, Save(target.step))
     return _keep(pod, SaveModel(target.version)) if target.is_last and _lacks_model(pod, target.version) else Wait()
@@ -505,9 +507,12 @@ def _lacks_checkpoint(pod: PodView, step: int) -> bool:
     return any(rank.saved is None or rank.saved < step for rank in pod.ranks)
 
 
-def _lacks_mirror(pod: PodView, step: int) -> bool:
-    """Return whether the step must still be kept in memory: it is not the model's, and no checkpoint has it."""
-    is_kept = step == 0 or not _lacks_checkpoint(pod, step)
+def _lacks_mirror(pod: PodView, step: int, rules: Rules) -> bool:
+    """Return whether the step must still be kept in memory: it is not the model's, and no checkpoint of it is due.
+
+    Nothing counts here that only some pods may know.
+    """
+    is_kept = step == 0 or rules.checkpoint_is_due(step) or not _lacks_checkpoint(pod, step)
     return not is_kept and any(rank.can_mirror and rank.mirrored != step for rank in pod.ranks)
 
 

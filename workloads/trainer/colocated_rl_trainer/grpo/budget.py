@@ -18,6 +18,7 @@ MACHINE = Path("/proc/meminfo")
 LIMIT = Path("/sys/fs/cgroup/memory.max")
 LESS = "a smaller model, lora, optimizer: SGD, trainingState: Sharded, or more pods"
 ROOM = 0.8  # of the memory: what a step may take before activations are computed again instead of kept
+HEADER = 1 << 20  # of a file with a rank's state, at most: a hundred bytes for each of its tensors
 VERSIONS = 2  # of the weights in the memory that trainer and engine share: one is written while the other is served
 
 
@@ -62,7 +63,7 @@ class Budget:
         moments = 2 * part if with_moments else 0
         device = frozen + part + part + moments + one_pass  # parameters, gradients
         copies_reference = keeps_reference and adapters is None
-        exports, mirrors = VERSIONS * export_bytes, mirrored * (part + moments)
+        exports, mirrors = VERSIONS * export_bytes, mirrored * (part + moments + HEADER)
         if on_cpu:
             host = ranks_in_pod * (device + (part if copies_reference else 0)) + exports + mirrors
             return cls(None, host, exports, mirrors, one_pass)

@@ -49,7 +49,7 @@ from colocated_rl_trainer.state.export import FILE_BYTES, Writers, write_files, 
 from colocated_rl_trainer.state.group import Collectives, join_group
 from colocated_rl_trainer.state.head import ScoringForward
 from colocated_rl_trainer.state.lora import AdapterOrigin, Adapters
-from colocated_rl_trainer.state.mirror import Mirrored, Mirrors
+from colocated_rl_trainer.state.mirror import MirrorPart, Mirrors
 from colocated_rl_trainer.state.rehearsal import Pass, pass_bytes
 from colocated_rl_trainer.state.residency import PARAMETERS, STATE, Residency
 from colocated_rl_trainer.state.sharding import (
@@ -182,12 +182,13 @@ class GRPOTrainer:
             for tensor in self._state.named(PARAMETERS).values():
                 self._group.broadcast_in_place(tensor)
         step = mirrored.step if mirrored else found.step if found else 0
-        self._saved = self._group.led(self._checkpoints.newest_step) if mirrored else step
+        if not mirrored:
+            self._saved = step
         self._trackers = make_trackers(self._settings, self._config, step=step)
         return step
 
-    def _find_mirror(self) -> Mirrored | None:
-        """Return this rank's part of a step that is newer than every checkpoint, if memory has one."""
+    def _find_mirror(self) -> MirrorPart | None:
+        """Return this rank's part of a step that is newer than every checkpoint, if memory has one. It is verified."""
         if self._settings.mirrors is None:
             return None
         self._mirrors = Mirrors(
@@ -197,7 +198,8 @@ class GRPOTrainer:
             ranks_in_pod=self._ranks_in_pod,
             is_divided=self._trains_parts,
         )
-        return self._mirrors.newest(after=self._group.led(self._checkpoints.newest_step))
+        self._saved = self._group.led(self._checkpoints.newest_step)
+        return self._mirrors.newest(after=self._saved)
 
     def _divide(self, model: PreTrainedModel) -> None:
         divide(model, self._device, ranks=self._group.size, dtype=self._dtype)

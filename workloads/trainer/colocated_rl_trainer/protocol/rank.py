@@ -49,7 +49,7 @@ ROOM_FOR_EXPORTS = (
     "twice the size of the weights"
 )
 CLAIM_FULL = "expand the claim of the checkpoints, or remove from it what no job needs"
-ROOM_FOR_MIRRORS = "make spec.checkpoint.inMemory.sizeLimit larger: the trainer's log says what it needs at its start"
+ROOM_FOR_MIRRORS = "make spec.checkpoint.inMemory.sizeLimit larger"
 LAST_ANSWERS_S = 2.0  # for answers that are being written when the process ends
 
 _LOG = logging.getLogger(__name__)
@@ -421,7 +421,6 @@ class Rank:
             case MirrorRequest():
                 assert isinstance(loop, MirroringLoop)
                 self._mirror(loop, request.step)
-                log(_LOG, "state mirrored", step=request.step, took_s=_since(began))
             case FinishRequest():
                 with _refusing("model", CLAIM_FULL):
                     try:
@@ -441,10 +440,11 @@ class Rank:
 
     def _mirror(self, loop: MirroringLoop, step: int) -> None:
         """Nobody waits for a mirror that can't be made: the step counts as done, on every rank, with the reason."""
-        fault = ""
+        began, fault = time.monotonic(), ""
         try:
             with _refusing("mirror", ROOM_FOR_MIRRORS):
                 loop.mirror(step)
+            log(_LOG, "state mirrored", step=step, took_s=_since(began))
         except Refused as error:
             fault = str(error)
             log(_LOG, "state not mirrored", logging.WARNING, step=step, reason=fault)

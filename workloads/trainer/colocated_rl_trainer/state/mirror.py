@@ -1,13 +1,13 @@
-"""Keep the state of a finished step in host memory of two pods, so that trainers that restart repeat no finished step.
+"""Keep the state of a finished step in host memory of two pods, so that trainers that restart go on from there.
 
 Between checkpoints on the volume each rank writes its part of the state into memory that outlives its process, and
-sends a copy to the rank in the same place of the next pod. So every part is still there after any one pod is lost. A
-part that a rank's own pod has not comes from the pod that has it. Where all ranks hold the same state, the first rank
-of each pod writes it, and nothing is sent.
+sends a copy to the rank in the same place of another pod, half of the group away: pods side by side may share a node.
+So every part is still there after any one pod is lost. A part that a rank's own pod has not comes from the pod that has
+it. Where all ranks hold the same state, the first rank of each pod writes it, and nothing is sent.
 
 A step's files get their names once every rank has verified what it received, and those of the step before are removed
-after that. So one of the two steps is whole at any moment, and a step that is not whole is ignored. Two neighbours
-that are lost at once, or ranks of another number that share the state, leave the checkpoint on the volume.
+after that. So one of the two steps is whole at any moment, and a step that is not whole is ignored. The loss of both
+pods that have a part, or ranks of another number that share the state, leave the checkpoint on the volume.
 Source: Wang et al. 2023, Gemini: Fast Failure Recovery in Distributed Training with In-Memory Checkpoints.
 """
 
@@ -70,16 +70,8 @@ class MirrorPart:
         return cls(step, lineage, part, parts, found[5])
 
 
-@dataclass(frozen=True)
-class Mirrored:
-    """Points to the part of this rank, verified, of a step that is whole."""
-
-    step: int
-    file: Path
-
-
 class Mirrors:
-    """Keeps the newest step of one rank's part, and of its neighbour's. Every rank makes the same calls."""
+    """Keeps the newest step of one rank's part, and of another's. Every rank makes the same calls."""
 
     def __init__(
         self, directory: Path, group: Collectives, *, lineage: int, ranks_in_pod: int, is_divided: bool
@@ -103,18 +95,19 @@ class Mirrors:
         group = self._group
         try:
             written = group.each(lambda: self._write(step, state, prompt_position))
-            held = [(self._own, written[group.rank])]
+            held = {self._own: written[group.rank]}
             if self._sends:
-                to, source = ((group.rank + by) % group.size for by in (self._ranks_in_pod, -self._ranks_in_pod))
+                half = max(1, group.size // self._ranks_in_pod // 2) * self._ranks_in_pod
+                to, source = (group.rank + half) % group.size, (group.rank - half) % group.size
                 self._exchange(written, to=to, source=source)
-                held.append((self._copy, written[source]))
-            group.each(lambda: self._publish(held))
+                held[self._copy] = written[source]
+            group.each(lambda: self._publish({draft: each[0] for draft, each in held.items() if each}))
             self._remove_others((self._lineage, step))
         finally:
             self._remove(self._own, self._copy)
 
-    def newest(self, *, after: int) -> Mirrored | None:
-        """Return the newest step beyond `after` that is whole and verifies, None if there is none. Raises GroupLost."""
+    def newest(self, *, after: int) -> MirrorPart | None:
+        """Return this rank's part, verified, of the newest whole step beyond `after`, or None. Raises GroupLost."""
         found = self._group.each(self._listed)
         self._remove(self._own, self._copy)  # of a predecessor
         ages = {part.age for parts in found for part in parts if part.step > after and part.parts == self._parts}
@@ -127,14 +120,15 @@ class Mirrors:
         self._remove_others(None)
         return None
 
-    def read(self, mirrored: Mirrored, into: Mapping[str, Tensor]) -> PromptPosition | None:
-        """Fill this rank's parts in place, and return the position after the step's batch. Raises ConfigError."""
-        with safe_open(mirrored.file, framework="pt") as stored:
+    def read(self, part: MirrorPart, into: Mapping[str, Tensor]) -> PromptPosition | None:
+        """Fill this rank's tensors in place, and return the position after the step's batch. Raises ConfigError."""
+        file = self._directory / part.name
+        with safe_open(file, framework="pt") as stored:
             wanted = {name: list(part_of(tensor).shape) for name, tensor in into.items()}
             shapes = {name: stored.get_slice(name).get_shape() for name in stored.keys()}  # noqa: SIM118 - no mapping
             if shapes != wanted:
                 raise ConfigError(
-                    f"{mirrored.file} is of another model or optimizer: suspend the job and resume it, and it goes on "
+                    f"{file} is of another model or optimizer: suspend the job and resume it, and it goes on "
                     "from its newest checkpoint"
                 )
             for name, tensor in into.items():
@@ -180,10 +174,9 @@ class Mirrors:
                         each.wait()
         self._group.each(lambda: _require(self._copy, part))
 
-    def _publish(self, held: Sequence[tuple[Path, tuple[MirrorPart, int] | None]]) -> None:
-        for draft, written in held:
-            if written is not None:
-                draft.rename(self._directory / written[0].name)
+    def _publish(self, drafts: Mapping[Path, MirrorPart]) -> None:
+        for draft, part in drafts.items():
+            draft.rename(self._directory / part.name)
 
     def _remove_others(self, age: tuple[int, int] | None) -> None:
         for part in self._listed():
@@ -204,7 +197,7 @@ class Mirrors:
 
     def _take(
         self, found: Sequence[Sequence[MirrorPart]], holders: Mapping[int, tuple[int, MirrorPart]]
-    ) -> Mirrored | None:
+    ) -> MirrorPart | None:
         """Bring each pod the parts of its ranks, from the pods that have them, and verify them."""
         mine = holders[self._part_of_rank(self._group.rank)][1]
         try:
@@ -215,8 +208,9 @@ class Mirrors:
                     if self._has_part(rank) and holders[self._part_of_rank(rank)][1] not in found[rank]
                 }
             )
-            file = self._directory / mine.name
-            faults = self._group.each(lambda: _fault(file, mine) if self._has_part(self._group.rank) else None)
+            faults = self._group.each(
+                lambda: _fault(self._directory / mine.name, mine) if self._has_part(self._group.rank) else None
+            )
         finally:
             self._remove(self._copy)
         if any(faults):
@@ -225,7 +219,7 @@ class Mirrors:
             log(_LOG, "mirror skipped", logging.WARNING, step=mine.step, reason=reason)
             return None
         self._remove_others(mine.age)
-        return Mirrored(mine.step, file)
+        return mine
 
     def _fetch(self, lacking: Mapping[int, tuple[int, MirrorPart]]) -> None:
         """Send parts to the ranks that lack them. lacking: by rank, the rank that has the part, and the part."""
@@ -241,7 +235,7 @@ class Mirrors:
                     file, size = (self._copy if rank == receiver else sent[part.part], sizes[part.part])
                     for chunk in _mapped(file, size).split(CHUNK_BYTES):
                         dist.recv(chunk, holder) if rank == receiver else dist.send(chunk, receiver)
-        self._group.each(lambda: self._publish([(self._copy, (lacking[rank][1], 0))] if rank in lacking else []))
+        self._group.each(lambda: self._publish({self._copy: lacking[rank][1]} if rank in lacking else {}))
 
 
 def _reserve(file: Path, size: int) -> None:
