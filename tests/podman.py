@@ -6,6 +6,7 @@ stay as layers for the next run.
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 from dataclasses import dataclass
@@ -85,15 +86,20 @@ class Podman:
         """Words for each build here: how it reaches the package index, and whose certificates it trusts."""
         return ["--network=host", *(f"--volume={file}:{target}:ro" for target, file in self.trusted().items())]
 
-    def build(self, image: str) -> str:
-        """Build an image of the last commit by the project's own script; its name."""
+    def build(self, image: str, *, checkout: Path = CHECKOUT.root, tag: str = TAG) -> str:
+        """Build an image of a checkout's last commit by the project's own script; its name."""
         words = [*self.for_a_build(), f"--build-arg=PYTHON_IMAGE={self.base()}"]
         built = self.run(
-            CHECKOUT.root / "workloads/images/build.sh", image, timeout_s=BUILD_S,
-            BUILDER="podman", REPOSITORY=REPOSITORY, TAG=TAG, SOURCE=SOURCE, BUILD_ARGS=" ".join(words),
+            checkout / "workloads/images/build.sh", image, timeout_s=BUILD_S,
+            BUILDER="podman", REPOSITORY=REPOSITORY, TAG=tag, SOURCE=SOURCE, BUILD_ARGS=" ".join(words),
         )  # fmt: skip
         assert built.returncode == 0, built.stdout + built.stderr
-        return f"{REPOSITORY}/{image}:{TAG}"
+        return f"{REPOSITORY}/{image}:{tag}"
+
+    def layers(self, image: str) -> list[str]:
+        """Digests of an image's layers, the lowest first."""
+        found: list[str] = json.loads(self("image", "inspect", "--format={{json .RootFS.Layers}}", image))
+        return found
 
     def build_folder(self, folder: Path, name: str) -> None:
         """Build an image of a folder's Dockerfile."""

@@ -29,6 +29,7 @@ class Builder:
         self.arguments = {
             "PYTHON": str(CHECKOUT.python("dev")),
             "ENVIRONMENT": str(place / "environment"),
+            "OURS": str(place / "ours"),
             "WHEELS": str(place / "wheels"),
         }
 
@@ -85,7 +86,11 @@ def builder(tmp_path: Path, wheels: Path) -> Builder:
 @pytest.mark.parametrize("image", ["operator", "agent"])
 def test_steps_of_an_image_make_the_environment_that_tests_run_in(builder: Builder, image: str) -> None:
     """The other images differ in the files that they name, and the fast layer compares those."""
-    builder.build(f"{image}-environment")
+    builder.build(f"{image}-libraries")
+    builder.build(f"{image}-ours")
+    ours = Path(builder.arguments["OURS"])
+    assert not {*files_of(ours)} & {*files_of(builder.environment)}, "one layer replaces files of the other"
+    shutil.copytree(ours, builder.environment, symlinks=True, dirs_exist_ok=True)
     python = builder.environment / "bin/python"
     assert libraries(CHECKOUT.python(image)) == libraries(python)
     [*_, module] = DOCKERFILE.stages[image].entrypoint
@@ -95,6 +100,10 @@ def test_steps_of_an_image_make_the_environment_that_tests_run_in(builder: Build
     assert libraries(python) == {component["name"] for component in bill["components"]}
     files = [path for path in builder.environment.rglob("*") if not path.is_symlink()]
     assert not [path for path in files if path.stat().st_mode & stat.S_IWOTH]
+
+
+def files_of(folder: Path) -> list[Path]:
+    return [path.relative_to(folder) for path in folder.rglob("*") if not path.is_dir()]
 
 
 def test_hadolint_finds_no_fault() -> None:

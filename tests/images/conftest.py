@@ -30,10 +30,7 @@ class Image:
 
     def layers(self) -> list[int]:
         """Bytes of each layer that the base has not, the lowest first."""
-        of_base, of_all = (
-            json.loads(self.podman("image", "inspect", "--format={{json .RootFS.Layers}}", name))
-            for name in (self.base, self.name)
-        )
+        of_base, of_all = (self.podman.layers(name) for name in (self.base, self.name))
         assert of_base == of_all[: len(of_base)], "the image stands on another base"
         made = json.loads(self.podman("history", "--format=json", self.name))
         return [each["size"] for each in made if each["size"] > 0][::-1][len(of_base) :]

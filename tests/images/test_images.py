@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+from pathlib import Path
 
 import pytest
 from images.conftest import Image
@@ -23,7 +25,8 @@ STARTS = {
     "rollout": (("--help",), 0, "usage: python -m colocated_rl_rollout"),
     "gpu-cpu": (("-W", "ignore", "-c", ENGINE_AND_TRAINER), 0, "[[1.0, 0.0], [0.0, 1.0]] False"),
 }
-ADDED_MB = {"operator": 70, "agent": 50, "rollout": 600, "gpu-cpu": 2500}
+LIBRARIES_MB = {"operator": 70, "agent": 50, "rollout": 600, "gpu-cpu": 2500}
+OURS_MB = 5  # all that a node pulls whose image is of another commit
 
 
 @pytest.mark.parametrize("user", USERS)
@@ -56,12 +59,27 @@ def test_labels_say_what_an_image_is_and_of_which_commit(image: Image, podman: P
     } == labels
 
 
-def test_image_adds_one_layer_to_its_base_and_nothing_beside_what_is_run(image: Image) -> None:
-    [added] = image.layers()
-    assert added < ADDED_MB[image.kind] * 1e6
-    assert "" == find(image, "/source", "/wheels", "/root/.cache", "-type", "f")
+def test_image_adds_two_layers_to_its_base_ours_is_small_and_nothing_is_beside_what_is_run(image: Image) -> None:
+    libraries, ours = image.layers()
+    assert libraries < LIBRARIES_MB[image.kind] * 1e6
+    assert ours < OURS_MB * 1e6
+    assert "" == find(image, "/source", "/wheels", "/ours", "/root/.cache", "-type", "f")
     of_cuda = find(image, "/opt/colocated-rl", "-path", "*/nvidia/*.so*", "-size", "+1024k")
     assert "" == of_cuda, "CUDA's libraries, of which an image without GPUs needs the names alone"
+
+
+def test_image_of_another_commit_differs_in_its_last_layer_alone(podman: Podman, tmp_path: Path) -> None:
+    """The builder has the libraries of the image before."""
+    git = ("git", "-c", "user.name=test", "-c", "user.email=test@example.com", "-C", tmp_path)
+    subprocess.run([*git, "clone", "--quiet", CHECKOUT.root, "."], check=True)
+    with (tmp_path / "workloads/agent/colocated_rl_agent/__init__.py").open("a") as file:
+        file.write("CHANGED = True\n")
+    subprocess.run([*git, "commit", "--quiet", "--all", "--message=agent: change"], check=True)
+    before, after = podman.build("agent"), podman.build("agent", checkout=tmp_path, tag="changed")
+    *libraries, ours = podman.layers(before)
+    *same, other = podman.layers(after)
+    assert libraries == same
+    assert ours != other
 
 
 def find(image: Image, *words: str) -> str:

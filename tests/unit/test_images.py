@@ -47,12 +47,11 @@ def pins(path: str) -> dict[str, str]:
 
 @pytest.mark.parametrize("environment", IMAGES, ids=target)
 def test_environment_is_made_from_the_files_that_the_local_one_is_made_from(environment: ImageEnvironment) -> None:
-    lines = commands(f"{target(environment)}-environment")
+    libraries, ours = (commands(f"{target(environment)}-{part}") for part in ("libraries", "ours"))
     options = r'--compile-bytecode --require-hashes --python "\$\{ENVIRONMENT\}"'
-    [synced] = re.findall(rf"uv pip sync {options} *((?: [\w./-]+)+)", lines)
-    [installed] = re.findall(
-        r'uv pip install --compile-bytecode --python "\$\{ENVIRONMENT\}" --no-deps((?: \S+)+)', lines
-    )
+    [synced] = re.findall(rf"uv pip sync {options} *((?: [\w./-]+)+)", libraries)
+    options = r'--compile-bytecode --python "\$\{ENVIRONMENT\}" --prefix "\$\{OURS\}" --no-deps'
+    [installed] = re.findall(rf"uv pip install {options}((?: \S+)+)", ours)
     assert environment.requirements == tuple(synced.split())
     assert environment.packages == tuple(re.findall(r'"\$\{WHEELS\}"/(\S+)/\*\.whl', installed))
 
@@ -92,9 +91,22 @@ def test_stage_uses_variables_that_every_builder_gives_it(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["operator", "agent", "rollout", "gpu-cpu"])
-def test_image_holds_an_environment_and_nothing_it_was_made_with(name: str) -> None:
+def test_libraries_are_made_of_nothing_that_changes_with_every_commit(name: str) -> None:
+    """A builder that kept them then uses them again, and nodes have that layer."""
+    stages = DOCKERFILE.inherited(f"{name}-libraries")
+    copied = {file for stage in stages for words in stage.all("COPY") for file in words.split()[:-1]}
+    lists = {word for word in commands(f"{name}-libraries").split() if word.endswith(".txt")}
+    assert lists | {"workloads/images/tools.txt"} == {file for file in copied if not file.endswith(".py")}
+    assert {"workloads/images/without_cuda.py"} >= {file for file in copied if file.endswith(".py")}
+
+
+@pytest.mark.parametrize("name", ["operator", "agent", "rollout", "gpu-cpu"])
+def test_image_holds_libraries_and_what_is_ours_and_nothing_they_were_made_with(name: str) -> None:
     copied = [words for stage in DOCKERFILE.inherited(name) for words in stage.all("COPY")]
-    assert [f"--from={name}-environment /opt/colocated-rl /opt/colocated-rl"] == copied
+    assert [
+        f"--from={name}-libraries /opt/colocated-rl /opt/colocated-rl",
+        f"--from={name}-ours /ours /opt/colocated-rl",
+    ] == copied
     assert not [words for stage in DOCKERFILE.inherited(name) for words in stage.all("RUN")]
 
 
@@ -198,7 +210,7 @@ def test_images_are_built_of_what_is_committed_and_named_as_the_chart_names_them
         assert sorted(committed.getnames()) == sorted(str(path.relative_to(context)) for path in context.rglob("*"))
 
 
-def test_bill_of_materials_lists_what_is_installed_and_is_the_same_each_time() -> None:
+def test_bill_of_materials_lists_what_is_installed_and_is_the_same_each_time(tmp_path: Path) -> None:
     spec = importlib.util.spec_from_file_location("sbom", FOLDER / "sbom.py")
     assert spec is not None
     assert spec.loader is not None
@@ -209,3 +221,7 @@ def test_bill_of_materials_lists_what_is_installed_and_is_the_same_each_time() -
     versions = {component["name"]: component["version"] for component in bill["components"]}
     assert pins("operator/requirements.txt").items() <= versions.items()
     assert {"type": "container", "name": "colocated-rl/some"} == bill["metadata"]["component"]
+    (tmp_path / "elsewhere-1.0.dist-info").mkdir()
+    (tmp_path / "elsewhere-1.0.dist-info/METADATA").write_text("Name: elsewhere\nVersion: 1.0\n")
+    components = sbom.bill_of_materials("some", str(tmp_path))["components"]
+    assert versions | {"elsewhere": "1.0"} == {component["name"]: component["version"] for component in components}

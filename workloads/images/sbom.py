@@ -1,7 +1,8 @@
-"""Writes what Python libraries an image holds, as CycloneDX 1.6: `python sbom.py IMAGE FILE`.
+"""Writes what Python libraries an image holds, as CycloneDX 1.6: `python sbom.py IMAGE FILE [SITE-PACKAGES]`.
 
 Run by the image's own interpreter while the image is built, so that the list is of what is there and not of what was
-asked for. Standard library alone, and the same bytes for the same libraries: no time, no random serial number.
+asked for. SITE-PACKAGES: of what is only copied into that interpreter's environment later. Standard library alone, and
+the same bytes for the same libraries: no time, no random serial number.
 """
 
 from __future__ import annotations
@@ -14,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 
-def bill_of_materials(image: str) -> dict[str, Any]:
+def bill_of_materials(image: str, *site_packages: str) -> dict[str, Any]:
     """List this interpreter's environment; the first on the path counts, as for an import."""
     found: dict[str, Distribution] = {}
-    for distribution in distributions():
+    for distribution in distributions(path=[*sys.path, *site_packages]):
         found.setdefault(canonical(distribution.name), distribution)
     return {
         "bomFormat": "CycloneDX",
@@ -47,5 +48,5 @@ def _component(name: str, distribution: Distribution) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    image, file = sys.argv[1:]
-    Path(file).write_text(json.dumps(bill_of_materials(image), indent=1) + "\n")
+    image, file, *elsewhere = sys.argv[1:]
+    Path(file).write_text(json.dumps(bill_of_materials(image, *elsewhere), indent=1) + "\n")
