@@ -1,6 +1,7 @@
 """Two nodes that run containerd, with kube-proxy and CoreDNS, and the chart, of whose values only images are named.
 
-Podman builds the images, of the last commit. Nothing of the environments of other tests is in their containers.
+Podman builds the images, of the last commit. Nothing of the environments of other tests is in their containers. The
+cluster's directory is in `.build/`, so that its nodes can link the files of images that are kept there.
 """
 
 from __future__ import annotations
@@ -12,30 +13,30 @@ import signal
 import subprocess
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 
 import pytest
 import yaml
 from cluster import Cluster
+from containerd.image_store import PROGRAMS, ImageStore
 from documents.blocks import blocks, under
 from e2e.conftest import HELM_S, OPERATOR_NAMESPACE, SCENARIOS, command_line, prepare
 from e2e.running_job import KubectlCall
 from e2e.terminal import RecordedTerminal
 from podman import REPOSITORY, TAG, Podman
 
+from examples.arithmetic.cluster import remove_old
 from setup.layout import CHECKOUT
 
 __all__ = ["command_line"]  # a fixture of other tests
 
-PROGRAMS = CHECKOUT.build / "containerd/bin"
+PLACE = CHECKOUT.build / "containerd"
 IMAGES = {"operator": "operator", "agent": "agent", "rollout": "rollout", "gpu": "gpu-cpu"}  # of the chart: of ours
 ENVIRONMENT = "docker.io/colocated-rl/environment:dev"  # that jobs of other tests name, and
 AGENT = "docker.io/colocated-rl/agent:dev"  # in a container of their own
 PAUSE = "localhost/pause:1"
 NODES = ("node1", "node2")
 NEXT = "next"  # tag of the same images
-IMPORT_S = 600.0
 
 
 @pytest.fixture(scope="session")
@@ -44,22 +45,41 @@ def podman() -> Podman:
 
 
 @pytest.fixture(scope="session")
-def images(podman: Podman) -> dict[str, str]:
-    """The chart's names of images, and ours, which podman has."""
-    return {of_chart: podman.build(kind) for of_chart, kind in IMAGES.items()}
+def images(podman: Podman, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """The chart's names of images, and ours, which podman has, and the other two."""
+    names = {of_chart: f"{REPOSITORY}/{kind}:{TAG}" for of_chart, kind in IMAGES.items()}
+    make_pause(podman, tmp_path_factory.mktemp("pause"))
+    podman.build(IMAGES["operator"])  # and the wheels of all
+    with ThreadPoolExecutor(1) as beside:
+        largest = beside.submit(podman.build, IMAGES["gpu"])
+        podman.build(IMAGES["agent"])
+        podman.build(IMAGES["rollout"])
+        make_environment(podman, names["rollout"], tmp_path_factory.mktemp("environment"))
+        largest.result()
+    return names
 
 
 @pytest.fixture(scope="session")
 def cluster(podman: Podman, images: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    store, place = ImageStore(PLACE / "images"), PLACE / "cluster"
+    if (place / "lock").exists():
+        remove_old(place)
+    shutil.rmtree(place, ignore_errors=True)  # of a cluster that did not come to its start
+    store.bring(podman, {image: further_names(image, images) for image in (PAUSE, *images.values(), ENVIRONMENT)})
+    for node in NODES:
+        store.share(place / "nodes" / node / "runtime/root")
     options = (f"--containerd={PROGRAMS}", "--services", f"--nodes={len(NODES)}")
-    with Cluster.up(tmp_path_factory.mktemp("cluster") / "c", options=options) as cluster:
-        make_pause(podman, tmp_path_factory.mktemp("pause"))
-        make_environment(podman, images["rollout"], tmp_path_factory.mktemp("environment"))
-        with ThreadPoolExecutor(len(NODES)) as nodes:
-            list(nodes.map(partial(bring_all, podman, images, cluster), NODES))
+    with Cluster.up(place, options=options) as cluster:
         prepare(cluster)
         install(cluster, tmp_path_factory.mktemp("install"))
         yield cluster
+
+
+def further_names(image: str, images: dict[str, str]) -> list[str]:
+    """Names under which nodes have an image too: with another tag, and as jobs of other tests name it."""
+    if image not in images.values():
+        return []
+    return [image.removesuffix(TAG) + NEXT, *([AGENT] if image == images["agent"] else [])]
 
 
 @pytest.fixture(scope="session")
@@ -98,32 +118,6 @@ def make_environment(podman: Podman, rollout: str, place: Path) -> None:
     for file in (examples / "stockroom.py", examples / "uv", SCENARIOS / "own_environment/additions.py"):
         shutil.copy(file, place)
     podman.build_folder(place, ENVIRONMENT)
-
-
-def bring_all(podman: Podman, images: dict[str, str], cluster: Cluster, node: str) -> None:
-    for image in (PAUSE, *images.values(), ENVIRONMENT):
-        bring(podman, image, cluster, node)
-    ctr(cluster, node, "images", "tag", images["agent"], AGENT)
-    for image in images.values():
-        ctr(cluster, node, "images", "tag", image, image.removesuffix(TAG) + NEXT)
-
-
-def bring(podman: Podman, image: str, cluster: Cluster, node: str) -> None:
-    """Copy an image from podman into a node's containerd, which then knows its digest too."""
-    saving = ("podman", "save", "--quiet", "--format=docker-archive", image)
-    with subprocess.Popen(saving, env=podman.environment, stdout=subprocess.PIPE) as saved:
-        named = ("--digests", f"--base-name={image.rpartition(':')[0]}")
-        ctr(cluster, node, "images", "import", "--local", "--discard-unpacked-layers", *named, "-", stdin=saved)
-    assert saved.returncode == 0
-
-
-def ctr(cluster: Cluster, node: str, *words: str, stdin: subprocess.Popen[bytes] | None = None) -> None:
-    address = cluster.directory / "nodes" / node / "cri.sock"
-    done = subprocess.run(
-        [PROGRAMS / "ctr", f"--address={address}", "--namespace=k8s.io", *words],
-        stdin=stdin.stdout if stdin else None, capture_output=True, text=True, timeout=IMPORT_S, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, f"{' '.join(words)}: {done.stderr}"
 
 
 def kill(cluster: Cluster, component: str) -> int:
