@@ -7,7 +7,7 @@ import re
 import subprocess
 import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,10 @@ RESTRICTED = {
 }
 SERVE = "import http.server as h; h.HTTPServer(('', 8080), h.SimpleHTTPRequestHandler).serve_forever()"
 SERVES = {"readinessProbe": {"httpGet": {"port": 8080}, "periodSeconds": 1, "timeoutSeconds": 5}}
+MISSING = {
+    "tag": "localhost/colocated-rl/operator:missing",
+    "digest": f"localhost/colocated-rl/operator@sha256:{'0' * 64}",
+}
 PROCESS = """
 import json, os, resource, pathlib
 status = dict(line.split(":", 1) for line in pathlib.Path("/proc/self/status").read_text().splitlines())
@@ -42,10 +46,15 @@ print(json.dumps({
 
 
 @pytest.fixture(scope="module")
-def namespace(cluster: Cluster) -> str:
+def namespace(cluster: Cluster, images: dict[str, str]) -> Iterator[str]:
+    """It has the pods with which a kubelet takes its time, so that the last tests wait for what is left of it."""
     cluster.kubectl("create", "namespace", NAMESPACE)
     cluster.kubectl("label", "namespace", NAMESPACE, "pod-security.kubernetes.io/enforce=restricted")
-    return NAMESPACE
+    with ExitStack() as pods:
+        for name, image in MISSING.items():
+            pods.enter_context(pod(cluster, f"missing-{name}", container(image, "")))
+        pods.enter_context(pod_that_writes_more_than_it_may(cluster, images["operator"]))
+        yield NAMESPACE
 
 
 def container(image: str, code: str, **fields: Any) -> dict[str, Any]:
@@ -69,6 +78,14 @@ def pod(cluster: Cluster, name: str, *containers: dict[str, Any], **spec: Any) -
         yield name
     finally:
         cluster.kubectl("-n", NAMESPACE, "delete", "pod", name, "--ignore-not-found", "--grace-period=0", "--force")
+
+
+def pod_that_writes_more_than_it_may(cluster: Cluster, image: str) -> AbstractContextManager[str]:
+    code = "import time; open('/data/file', 'wb').write(bytes(64 << 20)); time.sleep(3600)"
+    mounts = [{"name": "data", "mountPath": "/data"}]
+    limits = {"limits": {"ephemeral-storage": "16Mi"}}
+    main = container(image, code, volumeMounts=mounts, resources=limits)
+    return pod(cluster, "disk", main, volumes=[{"name": "data", "emptyDir": {}}])
 
 
 def status(cluster: Cluster, name: str) -> dict[str, Any]:
@@ -169,32 +186,6 @@ def test_limits_change_while_a_container_runs(cluster: Cluster, namespace: str, 
         assert 0 == running["restartCount"]
 
 
-def test_a_pod_that_writes_more_than_it_may_is_evicted(
-    cluster: Cluster, namespace: str, images: dict[str, str]
-) -> None:
-    code = "import time; open('/data/file', 'wb').write(bytes(64 << 20)); time.sleep(3600)"
-    mounts = [{"name": "data", "mountPath": "/data"}]
-    limits = {"limits": {"ephemeral-storage": "16Mi"}}
-    main = container(images["operator"], code, volumeMounts=mounts, resources=limits)
-    with pod(cluster, "disk", main, volumes=[{"name": "data", "emptyDir": {}}]) as name:
-        cluster.wait_for("its eviction", lambda: status(cluster, name).get("reason") == "Evicted", ENDED_S)
-        assert "ephemeral local storage usage exceeds" in status(cluster, name)["message"]
-
-
-@pytest.mark.parametrize(
-    "image",
-    ["localhost/colocated-rl/operator:missing", f"localhost/colocated-rl/operator@sha256:{'0' * 64}"],
-    ids=["tag", "digest"],
-)
-def test_an_image_that_is_not_there_is_waited_for_and_named(cluster: Cluster, namespace: str, image: str) -> None:
-    def backs_off() -> str | None:
-        waiting = status(cluster, name)["containerStatuses"][0]["state"]["waiting"]
-        return str(waiting["message"]) if waiting["reason"] == "ImagePullBackOff" else None
-
-    with pod(cluster, "image", container(image, "")) as name:
-        assert image in cluster.wait_for("a back-off", backs_off, ENDED_S)
-
-
 def test_names_and_addresses_of_a_service_lead_to_a_pod_on_the_other_node(
     cluster: Cluster, namespace: str, images: dict[str, str]
 ) -> None:
@@ -248,3 +239,17 @@ def test_a_sidecar_ends_after_the_container_that_it_serves_within_the_grace_of_t
             output, _ = following.communicate(timeout=READY_S)
     times = {line.split(" ", 1)[1]: line.split(" ", 1)[0] for line in output.splitlines()}
     assert times["main ends"] < times["sidecar ends"]
+
+
+@pytest.mark.parametrize("name", MISSING)
+def test_an_image_that_is_not_there_is_waited_for_and_named(cluster: Cluster, namespace: str, name: str) -> None:
+    def backs_off() -> str | None:
+        waiting = status(cluster, f"missing-{name}")["containerStatuses"][0]["state"]["waiting"]
+        return str(waiting["message"]) if waiting["reason"] == "ImagePullBackOff" else None
+
+    assert MISSING[name] in cluster.wait_for("a back-off", backs_off, ENDED_S)
+
+
+def test_a_pod_that_writes_more_than_it_may_is_evicted(cluster: Cluster, namespace: str) -> None:
+    cluster.wait_for("its eviction", lambda: status(cluster, "disk").get("reason") == "Evicted", ENDED_S)
+    assert "ephemeral local storage usage exceeds" in status(cluster, "disk")["message"]
