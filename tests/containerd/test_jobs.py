@@ -45,17 +45,26 @@ print(json.dumps({
 
 
 @pytest.fixture(scope="module")
-def job(kubectl: KubectlCall) -> RunningJob:
+def elsewhere(kubectl: KubectlCall, images: dict[str, str]) -> RunningJob:
+    """Names a digest that its image has not. It is there from the start, because kubelets take their time with it."""
+    manifest = two_pods("elsewhere")
+    manifest["spec"]["gpus"]["image"] = f"{images['gpu'].rpartition(':')[0]}@sha256:{'0' * 64}"
+    return create(kubectl, manifest)
+
+
+@pytest.fixture(scope="module")
+def job(kubectl: KubectlCall, elsewhere: RunningJob) -> RunningJob:
     """Has done two steps without a fault."""
-    running = create(kubectl, two_pods())
+    running = create(kubectl, two_pods("two"))
     running.wait_for_step(2, deadline_s=START_S)
     return running
 
 
-def two_pods() -> dict[str, Any]:
+def two_pods(name: str) -> dict[str, Any]:
     """The job of other tests with a pod on each node, and a bound on what a pod keeps in its cache."""
     manifest: dict[str, Any] = yaml.safe_load((SCENARIOS / "two-pods.yaml").read_text())
-    labels = {"matchLabels": manifest["spec"]["podTemplates"]["gpu"]["metadata"]["labels"]}
+    manifest["metadata"]["name"] = name
+    labels = {"matchLabels": {names.JOB_NAME_LABEL: name, names.ROLE_LABEL: names.ROLE_GPU}}
     apart = {"topologyKey": "kubernetes.io/hostname", "labelSelector": labels}
     manifest["spec"]["podTemplates"]["gpu"]["spec"] |= {
         "volumes": [{"name": "cache", "emptyDir": {"sizeLimit": f"{CACHE_MIB}Mi"}}],
@@ -75,6 +84,18 @@ def test_a_job_trains_on_two_nodes_in_containers_of_its_images(job: RunningJob, 
     assert {images["gpu"]} == {pod["spec"]["containers"][0]["image"] for pod in pods}
     [ran] = {each["imageID"] for pod in pods for each in pod["status"]["containerStatuses"]}
     assert ran.startswith(f"{REPOSITORY}/gpu-cpu@sha256:")
+
+
+def test_a_job_whose_image_has_another_digest_says_so_and_is_deleted_like_any_other(elsewhere: RunningJob) -> None:
+    image = elsewhere.get()["spec"]["gpus"]["image"]
+    wanted = f'ImagePullBackOff: Back-off pulling image "{image}"'
+
+    def is_reported() -> bool:
+        return any(wanted in condition["message"] for condition in elsewhere.status.get("conditions", ()))
+
+    wait_for("the cause", is_reported, deadline_s=SEEN_S, explain=elsewhere.describe)
+    elsewhere.delete()
+    wait_for("no pods", lambda: [] == elsewhere.gpu_pods, deadline_s=SEEN_S, explain=elsewhere.describe)
 
 
 def test_processes_of_a_job_have_what_the_restricted_standard_leaves_them(job: RunningJob) -> None:
@@ -189,39 +210,23 @@ def test_it_completes_after_its_last_step(job: RunningJob) -> None:
     job.delete()
 
 
-def test_a_job_whose_image_has_another_digest_says_so_and_is_deleted_like_any_other(
-    kubectl: KubectlCall, images: dict[str, str]
-) -> None:
-    manifest = two_pods()
-    manifest["metadata"]["name"] = "elsewhere"
-    image = f"{images['gpu'].rpartition(':')[0]}@sha256:{'0' * 64}"
-    manifest["spec"]["gpus"]["image"] = image
-    job = create(kubectl, manifest)
-    wanted = f'ImagePullBackOff: Back-off pulling image "{image}"'
-
-    def is_reported() -> bool:
-        return any(wanted in condition["message"] for condition in job.status.get("conditions", ()))
-
-    wait_for("the cause", is_reported, deadline_s=SEEN_S, explain=job.describe)
-    job.delete()
-    wait_for("no pods", lambda: [] == job.gpu_pods, deadline_s=SEEN_S, explain=job.describe)
-
-
 def test_helm_test_passes_as_the_page_says(cluster: Cluster) -> None:
     words = ("test", "colocated-rl", "--namespace", OPERATOR_NAMESPACE, "--logs")
     assert "Phase:          Succeeded" in cluster.helm(*words, deadline_s=HELM_S)
 
 
-@pytest.mark.parametrize("tests", ["test_own_prompts.py", "test_environment.py", "test_disaggregated.py"])
-def test_whole_jobs_of_other_tests_run_as_on_any_cluster(cluster: Cluster, tests: str, tmp_path: Path) -> None:
+def test_whole_jobs_of_other_tests_run_as_on_any_cluster(cluster: Cluster, tmp_path: Path) -> None:
+    """Two at a time, as there: one loads libraries while another computes."""
     for tool in ("kubectl", "helm"):
         (tmp_path / tool).symlink_to(cluster.command()[0])
     search = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-c", "tests/pyproject.toml", f"tests/e2e/{tests}"]
+    words = ("-q", "-x", "-c", "tests/pyproject.toml", "--numprocesses=2", "--dist=loadfile", "--no-loadscope-reorder")
+    files = [f"tests/e2e/{name}.py" for name in ("test_disaggregated", "test_environment", "test_own_prompts")]
     environment = {**os.environ, "PATH": search, "KUBECONFIG": str(cluster.kubeconfig)}
     done = subprocess.run(
-        command, cwd=CHECKOUT.root, env=environment, capture_output=True, text=True, timeout=TESTS_S, check=False
-    )
+        [sys.executable, "-m", "pytest", *words, *files],
+        cwd=CHECKOUT.root, env=environment, capture_output=True, text=True, timeout=TESTS_S, check=False,
+    )  # fmt: skip
     assert done.returncode == 0, done.stdout
 
 
