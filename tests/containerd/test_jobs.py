@@ -191,13 +191,18 @@ def uids(pods: list[dict[str, Any]]) -> set[str]:
 
 
 def test_a_node_is_drained_and_the_job_goes_on_after_it(job: RunningJob, cluster: Cluster, tmp_path: Path) -> None:
-    """The commands of the runbook drain it, and nothing suspends the job before."""
+    """The commands of the runbook drain it, and nothing suspends the job before.
+
+    The rollout pod is on the other one: it would be evicted once the pod of this one has a successor, which finds no node.
+    """
+    [rollout] = job.pods(names.ROLE_ROLLOUT)
+    [node] = {*NODES} - {rollout["spec"]["nodeName"]}
     terminal = RecordedTerminal.opened(tmp_path, cluster.kubeconfig)
     _, drain, back = under("docs/runbooks/operations.md", "Preemption, maintenance, spot nodes")
-    [evicted] = [pod for pod in working(job) if pod["spec"]["nodeName"] == NODES[1]]
+    [evicted] = [pod for pod in working(job) if pod["spec"]["nodeName"] == node]
     restarts = job.status["restarts"]
-    terminal(drain, NODE=NODES[1])
-    terminal(back.partition(";")[0], NODE=NODES[1])
+    terminal(drain, NODE=node)
+    terminal(back.partition(";")[0], NODE=node)
     wait_until_replaced(job, evicted)
     job.wait_for_step(job.step + 2, deadline_s=START_S)
     assert restarts == job.status["restarts"]
