@@ -6,6 +6,7 @@ cluster's directory is in `.build/`, so that its nodes can link the files of ima
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -14,17 +15,19 @@ import subprocess
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 from cluster import Cluster
 from containerd.image_store import PROGRAMS, ImageStore
 from documents.blocks import blocks, under
-from e2e.conftest import HELM_S, OPERATOR_NAMESPACE, SCENARIOS, command_line, prepare
-from e2e.running_job import KubectlCall
+from e2e.conftest import HELM_S, NAMESPACE, OPERATOR_NAMESPACE, SCENARIOS, command_line, prepare
+from e2e.running_job import KubectlCall, RunningJob
 from e2e.terminal import RecordedTerminal
 from podman import REPOSITORY, TAG, Podman
 
+from colocated_rl_api import names
 from examples.arithmetic.cluster import remove_old
 from setup.layout import CHECKOUT
 
@@ -37,6 +40,7 @@ AGENT = "docker.io/colocated-rl/agent:dev"  # in a container of their own
 PAUSE = "localhost/pause:1"
 NODES = ("node1", "node2")
 NEXT = "next"  # tag of the same images
+CACHE_MIB = 32  # that a pod of a job may keep
 
 
 @pytest.fixture(scope="session")
@@ -46,17 +50,17 @@ def podman() -> Podman:
 
 @pytest.fixture(scope="session")
 def images(podman: Podman, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """The chart's names of images, and ours, which podman has, and the other two."""
-    names = {of_chart: f"{REPOSITORY}/{kind}:{TAG}" for of_chart, kind in IMAGES.items()}
+    """The chart's names of images, and ours. Podman has them, and the two images that are no part of the chart."""
+    ours = {of_chart: f"{REPOSITORY}/{kind}:{TAG}" for of_chart, kind in IMAGES.items()}
     make_pause(podman, tmp_path_factory.mktemp("pause"))
     podman.build(IMAGES["operator"])  # and the wheels of all
     with ThreadPoolExecutor(1) as beside:
-        largest = beside.submit(podman.build, IMAGES["gpu"])
-        podman.build(IMAGES["agent"])
+        others = beside.map(podman.build, (IMAGES["gpu"], IMAGES["agent"]))
         podman.build(IMAGES["rollout"])
-        make_environment(podman, names["rollout"], tmp_path_factory.mktemp("environment"))
-        largest.result()
-    return names
+        make_environment(podman, ours["rollout"], tmp_path_factory.mktemp("environment"))
+        list(others)
+    podman.forget_replaced()
+    return ours
 
 
 @pytest.fixture(scope="session")
@@ -65,7 +69,9 @@ def cluster(podman: Podman, images: dict[str, str], tmp_path_factory: pytest.Tem
     if (place / "lock").exists():
         remove_old(place)
     shutil.rmtree(place, ignore_errors=True)  # of a cluster that did not come to its start
-    store.bring(podman, {image: further_names(image, images) for image in (PAUSE, *images.values(), ENVIRONMENT)})
+    further = {image: [image.removesuffix(TAG) + NEXT] for image in images.values()}
+    further[images["agent"]].append(AGENT)
+    store.bring(podman, {PAUSE: [], **further, ENVIRONMENT: []})
     for node in NODES:
         store.share(place / "nodes" / node / "runtime/root")
     options = (f"--containerd={PROGRAMS}", "--services", f"--nodes={len(NODES)}")
@@ -75,16 +81,40 @@ def cluster(podman: Podman, images: dict[str, str], tmp_path_factory: pytest.Tem
         yield cluster
 
 
-def further_names(image: str, images: dict[str, str]) -> list[str]:
-    """Names under which nodes have an image too: with another tag, and as jobs of other tests name it."""
-    if image not in images.values():
-        return []
-    return [image.removesuffix(TAG) + NEXT, *([AGENT] if image == images["agent"] else [])]
-
-
 @pytest.fixture(scope="session")
 def kubectl(cluster: Cluster) -> KubectlCall:
     return cluster.kubectl
+
+
+@pytest.fixture(scope="session")
+def elsewhere(kubectl: KubectlCall, images: dict[str, str]) -> RunningJob:
+    """Names a digest that its image has not."""
+    manifest = two_pods("elsewhere")
+    manifest["spec"]["gpus"]["image"] = f"{images['gpu'].rpartition(':')[0]}@sha256:{'0' * 64}"
+    return create(kubectl, manifest)
+
+
+@pytest.fixture(scope="session")
+def two(kubectl: KubectlCall) -> RunningJob:
+    return create(kubectl, two_pods("two"))
+
+
+def two_pods(name: str) -> dict[str, Any]:
+    """The job of other tests with a pod on each node, and a bound on what a pod keeps in its cache."""
+    manifest: dict[str, Any] = yaml.safe_load((SCENARIOS / "two-pods.yaml").read_text())
+    manifest["metadata"]["name"] = name
+    labels = {"matchLabels": {names.JOB_NAME_LABEL: name, names.ROLE_LABEL: names.ROLE_GPU}}
+    apart = {"topologyKey": "kubernetes.io/hostname", "labelSelector": labels}
+    manifest["spec"]["podTemplates"]["gpu"]["spec"] |= {
+        "volumes": [{"name": "cache", "emptyDir": {"sizeLimit": f"{CACHE_MIB}Mi"}}],
+        "affinity": {"podAntiAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": [apart]}},
+    }
+    return manifest
+
+
+def create(kubectl: KubectlCall, manifest: dict[str, Any]) -> RunningJob:
+    kubectl("-n", NAMESPACE, "create", "-f", "-", stdin=json.dumps(manifest))
+    return RunningJob(kubectl, namespace=NAMESPACE, name=manifest["metadata"]["name"])
 
 
 def install(cluster: Cluster, place: Path) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from cluster import Cluster
+from e2e.running_job import RunningJob
 
 NAMESPACE = "containers"
 READY_S, ENDED_S = 120.0, 240.0
@@ -46,8 +47,11 @@ print(json.dumps({
 
 
 @pytest.fixture(scope="module")
-def namespace(cluster: Cluster, images: dict[str, str]) -> Iterator[str]:
-    """It has the pods with which a kubelet takes its time, so that the last tests wait for what is left of it."""
+def namespace(cluster: Cluster, images: dict[str, str], two: RunningJob, elsewhere: RunningJob) -> Iterator[str]:
+    """It has the pods with which a kubelet takes its time, so that the last tests wait for what is left of it.
+
+    The jobs of other tests start beside all of these, which hardly compute.
+    """
     cluster.kubectl("create", "namespace", NAMESPACE)
     cluster.kubectl("label", "namespace", NAMESPACE, "pod-security.kubernetes.io/enforce=restricted")
     with ExitStack() as pods:

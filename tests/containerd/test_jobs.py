@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 import yaml
 from cluster import Cluster
-from containerd.conftest import NEXT, NODES, kill, runs_anew, values
+from containerd.conftest import CACHE_MIB, NEXT, NODES, kill, runs_anew, values
 from documents.blocks import under
-from e2e.conftest import HELM_S, NAMESPACE, OPERATOR_NAMESPACE, SCENARIOS, CommandLine
-from e2e.running_job import KubectlCall, RunningJob, wait_for
+from e2e.conftest import HELM_S, NAMESPACE, OPERATOR_NAMESPACE, CommandLine
+from e2e.running_job import RunningJob, wait_for
 from e2e.terminal import RecordedTerminal
 from podman import REPOSITORY, TAG
 
@@ -29,7 +29,6 @@ START_S = 900  # two engines and two trainers start on two cores
 STEPS_S = 400  # a few steps
 SEEN_S = 120
 BACK_S = 60.0
-CACHE_MIB = 32
 TESTS_S = 1500  # whole jobs of other tests
 
 IN_CONTAINER = """
@@ -45,37 +44,10 @@ print(json.dumps({
 
 
 @pytest.fixture(scope="module")
-def elsewhere(kubectl: KubectlCall, images: dict[str, str]) -> RunningJob:
-    """Names a digest that its image has not. It is there from the start, because kubelets take their time with it."""
-    manifest = two_pods("elsewhere")
-    manifest["spec"]["gpus"]["image"] = f"{images['gpu'].rpartition(':')[0]}@sha256:{'0' * 64}"
-    return create(kubectl, manifest)
-
-
-@pytest.fixture(scope="module")
-def job(kubectl: KubectlCall, elsewhere: RunningJob) -> RunningJob:
+def job(two: RunningJob) -> RunningJob:
     """Has done two steps without a fault."""
-    running = create(kubectl, two_pods("two"))
-    running.wait_for_step(2, deadline_s=START_S)
-    return running
-
-
-def two_pods(name: str) -> dict[str, Any]:
-    """The job of other tests with a pod on each node, and a bound on what a pod keeps in its cache."""
-    manifest: dict[str, Any] = yaml.safe_load((SCENARIOS / "two-pods.yaml").read_text())
-    manifest["metadata"]["name"] = name
-    labels = {"matchLabels": {names.JOB_NAME_LABEL: name, names.ROLE_LABEL: names.ROLE_GPU}}
-    apart = {"topologyKey": "kubernetes.io/hostname", "labelSelector": labels}
-    manifest["spec"]["podTemplates"]["gpu"]["spec"] |= {
-        "volumes": [{"name": "cache", "emptyDir": {"sizeLimit": f"{CACHE_MIB}Mi"}}],
-        "affinity": {"podAntiAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": [apart]}},
-    }
-    return manifest
-
-
-def create(kubectl: KubectlCall, manifest: dict[str, Any]) -> RunningJob:
-    kubectl("-n", NAMESPACE, "create", "-f", "-", stdin=json.dumps(manifest))
-    return RunningJob(kubectl, namespace=NAMESPACE, name=manifest["metadata"]["name"])
+    two.wait_for_step(2, deadline_s=START_S)
+    return two
 
 
 def test_a_job_trains_on_two_nodes_in_containers_of_its_images(job: RunningJob, images: dict[str, str]) -> None:
@@ -193,7 +165,7 @@ def uids(pods: list[dict[str, Any]]) -> set[str]:
 def test_a_node_is_drained_and_the_job_goes_on_after_it(job: RunningJob, cluster: Cluster, tmp_path: Path) -> None:
     """The commands of the runbook drain it, and nothing suspends the job before.
 
-    The rollout pod is on the other one: it would be evicted once the pod of this one has a successor, which finds no node.
+    The rollout pod is on the other one: here it would wait for a successor of the GPU pod, which finds no node.
     """
     [rollout] = job.pods(names.ROLE_ROLLOUT)
     [node] = {*NODES} - {rollout["spec"]["nodeName"]}
