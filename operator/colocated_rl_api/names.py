@@ -91,7 +91,7 @@ REWARD_TOKEN_FILE = "reward-token"  # not "token", which Kubernetes' own tokens 
 TASKS_DIR = "/run/colocate/tasks"  # tasks.sock; shared by rollout controller and task server
 TASKS_SOCKET = "/run/colocate/tasks/tasks.sock"  # the task server listens, the rollout controller connects
 CHECKPOINT_DIR = "/checkpoints"  # the checkpoint volume; trainers only
-MIRROR_DIR = "/mirrors"  # memory of a job with spec.checkpoint.inMemory; trainers only
+MIRROR_DIR = "/run/colocate/mirrors"  # memory of a job with spec.checkpoint.inMemory; trainers only
 SCRATCH_DIR = "/scratch"  # HOME and caches of the GPU container
 
 # --- environment of member processes. Written by the operator, read by the member's settings

@@ -38,7 +38,7 @@ OWNED_VOLUME_PREFIXES = ("prompts-", "reward-token-")
 OWNED_PATHS = (
     *("/run/colocate", "/etc/colocate", names.STATE_DIR, names.WEIGHTS_DIR, names.MODEL_DIR, names.PROMPTS_DIR),
     *(names.RECORDED_DIR, names.FORMER_DIR, names.FORMER_SAMPLES_DIR),
-    *(names.CHECKPOINT_DIR, names.MIRROR_DIR, names.SCRATCH_DIR, "/tmp", "/dev/shm"),
+    *(names.CHECKPOINT_DIR, names.SCRATCH_DIR, "/tmp", "/dev/shm"),
 )
 
 CONTAINERS = {

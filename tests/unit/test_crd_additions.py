@@ -32,6 +32,11 @@ DECIDED: dict[str, str] = {
     "started: set suspend to true, change it once condition Suspended is true, and set suspend to false again": (
         "it takes the place of one that allowed less"
     ),
+    **{
+        f".spec.podTemplates.{role}.spec.volumes[].name: a rule more: name is a volume of the operator's: choose another, "
+        "such as one with a word of yours before it": "of jobs with a volume `mirrors` alone, which the operator has now"
+        for role in ("engine", "gpu", "reference", "rollout")
+    },
 }
 """A person allows these differences: a rule that binds nobody who was there, a loss that is announced."""
 
