@@ -105,7 +105,3 @@ class Podman:
         """Build an image of a folder's Dockerfile."""
         built = self.run("podman", "build", f"--tag={name}", *self.for_a_build(), folder, timeout_s=BUILD_S)
         assert built.returncode == 0, built.stdout + built.stderr
-
-    def forget_replaced(self) -> None:
-        """Remove images of ours whose name another one has now. Layers of which images are made stay."""
-        self("image", "prune", "--force", "--filter=label=org.opencontainers.image.title")

@@ -59,7 +59,6 @@ def images(podman: Podman, tmp_path_factory: pytest.TempPathFactory) -> dict[str
         podman.build(IMAGES["rollout"])
         make_environment(podman, ours["rollout"], tmp_path_factory.mktemp("environment"))
         list(others)
-    podman.forget_replaced()
     return ours
 
 
