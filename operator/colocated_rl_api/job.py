@@ -676,7 +676,10 @@ class Switch(Part):
         default=900, ge=1, le=7200, description="From a trainer's start to the loaded checkpoint, all ranks joined."
     )
     trainer_progress_seconds: int = Field(
-        default=1800, ge=1, le=86_400, description="For each onload, step, export, offload and save of a trainer."
+        default=1800,
+        ge=1,
+        le=86_400,
+        description="For each onload, step, export, offload and save of a trainer, and to keep a step in memory.",
     )
 
 
@@ -723,9 +726,9 @@ class Checkpoint(Part):
     )
     in_memory: InMemory | None = Field(
         default=None,
-        description="The state after each step without a checkpoint is kept in the memory of pods, so that a trainer that "
-        "dies, or a pod of several that is lost, takes back one step at most. Off when absent. May change while the job "
-        "is suspended.",
+        description="The state after each step without a checkpoint is kept in the memory of pods, so that a trainer "
+        "that dies, or a pod of several that is lost, takes back one step at most. Off when absent. May change while "
+        "the job is suspended.",
     )
     volume: Volume = Field(
         default_factory=Volume,

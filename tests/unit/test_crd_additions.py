@@ -33,8 +33,8 @@ DECIDED: dict[str, str] = {
         "it takes the place of one that allowed less"
     ),
     **{
-        f".spec.podTemplates.{role}.spec.volumes[].name: a rule more: name is a volume of the operator's: choose another, "
-        "such as one with a word of yours before it": "of jobs with a volume `mirrors` alone, which the operator has now"
+        f".spec.podTemplates.{role}.spec.volumes[].name: a rule more: name is a volume of the operator's: choose "
+        "another, such as one with a word of yours before it": "of jobs with a volume `mirrors`, which is new"
         for role in ("engine", "gpu", "reference", "rollout")
     },
 }
