@@ -8,7 +8,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from colocated_rl_api.facts import TrainerState
 from colocated_rl_api.rungs import Rung, WeightVersion
 from colocated_rl_api.seats import FIRST_SPARE
-from fakes.pod import PodGroup, make_job, network, pod
+from fakes.pod import Network, PodGroup, PodProcesses, make_job, network, pod
 
 V0, V1 = WeightVersion(0, 1), WeightVersion(1, 1)
 
@@ -34,14 +34,32 @@ async def test_metrics_show_the_rung_below_its_target_where_a_pod_stands(
         assert ['colocate_below_target_seconds{rung="Released"}'] == await below_target()
 
 
+async def metric_of(net: Network, it: PodProcesses, name: str) -> float | None:
+    async with net.session.get(f"http://127.0.0.1:{it.metrics}/metrics") as answer:
+        lines = (await answer.text()).splitlines()
+    return next((float(line.split()[1]) for line in lines if line.startswith(f"{name} ")), None)
+
+
+async def test_another_agent_counts_the_time_of_steps_at_risk_from_the_next_step_on(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    """It does not know when the first of them began, and an alert would wait for ever."""
+    async with network(tmp_path_factory.mktemp("n")) as net, pod(net, make_job(checkpoint={"everySteps": 100})) as it:
+        group = PodGroup([it])
+        await group.climb(V0)
+        await group.climb(V1)
+        await it.restart_agent()
+        await group.climb(WeightVersion(2, 1))
+        assert 2 == await metric_of(net, it, "colocate_unsaved_steps")
+        assert (await metric_of(net, it, "colocate_unsaved_seconds") or 0) > 0
+
+
 async def test_steps_are_at_risk_until_a_checkpoint_holds_them(tmp_path_factory: pytest.TempPathFactory) -> None:
     async with network(tmp_path_factory.mktemp("n")) as net, pod(net, make_job(checkpoint={"everySteps": 2})) as it:
         group = PodGroup([it])
 
         async def shown(name: str) -> float | None:
-            async with net.session.get(f"http://127.0.0.1:{it.metrics}/metrics") as answer:
-                lines = (await answer.text()).splitlines()
-            return next((float(line.split()[1]) for line in lines if line.startswith(f"{name} ")), None)
+            return await metric_of(net, it, name)
 
         assert None is await shown("colocate_unsaved_steps")
         await group.climb(V0)

@@ -254,7 +254,7 @@ class Trainers:
         )
 
     async def train(self, step: int) -> None:
-        if not any(self.unsaved() or ()):
+        if self._unsaved_since is None or self.unsaved() == (0, 0.0):  # trainers went back to a checkpoint
             self._unsaved_since = time.monotonic()
         for view in self.views:
             self._set(view.reported(state=TrainerState.TRAINING))
