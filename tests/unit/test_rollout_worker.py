@@ -753,20 +753,25 @@ def tokens_of(scene: WorkerScene, text: str) -> Tokens:
     return Tokens(ids, np.full(len(ids), -1.0, np.float32), (Span(WeightVersion(0, 1), 0, len(ids)),))
 
 
+async def accept(scene: WorkerScene, sample: Sample, text: str) -> None:
+    """An attempt of a sample comes back with this text."""
+    scene.store.start(sample)
+    scene.worker._group = asyncio.TaskGroup()
+    async with scene.worker._group:
+        scene.worker._accept(sample, Generated(tokens_of(scene, text), finish=None))
+        for task in scene.worker._tasks.values():
+            task.cancel()  # no verifier is here
+
+
 @pytest.mark.parametrize("scene", [{"sampling": {"stop": ["</answer>"]}}], indirect=True)
 async def test_a_stop_text_that_a_switch_cuts_in_two_ends_the_sample_behind_it(scene: WorkerScene) -> None:
     """An engine looks for it in the tokens of its own attempt alone, and goes on."""
     sample, _ = scene.admit()
     scene.attempt(sample, tokens_of(scene, "it is 7</ans"))
-    scene.store.start(sample)
-    scene.worker._group = asyncio.TaskGroup()
-    async with scene.worker._group:
-        scene.worker._accept(sample, Generated(tokens_of(scene, "wer> and more"), finish=None))
-        assert (SampleState.SCORING, Finish.STOP) == (sample.state, sample.finish)
-        assert "it is 7</answer>" == scene.worker._chat.text(sample.tokens.ids.tolist())
-        assert len(sample.tokens) == len(sample.tokens.logp) == sample.tokens.spans[-1].end
-        for task in scene.worker._tasks.values():
-            task.cancel()  # no verifier is here
+    await accept(scene, sample, "wer> and more")
+    assert (SampleState.SCORING, Finish.STOP) == (sample.state, sample.finish)
+    assert "it is 7</answer>" == scene.worker._chat.text(sample.tokens.ids.tolist())
+    assert len(sample.tokens) == len(sample.tokens.logp) == sample.tokens.spans[-1].end
 
 
 @pytest.mark.parametrize("scene", [{"sampling": {"stop": ["</answer>"]}}], indirect=True)
@@ -774,12 +779,7 @@ async def test_a_stop_text_in_what_a_sample_has_already_ends_it_behind_that(scen
     """A former job with other stop texts made these tokens. Some newer ones were kept, and lost their versions."""
     sample, _ = scene.admit()
     scene.attempt(sample, tokens_of(scene, "7</answer> or 8"))
-    scene.store.start(sample)
-    scene.worker._group = asyncio.TaskGroup()
-    async with scene.worker._group:
-        scene.worker._accept(sample, Generated(tokens_of(scene, ", and so on and so forth"), finish=None))
-        assert (SampleState.SCORING, Finish.STOP) == (sample.state, sample.finish)
-        assert "7</answer> or 8" == scene.worker._chat.text(sample.tokens.ids.tolist())
-        assert sample.tokens.generated == len(sample.tokens)
-        for task in scene.worker._tasks.values():
-            task.cancel()  # no verifier is here
+    await accept(scene, sample, ", and so on and so forth")
+    assert (SampleState.SCORING, Finish.STOP) == (sample.state, sample.finish)
+    assert "7</answer> or 8" == scene.worker._chat.text(sample.tokens.ids.tolist())
+    assert sample.tokens.generated == len(sample.tokens)
