@@ -602,8 +602,8 @@ class Observation:
     @property
     def mirrored_step(self) -> int | None:
         """Return the newest step that every connected rank has kept in the memory of pods, if each has one."""
-        steps = [rank.mirrored for rank in self.ranks]
-        return min((step for step in steps if step is not None), default=None) if None not in steps else None
+        steps = [rank.mirrored for rank in self.ranks if rank.mirrored is not None]
+        return min(steps) if steps and len(steps) == len(self.ranks) else None
 
     @property
     def finished(self) -> WeightVersion | None:

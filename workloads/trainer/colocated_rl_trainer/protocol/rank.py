@@ -137,7 +137,7 @@ class ScoringLoop(Loop, Protocol):
 
 @runtime_checkable
 class MirroringLoop(Loop, Protocol):
-    """Keeps the state in memory between checkpoints, too, so that a restart repeats no finished step."""
+    """Keeps the state in memory between checkpoints, too, so that a restart goes on from there."""
 
     def saved(self) -> int:
         """Return the step of the newest checkpoint. Called after `load`, which may return a later step."""
