@@ -52,6 +52,7 @@ class EngineFacts(Wire):
     state: EngineState
     incarnation: str | None = None
     starts_on: Version | None = None  # weights it was started on, while STARTING
+    shut: bool = False  # the gate lets no request through to it, as while it answers the probe of its weights
     paused: bool = False
     drained: bool = False  # flush answered 200 after the gate last closed
     weights: TagState = TagState.MAPPED

@@ -195,7 +195,7 @@ def _is_out(engine: EngineFacts, at: WeightVersion) -> bool:
 
 
 def _serves(pod: PodFacts) -> bool:
-    return pod.gate.open and not any(engine.is_paused for engine in pod.engines)
+    return pod.gate.open and not any(engine.shut or engine.is_paused for engine in pod.engines)
 
 
 def _is_scored(pod: PodFacts, at: WeightVersion) -> bool:

@@ -139,6 +139,14 @@ def test_pod_stands_where_its_lowest_engine_would_stand_alone() -> None:
     assert Rung.OFFLOADED is standing(RELEASED.was_resumed(("weights",)), ready(), at=V0)
 
 
+def test_pod_serves_once_the_gate_is_open_to_each_engine() -> None:
+    """One that was still probed was overtaken by the next switch, and killed in it: memory that came back behind a
+    closed gate is not released again.
+    """
+    assert Rung.RESTORED is standing(ready(), ready(), at=V0, opened=(1,))
+    assert Rung.SERVING is standing(ready(), ready(), at=V0, opened=(0, 1))
+
+
 @given(st.lists(st.sampled_from([ready(), DRAINED, RELEASED, ready(V1), starting(V1)]), min_size=1, max_size=4))
 def test_order_of_engines_makes_no_difference(engines: list[EngineView]) -> None:
     assert TIME_SLICED.slowest(standing(engine, at=V1) for engine in engines) is standing(*engines, at=V1)

@@ -143,13 +143,16 @@ class EngineView:
     def gone(self, *, start_after: float = 0.0) -> EngineView:
         return EngineView(start_after=start_after, doubted=self.doubted, rejected=self.rejected)
 
-    def facts(self, *, index: int = 0, failures: int = 0) -> EngineFacts:
-        """Return the facts to report. failures: number of incarnations that failed since one last served."""
+    def facts(self, *, index: int = 0, failures: int = 0, shut: bool = True) -> EngineFacts:
+        """Return the facts to report. failures: number of incarnations that failed since one last served. shut: whether
+        its part of the gate is closed.
+        """
         return EngineFacts(
             name=engine_name(index),
             state=self.state,
             incarnation=self.incarnation,
             starts_on=self.starts_on,
+            shut=shut,
             paused=self.paused,
             drained=self.drained,
             weights=self.tags[WEIGHTS],
@@ -282,7 +285,7 @@ def pod_facts(
     known, is_open = pod.runner_known or pod.stopped, any(view.gate_open for view in views)
     failures = engine_failures or [0] * len(views)
     engines = tuple(
-        view.engine.facts(index=index, failures=failed)
+        view.engine.facts(index=index, failures=failed, shut=not view.gate_open)
         for index, (view, failed) in enumerate(zip(views, failures, strict=True))
     )
     return PodFacts(
