@@ -1,4 +1,4 @@
-"""Measure the limit of one rollout controller: samples a second, and its CPU time for a thousand of them.
+"""Measure the limit of one rollout controller: samples and tokens a second, and its CPU time for a thousand samples.
 
 `make bench-rollout-limit`. The real worker, store, TLS and gate client, over loopback, beside gates of this file that
 have one core for themselves: each tells that it is open and answers every request after a while with as many tokens as
@@ -21,6 +21,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -52,11 +53,12 @@ from colocated_rl_trainer.conformance.ranks import free_port
 from fakes.authority import FakeAuthority
 
 ENGINES = (10, 100, 1000)
-TOKENS, ANSWER_S = 256, 0.5
+TOKENS, ANSWER_S = (256, 4096), 0.5  # TOKENS: of each answer
 SWITCH_ENGINES, SWITCH_REQUESTS, SWITCH_TOKENS = 64, 100, 2500  # requests of each engine, tokens of each request
 GROUPS, GROUP_SIZE = 64, 8  # of a batch
 IN_FLIGHT = 1024  # samples at least, and two for each engine
 WARM_AT_MOST_S, MEASURED_S = 300.0, 15.0
+SWITCHED = "switched"
 POLL_S, QUIET_S = 0.02, 2.0  # QUIET_S: after the last request, before the switch
 JOB_UID, VERSION = names.JobUid("6f0d1c52-8a35-4a7c-9d55-0c8a3f1b2e4d"), WeightVersion(0, 1)
 
@@ -103,6 +105,7 @@ class CannedGate(asyncio.Protocol):
     holds: how many; 0: it waits for none.
     """
 
+    moment: ClassVar[Path]  # of the switch: the file that gets it
     waits: ClassVar[list[CannedGate]] = []  # a gate for each request that is to be answered at once with all others
     told: ClassVar[set[CannedGate]] = set()  # those with a caller that follows the state
     is_open, holds = True, 0
@@ -146,6 +149,7 @@ class CannedGate(asyncio.Protocol):
     def switch(cls) -> None:
         """Close all gates and hand back what was generated."""
         cls.is_open = False
+        cls.moment.write_text(str(time.monotonic()))  # a clock that all processes of a machine share
         for gate in cls.told:
             gate.send(chunk(state(is_open=False)))
         for gate in cls.waits:
@@ -153,9 +157,9 @@ class CannedGate(asyncio.Protocol):
         cls.waits.clear()
 
 
-async def serve(port: int, engines: int, tls: Path, *, form: str, tokens: int, holds: int) -> None:
-    loop, context = asyncio.get_running_loop(), MemberTls.read(tls).data_context()
-    CannedGate.holds = holds
+async def serve(port: int, engines: int, directory: Path, *, form: str, tokens: int, holds: int) -> None:
+    loop, context = asyncio.get_running_loop(), MemberTls.read(directory / "tls").data_context()
+    CannedGate.holds, CannedGate.moment = holds, directory / SWITCHED
     CannedGate.whole = response(tokens, ended="abort" if holds else "stop", form=form)
     for engine in range(engines):
         await loop.create_server(CannedGate, address_of(engine), port, ssl=context, backlog=1024)
@@ -167,12 +171,14 @@ async def serve(port: int, engines: int, tls: Path, *, form: str, tokens: int, h
 @dataclass(frozen=True)
 class LimitFigures:
     engines: int
+    tokens: int  # of each sample
     rate: float  # samples a second
     cpu_s: float  # for a thousand
     memory_mib: float
 
     def line(self) -> str:
-        return f"{self.engines:7}  {self.rate:9.0f}  {self.cpu_s:18.2f}  {self.memory_mib:10.0f}"
+        rates = f"{self.rate:9.0f}  {self.rate * self.tokens / 1e6:16.2f}"
+        return f"{self.engines:7}  {self.tokens:6}  {rates}  {self.cpu_s:20.2f}  {self.memory_mib:10.0f}"
 
 
 @dataclass(frozen=True)
@@ -246,7 +252,7 @@ async def until(is_so: Callable[[], bool]) -> None:
             await asyncio.sleep(POLL_S)
 
 
-async def measure(engines: int, port: int, directory: Path) -> LimitFigures:
+async def measure(engines: int, tokens: int, port: int, directory: Path) -> LimitFigures:
     in_flight = max(IN_FLIGHT, 2 * engines)
     async with controller(engines, port, directory, in_flight=in_flight) as it:
         await until(lambda: done(it.store) >= 2 * in_flight)  # handshakes are no part of what is measured
@@ -255,18 +261,19 @@ async def measure(engines: int, port: int, directory: Path) -> LimitFigures:
         samples, took_s = done(it.store) - before, time.monotonic() - began
         spent_s = time.process_time() - cpu_s
     memory_mib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-    return LimitFigures(engines, samples / took_s, 1000 * spent_s / samples, memory_mib)
+    return LimitFigures(engines, tokens, samples / took_s, 1000 * spent_s / samples, memory_mib)
 
 
 async def measure_switch(port: int, directory: Path, form: str) -> str:
-    """Return the line of a form. A gate that is closed has begun the switch; it is over when nothing is in flight."""
+    """Return the line of a form. The switch is over when nothing is in flight."""
     requests = SWITCH_ENGINES * SWITCH_REQUESTS
     async with controller(SWITCH_ENGINES, port, directory, in_flight=requests) as it:
         await until(lambda: it.gates.in_flight == requests and len(it.gates.open) == SWITCH_ENGINES)
-        await until(lambda: len(it.gates.open) < SWITCH_ENGINES)
-        began, cpu_s = time.monotonic(), time.process_time()
+        while it.gates.in_flight == requests:  # the last look is in the quiet before the switch
+            cpu_s = time.process_time()
+            await asyncio.sleep(POLL_S)
         await until(lambda: it.gates.in_flight == 0)
-        took_s, spent_s = time.monotonic() - began, time.process_time() - cpu_s
+        took_s, spent_s = time.monotonic() - float((directory / SWITCHED).read_text()), time.process_time() - cpu_s
     memory_mib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     per_token = 1e6 * spent_s / (requests * SWITCH_TOKENS)
     return f"{form:32}  {took_s:9.1f}  {spent_s:5.1f}  {per_token:16.2f}  {memory_mib:10.0f}"
@@ -291,37 +298,36 @@ async def train(store: Store, worker: Worker, changed: asyncio.Event) -> None:
 def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.rollout_limit", description=__doc__)
     parser.add_argument("--engines", type=int, nargs="*", default=ENGINES)
+    parser.add_argument("--tokens", type=int, nargs="*", default=TOKENS, help="of each answer")
     parser.add_argument("--serve", type=int, nargs=4, help=argparse.SUPPRESS)
-    parser.add_argument("--measure", type=int, nargs=2, help=argparse.SUPPRESS)
+    parser.add_argument("--measure", type=int, nargs=3, help=argparse.SUPPRESS)
     parser.add_argument("--switch", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--form", default=CONTENT_TYPE, help=argparse.SUPPRESS)
     parser.add_argument("--directory", type=Path, help=argparse.SUPPRESS)
     given = parser.parse_args(arguments)
     if given.serve:
         port, engines, tokens, holds = given.serve
-        uvloop.run(serve(port, engines, given.directory / "tls", form=given.form, tokens=tokens, holds=holds))
+        uvloop.run(serve(port, engines, given.directory, form=given.form, tokens=tokens, holds=holds))
     elif given.measure:
-        engines, port = given.measure
-        print(asyncio.run(measure(engines, port, given.directory)).line(), flush=True)
+        engines, tokens, port = given.measure
+        print(uvloop.run(measure(engines, tokens, port, given.directory)).line(), flush=True)
     elif given.switch:
-        print(asyncio.run(measure_switch(given.switch, given.directory, given.form)), flush=True)
+        print(uvloop.run(measure_switch(given.switch, given.directory, given.form)), flush=True)
     else:
         with tempfile.TemporaryDirectory() as place:
             FakeAuthority().member_directory(Path(place) / "tls", job_uid=JOB_UID, token="d" * 32)
-            compare(given.engines, place)
+            compare([*product(given.tokens, given.engines)], place)
             compare_forms(place)
     return 0
 
 
-def compare(sizes: Sequence[int], place: str) -> None:
-    """Gates and controller in a process each, on a core each; anew for each size."""
-    print(
-        f"answers of {TOKENS} tokens after {ANSWER_S} s, groups of {GROUP_SIZE}, {IN_FLIGHT} samples in flight or more"
-    )
-    print("engines  samples/s  CPU s for a thousand  memory MiB", flush=True)
-    for engines in sizes:
-        with serving(place, engines, TOKENS, CONTENT_TYPE) as port:
-            subprocess.run(command(1, place, "--measure", engines, port), check=True)
+def compare(sizes: Sequence[tuple[int, int]], place: str) -> None:
+    """Gates and controller in a process each, on a core each; anew for each size, of tokens and engines."""
+    print(f"answers after {ANSWER_S} s, groups of {GROUP_SIZE}, {IN_FLIGHT} samples in flight or more")
+    print("engines  tokens  samples/s  million tokens/s  CPU s for a thousand  memory MiB", flush=True)
+    for tokens, engines in sizes:
+        with serving(place, engines, tokens, CONTENT_TYPE) as port:
+            subprocess.run(command(1, place, "--measure", engines, tokens, port), check=True)
 
 
 def compare_forms(place: str) -> None:
