@@ -292,18 +292,20 @@ fast-layer:
 unit-layer:
 	@pytest --numprocesses=2 --dist=loadfile tests/unit
 
+BY_FILE = --dist=loadfile --no-loadscope-reorder# in the order of tests/conftest.py: the longest files first
+
 .PHONY: contract-layer
 contract-layer:
-	@pytest --numprocesses=3 --dist=loadfile -m 'not cluster and not slow' tests/contract tests/integration # while an engine starts, two cores have room for a third
+	@pytest --numprocesses=3 $(BY_FILE) -m 'not cluster and not slow' tests/contract tests/integration # while an engine starts, two cores have room for a third
 
-CLUSTER_TESTS = pytest --numprocesses=2 --dist=loadfile --no-loadscope-reorder -m 'cluster and not slow' tests/integration tests/contract # the longest first
+CLUSTER_TESTS = pytest --numprocesses=2 $(BY_FILE) -m 'cluster and not slow' tests/integration tests/contract
 
 .PHONY: cluster-layer
 cluster-layer: vet-layer
 	@$(GO) test -vet=off ./... # vet-layer has done that
 	@$(CLUSTER_TESTS)
 
-TWO_JOBS = $(if $(KUBECONFIG),,--numprocesses=2 --dist=loadfile --no-loadscope-reorder) # each on a cluster of its own: one loads libraries while another computes
+TWO_JOBS = $(if $(KUBECONFIG),,--numprocesses=2 $(BY_FILE)) # each on a cluster of its own: one loads libraries while another computes
 
 .PHONY: e2e-layer
 e2e-layer:
@@ -313,7 +315,7 @@ SLOW = slow$(if $(BUT), and not $(BUT))
 
 .PHONY: slow-layer
 slow-layer:
-	@pytest --numprocesses=2 --dist=loadfile -m '$(SLOW)' tests/contract tests/integration
+	@pytest --numprocesses=2 $(BY_FILE) -m '$(SLOW)' tests/contract tests/integration
 	@pytest $(TWO_JOBS) -m '$(SLOW)' tests/e2e
 
 .PHONY: soak-layer

@@ -2,28 +2,17 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
 
 from builders import OWN_ROLLOUT, PLACED, RESIDENT_ROLLOUT, ROLLOUT, TOGETHER, make_job
-from colocated_rl_agent.planner import actions as do
-from colocated_rl_agent.planner import engines
-from colocated_rl_agent.planner.engines import EngineChoice
-from colocated_rl_agent.planner.views import PodView
-from colocated_rl_api import ladder
-from colocated_rl_api.ladder import Ladder
 from colocated_rl_api.rungs import Placement
-from colocated_rl_operator.planner.reasons import Cause
-from fakes.explore import all_must_be_well, bounds_of, explore, must_walk_to_the_end
+from fakes.explore import check, must_walk_to_the_end
 from fakes.left_out import must_mean_the_same, searched
 from fakes.model import FAULTS, GROWING, LEAVING, MORTAL, ROOMLESS, JobModel
-from fakes.model_pod import InvariantBroken
-from fakes.several_engines import SeveralEngines, is_of_all
 
-MOST_STATES = 2_000_000
+RARELY = (pytest.mark.slow, pytest.mark.release)  # each placement takes most of a minute
 ELSEWHERE = [{"onCauses": ["PodFailed", "MemberSilent"], "action": "ReplacePodElsewhere"}]
 
 
@@ -62,22 +51,6 @@ def test_what_a_search_leaves_out_where_nothing_is_trained_differs_in_nothing_fr
     job = make_job(replicas=2, steps=1, checkpoint={"everySteps": 1}, **PLACED[Placement.ROLLOUT_ONLY])
     few, each = (searched(job, of=("pod",), in_all_orders=whole) for whole in (False, True))
     must_mean_the_same(few, each)
-
-
-@pytest.mark.slow
-def test_what_a_search_leaves_out_of_three_pods_differs_in_nothing_from_what_it_looks_at() -> None:
-    """A pod that is made again stands behind those that were not."""
-    job = make_job(replicas=3, steps=1, checkpoint={"everySteps": 1}, **PLACED[Placement.TRAIN_ONLY])
-    few, each = (searched(job, of=("pod",), in_all_orders=whole) for whole in (False, True))
-    must_mean_the_same(few, each)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("mortal", MORTAL)
-def test_every_state_of_three_pods_is_safe_and_leads_to_an_end(mortal: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """One parameter for each that may die covers every case with one death."""
-    job = make_job(replicas=3, steps=1, checkpoint={"everySteps": 1})
-    check(JobModel(job, deaths=1, of=(mortal,)), capsys)
 
 
 @pytest.mark.parametrize("rollout", [ROLLOUT, RESIDENT_ROLLOUT], ids=["time-sliced", "resident"])
@@ -176,7 +149,7 @@ def test_every_state_of_a_job_whose_node_gives_notice_is_safe_and_leads_to_an_en
         (1, 1, 2, (GROWING, *MORTAL), 0),
         (1, 2, 1, (GROWING,), 1),
         (2, 2, 1, (GROWING,), 0),
-        (2, 1, 2, (GROWING, "trainer"), 0),
+        pytest.param(2, 1, 2, (GROWING, "trainer"), 0, marks=RARELY),
     ],
     ids=["one-and-a-death", "one-and-a-suspension", "two", "two-and-a-death"],
 )
@@ -255,67 +228,3 @@ def test_every_state_of_a_job_with_engines_in_pods_of_their_own_is_safe_and_lead
     rollout = OWN_ROLLOUT | {"replicas": engines}
     job = make_job(replicas=trainers, steps=1, checkpoint={"everySteps": 1}, rollout=rollout, **spec)
     check(JobModel(job, deaths=deaths, suspensions=suspensions), capsys)
-
-
-SEVERAL = [  # engines in a pod, deaths, of whom
-    *((Placement.TIME_SLICED, 2, 1, (mortal,)) for mortal in ("connection", "deadline", "engine", "pod")),
-    (Placement.RESIDENT, 2, 1, ("engine",)),
-    (Placement.DISAGGREGATED, 2, 0, ()),
-    (Placement.ROLLOUT_ONLY, 2, 1, FAULTS),
-]
-SEVERAL_SLOW = [
-    *((placement, 2, 1, (mortal,)) for placement in TOGETHER for mortal in ("agent", "call", "operator", "trainer")),
-    (Placement.TIME_SLICED, 4, 0, ()),
-    (Placement.TIME_SLICED, 2, 2, ("engine",)),
-    (Placement.RESIDENT, 2, 2, ("engine",)),
-    (Placement.DISAGGREGATED, 2, 1, ("engine",)),
-    (Placement.ROLLOUT_ONLY, 3, 2, ("engine",)),
-]
-
-
-@pytest.mark.parametrize(
-    ("placement", "engines", "deaths", "of"),
-    [*SEVERAL, *(pytest.param(*bounds, marks=pytest.mark.slow) for bounds in SEVERAL_SLOW)],
-)
-def test_every_state_of_a_pod_with_several_engines_is_safe_and_leads_to_an_end(
-    placement: Placement, engines: int, deaths: int, of: tuple[str, ...], capsys: pytest.CaptureFixture[str]
-) -> None:
-    job = make_job(replicas=1, steps=1, checkpoint={"everySteps": 1}, **PLACED[placement])
-    check(SeveralEngines(job, engines=engines, deaths=deaths, of=of), capsys)
-
-
-def two_engines(*, deaths: int) -> SeveralEngines:
-    job = make_job(replicas=1, steps=1, checkpoint={"everySteps": 1}, **PLACED[Placement.TIME_SLICED])
-    return SeveralEngines(job, engines=2, deaths=deaths, of=("engine",))
-
-
-@pytest.mark.slow
-def test_pod_that_sums_its_engines_up_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It stood below each of its engines, and stayed there."""
-    monkeypatch.setattr(Ladder, "standing", lambda ladder, pod, at: ladder.stands(pod, at))
-    assert {Cause.ALL_STEPS_DONE} != explore(two_engines(deaths=0), limit=MOST_STATES).ends.keys()
-
-
-def test_trainers_beside_an_engine_that_starts_again_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The operator must count that engine, or the agent must ask it: without both, they share the devices."""
-    monkeypatch.setattr(ladder, "_is_out", lambda engine, at: engine.failures > 0 and not engine.is_ready)
-    explored = explore(two_engines(deaths=1), limit=MOST_STATES)
-    all_must_be_well(explored)
-    monkeypatch.setattr(engines, "_of_pod", _of_pod_as_one_engine_likes)
-    with pytest.raises(InvariantBroken, match="while engine memory is mapped"):
-        explore(two_engines(deaths=1), limit=MOST_STATES)
-
-
-def _of_pod_as_one_engine_likes(
-    views: Sequence[PodView], chosen: Sequence[Sequence[do.Action | do.Wait]]
-) -> Iterator[EngineChoice]:
-    for action in dict.fromkeys(action for actions in chosen for action in actions):
-        if is_of_all(action):
-            yield EngineChoice(0, action)
-
-
-def check(model: JobModel, capsys: pytest.CaptureFixture[str]) -> None:
-    explored = explore(model, limit=MOST_STATES)
-    with capsys.disabled():
-        sys.stdout.write(f"\n{bounds_of(model)}, {explored.words()}\n")
-    all_must_be_well(explored)

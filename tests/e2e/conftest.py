@@ -36,15 +36,6 @@ HELM_S = 400.0
 CommandLine = Callable[..., str]
 
 
-LONGEST = ("test_two_pods.py", "test_trained_model.py", "test_kills.py")
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Begin with the longest files: two of them run at a time, and the last one would run alone."""
-    places = {name: place for place, name in enumerate(LONGEST)}
-    items.sort(key=lambda item: places.get(item.path.name, len(LONGEST)))
-
-
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[None]

@@ -14,6 +14,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
 
+import pytest
+
 from builders import PLACED, make_job
 from colocated_rl_api.rungs import Placement
 from colocated_rl_operator.planner.reasons import Cause
@@ -22,6 +24,7 @@ from fakes.model_pod import InvariantBroken, must
 from fakes.packed import Moves, Packing
 from fakes.values import Values
 
+MOST_STATES = 2_000_000  # of a search in the tests
 ANEW = 100  # one state of so many
 OFTEN = 250_000  # states after which a search by hand says how far it is
 MOST_MOVES = 2000  # of one walk
@@ -59,6 +62,14 @@ def all_must_be_well(explored: Explored) -> None:
     assert 0 == explored.frontier
     assert [] == explored.hopeless
     assert {Cause.ALL_STEPS_DONE} == explored.ends.keys()
+
+
+def check(model: JobModel, capsys: pytest.CaptureFixture[str]) -> None:
+    """Look at every state, print how many there are, and require that all is well."""
+    explored = explore(model, limit=MOST_STATES)
+    with capsys.disabled():
+        sys.stdout.write(f"\n{bounds_of(model)}, {explored.words()}\n")
+    all_must_be_well(explored)
 
 
 def explore(model: JobModel, *, limit: int) -> Explored:
