@@ -194,6 +194,10 @@ bench-rollout: setup-dev ## how long a step takes beside a synchronous loop and 
 bench-rollout-limit: setup-dev ## samples a second that one rollout controller takes, over 10, 100 and 1,000 engines
 	@PYTHONPATH=tests python -m bench.rollout_limit
 
+.PHONY: bench-loss
+bench-loss: setup ## how long the group of a job is without a pod that is lost, and what takes the time: real engines and ranks
+	@PYTHONPATH=tests python -m bench.loss --losses $(or $(LOSSES),6)
+
 .PHONY: bench-gate
 bench-gate: setup-dev ## what a gate costs; with ROUTER=PYTHON of an environment that has sglang-router, beside that
 	@PYTHONPATH=tests python -m bench.gate $(if $(ROUTER),--router $(ROUTER))
