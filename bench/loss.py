@@ -29,7 +29,7 @@ say = partial(print, file=sys.stdout, flush=True)
 
 MADE = "another pod is made"
 ANSWERS = "its agent answers"
-LOADED = "all ranks have the checkpoint"
+LOADED = "all ranks have their state"
 SERVES = "all engines serve"
 TRAINED = "the group has trained a step again"
 
@@ -66,7 +66,7 @@ class Loss:
                     if len(loaded) == 2:
                         self.at.setdefault(LOADED, after_s)
                 case "rung reached" if line.fields.get("role") == "operator":
-                    if line.fields["rung"] == Rung.SERVING:
+                    if line.fields["rung"] == Rung.SERVING and LOADED in self.at:
                         self.at.setdefault(SERVES, after_s)
                     elif line.fields["rung"] == Rung.TRAINED and SERVES in self.at:
                         self.at.setdefault(TRAINED, after_s)
