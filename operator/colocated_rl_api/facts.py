@@ -39,7 +39,7 @@ class EngineState(StrEnum):
 
 
 class RejectedWeights(Wire):
-    """No engine of the pod serves these weights: two in a row failed the check of them, and none starts on them."""
+    """The engine serves no such weights: two of its incarnations failed the check of them, and none starts on them."""
 
     version: Version
     message: str = Field(max_length=1024)  # the result of the second check

@@ -112,8 +112,8 @@ class FailureCause(StrEnum):
     )
     WEIGHTS_DIFFER = (
         "WeightsDiffer",
-        "Engines hold different weights of one version, or two in a row of one pod were not shown to hold theirs "
-        "(weightSync.verify: Weights).",
+        "Engines hold different weights of one version, or two in a row were not shown to hold theirs, and no other of "
+        "their pod holds them (weightSync.verify: Weights).",
         (FailureAction.RETRY_STEP, FailureAction.FAIL_JOB),
         True,
     )

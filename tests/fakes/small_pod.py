@@ -531,7 +531,7 @@ class SmallPod:
                     continue
                 self.send(self.target(version, min(self.ladder.next_barrier(low), to, key=self.ladder.place)))
                 await self.news(partial(self._moved, version, low))
-        if to is Rung.SERVING:  # a pod serves as soon as one of its engines does
+        if to is Rung.SERVING:  # one that has failed is not waited for
             await self.news(self._serves_by_all)
         return version
 

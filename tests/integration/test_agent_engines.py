@@ -96,6 +96,33 @@ async def test_engine_that_dies_stops_no_other_and_serves_again(placement: Place
 
 
 @both_ladders
+async def test_agent_and_operator_agree_where_a_pod_stands_while_an_engine_is_out(placement: Placement) -> None:
+    """The agent counted it: its metrics said that all other pods waited for this one."""
+    async with several(placement, engines=2) as pod:
+        await pod.climb(V0)
+        pod.engine_fails_at_start = MANY
+        await pod.runner.end_child(NAMES[1], -9)
+        await pod.news(lambda: facts(pod)[NAMES[1]].failures >= 2)
+        assert Rung.SERVING is pod.ladder.standing(pod.facts, V0)
+        assert (Rung.SERVING, None) == (pod.agent._climb.rung, pod.agent._below_target())
+
+
+@both_ladders
+async def test_next_agent_serves_by_the_other_engines_while_one_is_out(placement: Placement) -> None:
+    """It took the one that was out for one that starts for the first time, and waited for it."""
+    async with several(placement, engines=2) as pod:
+        await pod.climb(V0)
+        pod.engine_fails_at_start = MANY
+        await pod.runner.end_child(NAMES[1], -9)
+        await pod.news(lambda: facts(pod)[NAMES[1]].failures >= 3)
+        await pod.restart_agent(orderly=True)
+        await pod.climb(V0)
+        assert [True, False] == [entrance.is_open for entrance in pod.agent._gate.entrances]
+        pod.engine_fails_at_start = 0
+        await pod.news(lambda: all(entrance.is_open for entrance in pod.agent._gate.entrances))
+
+
+@both_ladders
 async def test_pod_switches_without_an_engine_that_does_not_start_and_it_joins_the_new_weights(
     placement: Placement,
 ) -> None:

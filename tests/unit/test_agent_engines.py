@@ -20,7 +20,7 @@ from colocated_rl_agent.planner.views import EngineView, PodView, RankView, pod_
 from colocated_rl_agent.settings import AgentSettings, Directories
 from colocated_rl_api import names
 from colocated_rl_api.facts import EngineState, TrainerState
-from colocated_rl_api.ladder import RESIDENT, TIME_SLICED
+from colocated_rl_api.ladder import RESIDENT, TIME_SLICED, Ladder
 from colocated_rl_api.member_wire import Goal
 from colocated_rl_api.rungs import Rung, WeightVersion
 from colocated_rl_member.server import Ports
@@ -107,6 +107,14 @@ def test_checkpoint_is_saved_beside_an_engine_that_waits_for_its_next_start() ->
     dead = replace(ABSENT, start_after=NOW + 30)
     pod = [replace(view, whole=at) for view in views(ready(at), dead, rank=rank, opened=(0,))]
     assert [EngineChoice(0, do.Save(2))] == chosen(*pod, at=at, rung=Rung.SERVING)
+
+
+@pytest.mark.parametrize("ladder", [TIME_SLICED, RESIDENT])
+def test_checkpoint_is_saved_beside_an_engine_that_starts_again(ladder: Ladder) -> None:
+    at = WeightVersion(2, 1)
+    rank = RankView(0, TrainerState.OFFLOADED, "t", 1, step=2, exported=at, saved=0)
+    pod = [replace(view, whole=at) for view in views(ready(at), starting(at), rank=rank, opened=(0,))]
+    assert EngineChoice(0, do.Save(2)) in chosen(*pod, at=at, rung=Rung.SERVING, rules=replace(RULES, ladder=ladder))
 
 
 # ----------------------------------------------------------------------------------------------------------- its facts

@@ -14,6 +14,7 @@ from builders import (
     ROLLOUT,
     absent_engine,
     absent_trainer,
+    engine,
     facts_at,
     make_climb,
     make_job,
@@ -24,6 +25,7 @@ from builders import (
     trainer,
 )
 from colocated_rl_api.facts import (
+    EngineFacts,
     EngineState,
     EvaluationResult,
     PodFacts,
@@ -405,6 +407,32 @@ def test_f52_engines_serve_what_more_than_half_of_them_hold(checksums: tuple[str
 def test_f52_one_engine_agrees_with_itself() -> None:
     """Its agent may wait for an agreement all the same: it had peers when it started."""
     assert {(Rung.SERVING, "a")} == {(target.rung, target.checksum) for target in pod_targets(plan(holding("a")))}
+
+
+def of_two_engines(other: EngineFacts) -> Observation:
+    """Two engines of one pod: the first serves version (1, 1)."""
+    job = make_job(replicas=1, rollout=ROLLOUT | {"engine": {"perPod": 2}})
+    seen = climbing(Rung.SERVING, job=job)
+    members = []
+    for member in seen.members:
+        facts = member.pod_facts
+        engines = (*facts.engines, other) if facts else ()
+        members.append(replace(member, facts=facts.model_copy(update={"engines": engines})) if facts else member)
+    return replace(seen, members=tuple(members))
+
+
+def test_f52_one_of_two_that_comes_back_with_another_checksum_is_the_wrong_one() -> None:
+    """The other one's gate is open, so it has what was agreed on; without a majority the whole job went back."""
+    back = engine(V1, name="engine-1", checksum="other", failures=1, shut=True)
+    decided = plan(of_two_engines(back))
+    assert not decided.raises
+    assert {"of 1-1"} == {target.checksum for target in pod_targets(decided)}
+
+
+def test_f52_weights_that_one_engine_rejects_and_another_of_its_pod_serves_fail_no_step() -> None:
+    rejected = RejectedWeights(version=V1, message="differ by 0.1 nats")
+    out = absent_engine().model_copy(update={"name": "engine-1", "failures": 2, "rejected": rejected})
+    assert not plan(of_two_engines(out)).raises
 
 
 @pytest.mark.parametrize("checksums", [("a" * 64, "b"), ("a", "b", "c"), ("a", "a", "b", "b")])

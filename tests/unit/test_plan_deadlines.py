@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from builders import facts_at, make_climb, make_job, make_observation, rollout_facts
-from colocated_rl_api.facts import Problem
+from builders import PLACED, engine, facts_at, make_climb, make_job, make_observation, rollout_facts
+from colocated_rl_api.facts import EngineFacts, EngineState, GateFacts, Problem
 from colocated_rl_api.ladder import RESIDENT, ROLLOUT_ONLY, SCORED_TIME_SLICED, TIME_SLICED, Ladder
 from colocated_rl_api.rungs import Rung
 from colocated_rl_operator.planner.observation import remember
@@ -58,6 +58,35 @@ def test_a_group_that_stood_still_is_named_with_what_its_slowest_pods_report() -
     patience = patience_s(TIME_SLICED, Rung.TRAINED, seen.job.spec.switch)
     decided = plan(remember(replace(seen, now=seen.now + patience + 5)))
     assert decided.message.startswith(f"sums-gpu-0-0 ({'x' * 200}), sums-gpu-2-0 stayed at Released for 2735 s")
+
+
+@pytest.mark.parametrize("ladder", [TIME_SLICED, RESIDENT])
+@pytest.mark.parametrize("engines", [1, 2])
+def test_an_engine_that_is_lost_after_long_rollout_has_all_the_time_to_start_again(
+    ladder: Ladder, engines: int
+) -> None:
+    """Its deadline ran from when the group had begun to serve: all trainers were restarted with it."""
+    at = make_climb(1).version
+    up = facts_at(Rung.SERVING, at, ladder=ladder)
+    others = (engine(at, name="engine-1"),) if engines > 1 else ()
+    rollout = PLACED[ladder.placement]["rollout"] | {"engine": {"perPod": engines}}
+    serving = up.model_copy(update={"engines": (*up.engines, *others)})
+    seen = make_observation(
+        make_job(replicas=1, rollout=rollout), [serving], climb=make_climb(1), rollout=rollout_facts(sealed=1)
+    )
+    gone = EngineFacts(name="engine-0", state=EngineState.ABSENT, failures=1, shut=True)
+    back = up.engines[0].model_copy(update={"failures": 1, "shut": True})
+    for lost, after_s in ((None, 5000), (gone, 5000), (gone.model_copy(update={"starts_on": at}), 60), (back, 60)):
+        is_open = engines > 1 or lost is None
+        facts = serving.model_copy(
+            update={
+                "engines": (lost or up.engines[0], *others),
+                "gate": GateFacts(open=is_open, settled=not is_open),
+            }
+        )
+        members = tuple(replace(each, facts=facts) if each.pod_facts else each for each in seen.members)
+        seen = remember(replace(seen, now=seen.now + after_s, members=members))
+        assert not plan(seen).raises
 
 
 def test_a_group_that_rests_has_no_deadline() -> None:

@@ -109,9 +109,22 @@ def agreed_checksum(seen: Observation, climb: Climb) -> str | None:
     """
     if not (seen.job.spec.judges_weights and seen.job.ladder.reaches(seen.slowest, Rung.UPDATED)):
         return None
+    if len(agreed := _served(seen, climb)) == 1:
+        return agreed.pop()
     held = checksums(seen, climb)
     (checksum, engines), *_ = Counter(held.values()).most_common()
     return checksum if 2 * engines > len(held) else None
+
+
+def _served(seen: Observation, climb: Climb) -> set[str | None]:
+    """Return the checksums behind open gates: each opened on the one that was agreed on."""
+    return {
+        engine.checksum
+        for member in seen.gpu_members
+        if member.pod_facts and member.pod_facts.gate.open
+        for engine in member.pod_facts.engines
+        if engine.version == climb.version and not engine.shut
+    }
 
 
 def checksums(seen: Observation, climb: Climb) -> dict[str, str | None]:

@@ -274,7 +274,8 @@ class Agent:
         views, target = self._views(), self.server.target
         now = views[0].now
         if target is not None and self._runner_known:
-            rung = self._ladder.standing(pod_facts(views), target.version)
+            failures = [engine.failures for engine in self._engines]
+            rung = self._ladder.standing(pod_facts(views, engine_failures=failures), target.version)
             is_below = target.goal is Goal.CLIMB and rung is not self._ladder.top
             waits = is_below and self._ladder.reaches(rung, target.rung)
             self._climb.stands(rung, epoch=target.epoch, now=now, waits=waits)

@@ -230,6 +230,8 @@ class Engine:
             if not self.view.is_absent:
                 known = child is not None and child.incarnation == self.view.incarnation
                 self._lost(self._end_of(child) if child is not None and known else "it ended with its container")
+            elif child is not None:  # an earlier agent saw it end: others of the pod serve without it
+                self.failures = max(1, self.failures)
             return
         if child.incarnation == self.view.incarnation:
             return

@@ -14,9 +14,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from colocated_rl_agent.planner.actions import Action, Lane, VerifyExport, Wait
+from colocated_rl_agent.planner.actions import Action, Lane, Mirror, Save, SaveModel, VerifyExport, Wait
 from colocated_rl_agent.planner.next_actions import Rules, next_actions
 from colocated_rl_agent.planner.views import PodView
+from colocated_rl_api.facts import EngineState
 from colocated_rl_api.member_wire import PodTarget
 
 
@@ -43,8 +44,11 @@ def _of_engines(chosen: Sequence[Sequence[Action | Wait]]) -> Iterator[EngineCho
 def _of_pod(views: Sequence[PodView], chosen: Sequence[Sequence[Action | Wait]]) -> Iterator[EngineChoice]:
     with_process = [actions for view, actions in zip(views, chosen, strict=True) if not view.engine.is_absent]
     voters = with_process or chosen
+    # what is kept is in host memory: an engine that starts on the devices does not hold it up
+    up = [actions for view, actions in zip(views, chosen, strict=True) if view.engine.state is EngineState.READY]
     for action in dict.fromkeys(action for actions in chosen for action in actions):
-        is_agreed = _is_of_pod(action) and all(action in actions for actions in voters)
+        asked = (up or voters) if isinstance(action, Save | Mirror | SaveModel) else voters
+        is_agreed = _is_of_pod(action) and all(action in actions for actions in asked)
         if is_agreed or isinstance(action, VerifyExport):
             yield EngineChoice(0, action)
 
