@@ -10,15 +10,19 @@ import shutil
 from collections.abc import Collection, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from contract.trainer_in_process import sealed_batches
 from contract.trainer_ranks_in_process import UnwatchedTrainer, in_ranks
 from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModelForCausalLM, Qwen3MoeConfig
 
 from colocated_rl_api.names import PromptPosition
 from colocated_rl_api.trainer_wire import TrainerStatus
+from colocated_rl_cli.evidence.records import read_line
+from colocated_rl_trainer.conformance import ranks
 from colocated_rl_trainer.conformance.ranks import RankLost, TrainerGroup, TrainerKind, UnexpectedStatus
 from colocated_rl_trainer.state.mirror import Mirrors
 from fakes.tiny_model import write_tiny_model
@@ -27,6 +31,10 @@ from fakes.watched_trainer import OF_MIRRORS, fork
 PODS, STEPS = 3, 3
 CONFIG: dict[str, object] = {"learningRate": 1e-2, "minibatches": 2, "microBatchTokens": 80, "threads": 1}
 Weights = dict[str, torch.Tensor]
+OF_EITHER = (  # of a dense model and of a mixture of experts
+    *("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim"),
+    *("max_position_embeddings", "eos_token_id", "pad_token_id"),
+)
 
 
 class TrainersOfJob:
@@ -65,6 +73,12 @@ class TrainersOfJob:
     def lose(self, *pods: int) -> None:
         for pod in pods:
             shutil.rmtree(self.folder / f"pod-{pod}/mirrors")
+
+    def asks(self) -> int:
+        """Bytes that the newest trainers want their memory between checkpoints to have."""
+        log = (self.folder / f"rank-1-lineage-{self.lineage}.log").read_text().splitlines()
+        [asked] = {line["mirrors_bytes"] for line in map(read_line, log) if line and "mirrors_bytes" in line}
+        return int(asked)
 
     def files(self, pod: int) -> list[str]:
         return sorted(file.name for file in (self.folder / f"pod-{pod}/mirrors").iterdir())
@@ -192,6 +206,46 @@ def test_a_step_that_can_not_be_kept_on_one_pod_is_kept_on_none_and_holds_up_nob
         assert kept == [job.files(pod) for pod in range(PODS)]
         job.train(group, 3)
         assert {""} == {each.mirror_fault for each in group.mirror(3)}
+
+
+def test_a_volume_of_the_size_that_the_start_accepts_takes_two_steps(batches: list[list[Path]], tmp_path: Path) -> None:
+    """Ranks divide four experts by whole ones, so one of three has twice as much as the others."""
+    model = write_tiny_model(tmp_path / "model")
+    small = AutoConfig.from_pretrained(model).to_dict()
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 2048}
+    mixture = Qwen3MoeConfig(**{name: small[name] for name in OF_EITHER}, **experts)
+    AutoModelForCausalLM.from_config(mixture).save_pretrained(model)
+    job = TrainersOfJob(tmp_path / "job", model, batches)
+    job.keep_the_first_step()
+    takes = [
+        2 * sum(file.stat().st_size for file in (job.folder / f"pod-{pod}/mirrors").iterdir()) for pod in range(PODS)
+    ]
+    assert max(takes) <= job.asks()
+    assert 1.5 * min(takes) < max(takes)
+
+
+def test_fewer_pods_go_on_where_memory_was_made_for_all(
+    model: Path, batches: list[list[Path]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their larger parts may find no room, which ends no trainer: memory only spares a repetition."""
+    job, whole = TrainersOfJob(tmp_path / "job", model, batches), ranks.job_file
+    with job.start() as group:
+        group.wait_loaded()
+        job.train(group, 1)
+        group.save(1)
+
+    def made_for_all(**options: Any) -> dict[str, Any]:
+        spec: dict[str, Any] = {"replicas": PODS, "elasticPolicy": {"minReplicas": 2}}
+        made: dict[str, Any] = whole(**options)
+        made["spec"] |= spec
+        made["spec"]["checkpoint"]["inMemory"]["sizeLimit"] = str(asked)
+        return made
+
+    asked = job.asks()
+    monkeypatch.setattr(ranks, "job_file", made_for_all)
+    with job.start(size=2) as group:
+        assert {1} == steps(group.wait_loaded())
+    assert asked == job.asks(), "no more than there is"
 
 
 @pytest.mark.parametrize(

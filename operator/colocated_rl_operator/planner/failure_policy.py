@@ -449,9 +449,15 @@ def standstill(seen: Observation, *, since: float, tries: int, message: str) -> 
     """
     slowest = tuple(member for member in seen.gpu_members if seen.standings[member.name] is seen.slowest)
     if len(slowest) == len(seen.gpu_members) > 1:
-        troubled = tuple(member for member in slowest if member.pod_facts and member.pod_facts.problem)
+        troubled = tuple(member for member in slowest if _is_troubled(member))
         slowest = troubled if len(troubled) < len(slowest) else ()
     return Failure(FailureCause.RUNG_DEADLINE, message, slowest, since, tries, seen.slowest)
+
+
+def _is_troubled(member: Member) -> bool:
+    """Return whether the pod reports a problem that can hold it up, which a step that memory did not take can't."""
+    problem = member.pod_facts.problem if member.pod_facts else None
+    return problem is not None and problem.reason != "StateNotMirrored"
 
 
 def lost_engines(seen: Observation) -> Iterator[Failure]:

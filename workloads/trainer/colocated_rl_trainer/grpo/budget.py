@@ -39,6 +39,7 @@ class Budget:
         *,
         on_cpu: bool,
         shared_by: int = 1,
+        largest_part: int | None = None,
         ranks_in_pod: int = 1,
         with_moments: bool = True,
         keeps_reference: bool = False,
@@ -48,22 +49,25 @@ class Budget:
         one_pass: int = 0,
         export_bytes: int = 0,
         mirrored: int = 0,
+        mirrors_at_most: int | None = None,
     ) -> Budget:
         """Compute the budget.
 
-        parameters: of the whole model. shared_by: ranks that divide it. parameters_leave: they are offloaded.
+        parameters: of the whole model. shared_by: ranks that divide it, alike unless `largest_part` says what one has.
+        parameters_leave: they are offloaded.
         adapters: parameters that are trained in place of the model's, by each rank; the model's are then frozen, take
         `frozen_bytes` each and are the reference too.
         one_pass: bytes. export_bytes: of one version of the weights in the pod's memory. mirrored: files with a rank's
-        state there, at most.
+        state there, at most. mirrors_at_most: bytes that are kept of them; what finds no room is not kept.
         """
-        share = -(-parameters // shared_by)
+        share = -(-parameters // shared_by) if largest_part is None else largest_part
         frozen = 0 if adapters is None else frozen_bytes * share
         part = BYTES * (share if adapters is None else adapters)
         moments = 2 * part if with_moments else 0
         device = frozen + part + part + moments + one_pass  # parameters, gradients
         copies_reference = keeps_reference and adapters is None
         exports, mirrors = VERSIONS * export_bytes, mirrored * (part + moments + HEADER)
+        mirrors = mirrors if mirrors_at_most is None else min(mirrors, mirrors_at_most)
         if on_cpu:
             host = ranks_in_pod * (device + (part if copies_reference else 0)) + exports + mirrors
             return cls(None, host, exports, mirrors, one_pass)

@@ -61,6 +61,7 @@ from colocated_rl_trainer.state.sharding import (
 )
 from colocated_rl_trainer.state.weights import (
     checkpoint_activations,
+    count_largest_part,
     count_parameters,
     files_of_model,
     load_model,
@@ -518,6 +519,10 @@ class GRPOTrainer:
         """Return the function from whether activations are computed again to the trainer's budget."""
         config, shape = self._config, read_config(self._settings.model)
         parameters, adapters = count_parameters(self._settings.model, config.lora)
+        part = count_largest_part(self._settings.model, self._settings.world_size) if self._is_shared else None
+        kept, ranks = spec.checkpoint.in_memory, spec.replicas * self._ranks_in_pod
+        # fewer pods than the job asks for go on: their larger parts may find no room in memory, which ends nothing
+        kept_at_most = size_in_bytes(kept.size_limit) if kept and self._settings.world_size < ranks else None
         shares_memory = spec.placement is not Placement.DISAGGREGATED  # with the engines: exports are in it
         largest = Pass(
             tokens=self._tokens_of_pass(spec),
@@ -533,6 +538,7 @@ class GRPOTrainer:
                 parameters,
                 on_cpu=self._device.type == "cpu",
                 shared_by=largest.shared_by,
+                largest_part=part,
                 ranks_in_pod=self._ranks_in_pod,
                 with_moments=config.optimizer == "AdamW",
                 keeps_reference=self._keeps_reference,
@@ -542,6 +548,7 @@ class GRPOTrainer:
                 one_pass=pass_bytes(shape, replace(largest, recomputes=recomputes)) or 0,
                 export_bytes=parameters * self._dtype.itemsize + 4 * (adapters or 0) if shares_memory else 0,
                 mirrored=self._most_mirrored(spec),
+                mirrors_at_most=kept_at_most,
             )
 
         return budget

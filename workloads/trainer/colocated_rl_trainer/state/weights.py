@@ -215,6 +215,18 @@ def count_parameters(directory: Path, lora: LoraConfig | None = None) -> tuple[i
     return parameters, count_adapters(model, lora) if lora else None
 
 
+def count_largest_part(directory: Path, ranks: int) -> int:
+    """Count the parameters of the rank that has most. FSDP2 divides tensors by rows, which no rank shares.
+
+    Raises ConfigError if the model can't be read.
+    """
+    with _explaining_load_errors(directory), torch.device("meta"):
+        config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+        model = AutoModelForCausalLM.from_config(config)
+    rows = [(each.shape[0] if each.dim() else 1, each.numel()) for each in model.parameters()]
+    return sum(-(-count // ranks) * (size // count) for count, size in rows)
+
+
 def checkpoint_activations(model: PreTrainedModel) -> None:
     """Keep only each layer's input and recompute the rest in the backward pass: less memory, a third more work."""
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
