@@ -62,7 +62,7 @@ class EngineFacts(Wire):
     checksum: str | None = Field(default=None, max_length=128)  # of `version`, by the engine; None: not asked for
     noise_nats: float | None = None  # mean difference from the trainer's log-probabilities, as last accepted
     failures: int = 0  # of its incarnations, since one last served
-    rejected: RejectedWeights | None = None  # only while ABSENT: the operator fails the step
+    rejected: RejectedWeights | None = None  # only while ABSENT: the step fails, unless another of the pod holds them
 
     @property
     def is_absent(self) -> bool:

@@ -103,7 +103,8 @@ def _weights(seen: Observation, climb: Climb) -> WeightVersion | None:
 
 
 def agreed_checksum(seen: Observation, climb: Climb) -> str | None:
-    """Return the checksum that more than half of the engines hold, once all that are there hold the climb's weights.
+    """Return the checksum that engines serve, or that more than half of them hold, once all that are there hold the
+    climb's weights.
 
     None before that, without such a majority, or if the job does not compare its engines.
     """
