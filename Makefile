@@ -296,7 +296,7 @@ fast-layer:
 unit-layer:
 	@pytest --numprocesses=2 --dist=loadfile tests/unit
 
-BY_FILE = --dist=loadfile --no-loadscope-reorder# in the order of tests/conftest.py: the longest files first
+BY_FILE = --dist=loadfile --no-loadscope-reorder# in the order of tests/conftest.py
 
 .PHONY: contract-layer
 contract-layer:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+from collections import Counter
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
@@ -18,18 +19,18 @@ settings.register_profile("unhurried", deadline=None, suppress_health_check=[Hea
 settings.load_profile("unhurried")  # how long an example takes says how busy the machine is
 
 
-LONGEST = (
-    *("test_plan_states_pods.py", "test_plan_states_engines.py", "test_plan_states.py", "test_trainer_protocol.py"),
-    *("test_trainer_probe.py", "test_gpu_kit.py", "test_rollout_environments.py", "test_trainer_engine.py"),
-    *("test_trainer_budget.py", "test_trainer_mirror.py", "test_trainer_restart.py", "test_bench_gpu.py"),
-    *("test_rollout_soak.py", "test_two_pods.py", "test_trained_model.py", "test_kills.py"),
+LONGEST = (  # of the files with few tests
+    *("test_plan_states_pods.py", "test_plan_states_engines.py", "test_gpu_kit.py", "test_rollout_environments.py"),
+    *("test_trainer_probe.py", "test_bench_gpu.py", "test_trainer_trl.py", "test_rollout_soak.py"),
+    *("test_two_pods.py", "test_trained_model.py", "test_kills.py"),
 )
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Begin with the longest files: a few of them run at a time, and the last one would run alone."""
+    """Begin with the longest files, then those with most tests: a few run at a time, and the last would run alone."""
     places = {name: place for place, name in enumerate(LONGEST)}
-    items.sort(key=lambda item: places.get(item.path.name, len(LONGEST)))
+    tests = Counter(item.path for item in items)
+    items.sort(key=lambda item: (places.get(item.path.name, len(LONGEST)), -tests[item.path]))
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
