@@ -27,10 +27,20 @@ LONGEST = (  # of the files with few tests
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Begin with the longest files, then those with most tests: a few run at a time, and the last would run alone."""
+    """Begin with the longest files, and without a cluster go on with those of most tests: a few run at a time, and the
+    last would run alone. On a cluster few tests may take long, and the order of names suits them.
+    """
     places = {name: place for place, name in enumerate(LONGEST)}
     tests = Counter(item.path for item in items)
-    items.sort(key=lambda item: (places.get(item.path.name, len(LONGEST)), -tests[item.path]))
+
+    def turn(item: pytest.Item) -> tuple[int, int]:
+        return places.get(item.path.name, len(LONGEST)), 0 if on_cluster(item) else -tests[item.path]
+
+    items.sort(key=turn)
+
+
+def on_cluster(item: pytest.Item) -> bool:
+    return item.path.parent.name == "e2e" or item.get_closest_marker("cluster") is not None
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:

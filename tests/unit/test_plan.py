@@ -409,14 +409,14 @@ def test_f52_one_engine_agrees_with_itself() -> None:
     assert {(Rung.SERVING, "a")} == {(target.rung, target.checksum) for target in pod_targets(plan(holding("a")))}
 
 
-def of_two_engines(other: EngineFacts) -> Observation:
-    """Two engines of one pod: the first serves version (1, 1)."""
+def of_two_engines(other: EngineFacts, *, first: EngineFacts | None = None) -> Observation:
+    """Two engines of one pod. first: by default it serves version (1, 1)."""
     job = make_job(replicas=1, rollout=ROLLOUT | {"engine": {"perPod": 2}})
     seen = climbing(Rung.SERVING, job=job)
     members = []
     for member in seen.members:
         facts = member.pod_facts
-        engines = (*facts.engines, other) if facts else ()
+        engines = (*((first,) if first else facts.engines), other) if facts else ()
         members.append(replace(member, facts=facts.model_copy(update={"engines": engines})) if facts else member)
     return replace(seen, members=tuple(members))
 
@@ -433,6 +433,8 @@ def test_f52_weights_that_one_engine_rejects_and_another_of_its_pod_serves_fail_
     rejected = RejectedWeights(version=V1, message="differ by 0.1 nats")
     out = absent_engine().model_copy(update={"name": "engine-1", "failures": 2, "rejected": rejected})
     assert not plan(of_two_engines(out)).raises
+    for held in (WeightVersion(0, 1), WeightVersion(2, 1)):
+        assert plan(of_two_engines(out, first=engine(held))).raises, "it serves others"
 
 
 @pytest.mark.parametrize("checksums", [("a" * 64, "b"), ("a", "b", "c"), ("a", "a", "b", "b")])

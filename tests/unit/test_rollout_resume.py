@@ -240,6 +240,12 @@ def test_an_end_before_the_first_token_is_refused() -> None:
         read_answer(answer([], reason={"type": "stop"}))
 
 
+def test_the_only_segment_of_a_response_is_not_copied() -> None:
+    segment = tokens((1, 2))
+    joined = join(NO_TOKENS, segment)
+    assert (True, True) == (joined.ids is segment.ids, joined.logp is segment.logp)
+
+
 def test_segments_of_one_version_become_one_span() -> None:
     joined = join(join(NO_TOKENS, tokens((1, 2))), tokens((1, 3), (2, 1)))
     assert (Span(WeightVersion(1, 1), 0, 5), Span(WeightVersion(2, 1), 5, 6)) == joined.spans

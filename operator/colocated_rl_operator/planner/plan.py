@@ -413,7 +413,7 @@ def _rejections(seen: Observation, climb: Climb) -> str:
         for engine in member.pod_facts.engines
         if engine.rejected is not None
         and engine.rejected.version == climb.version
-        and not any(other.is_ready and other.version == climb.version for other in member.pod_facts.engines)
+        and not any(other.version == climb.version for other in member.pod_facts.engines)
     }
     return f"{listed(list(reasons))} ({next(iter(reasons.values()))})" if reasons else ""
 

@@ -122,7 +122,7 @@ def _served(seen: Observation, climb: Climb) -> set[str | None]:
     return {
         engine.checksum
         for member in seen.gpu_members
-        if member.pod_facts and member.pod_facts.gate.open
+        if member.pod_facts
         for engine in member.pod_facts.engines
         if engine.version == climb.version and not engine.shut
     }

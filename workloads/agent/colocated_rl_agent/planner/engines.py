@@ -12,6 +12,7 @@ more than one engine:
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import compress
 from typing import NamedTuple
 
 from colocated_rl_agent.planner.actions import Action, Lane, Mirror, Save, SaveModel, VerifyExport, Wait
@@ -45,7 +46,7 @@ def _of_pod(views: Sequence[PodView], chosen: Sequence[Sequence[Action | Wait]])
     with_process = [actions for view, actions in zip(views, chosen, strict=True) if not view.engine.is_absent]
     voters = with_process or chosen
     # what is kept is in host memory: an engine that starts on the devices does not hold it up
-    up = [actions for view, actions in zip(views, chosen, strict=True) if view.engine.state is EngineState.READY]
+    up = [*compress(chosen, [view.engine.state is EngineState.READY for view in views])]
     for action in dict.fromkeys(action for actions in chosen for action in actions):
         asked = (up or voters) if isinstance(action, Save | Mirror | SaveModel) else voters
         is_agreed = _is_of_pod(action) and all(action in actions for actions in asked)

@@ -178,8 +178,9 @@ def join_all(segments: Iterable[Tokens]) -> Tokens:
             else:
                 spans.append(Span(span.version, span.start + offset, span.end + offset))
         offset += len(segment)
-    if len(parts) == 1:  # most responses are of one attempt: nothing is copied
-        return Tokens(parts[0].ids, parts[0].logp, tuple(spans))
+    match parts:
+        case [only]:  # as of most responses: nothing is copied
+            return Tokens(only.ids, only.logp, tuple(spans))
     ids, logp = np.concatenate([part.ids for part in parts]), np.concatenate([part.logp for part in parts])
     return Tokens(ids, logp, tuple(spans))
 
