@@ -32,13 +32,17 @@ SEVERAL_SLOW = [
     (Placement.TIME_SLICED, 2, 2, ("engine",)),
     (Placement.RESIDENT, 2, 2, ("engine",)),
     (Placement.DISAGGREGATED, 2, 1, ("engine",)),
-    (Placement.ROLLOUT_ONLY, 3, 2, ("engine",)),
 ]
+RARELY = (pytest.mark.slow, pytest.mark.release)  # more than a minute each
 
 
 @pytest.mark.parametrize(
     ("placement", "engines", "deaths", "of"),
-    [*SEVERAL, *(pytest.param(*bounds, marks=pytest.mark.slow) for bounds in SEVERAL_SLOW)],
+    [
+        *SEVERAL,
+        *(pytest.param(*bounds, marks=pytest.mark.slow) for bounds in SEVERAL_SLOW),
+        pytest.param(Placement.ROLLOUT_ONLY, 3, 2, ("engine",), marks=RARELY),
+    ],
 )
 def test_every_state_of_a_pod_with_several_engines_is_safe_and_leads_to_an_end(
     placement: Placement, engines: int, deaths: int, of: tuple[str, ...], capsys: pytest.CaptureFixture[str]
@@ -53,6 +57,7 @@ def two_engines(*, deaths: int) -> SeveralEngines:
 
 
 @pytest.mark.slow
+@pytest.mark.release
 def test_pod_that_sums_its_engines_up_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """It stood below each of its engines, and stayed there."""
     monkeypatch.setattr(Ladder, "standing", lambda ladder, pod, at: ladder.stands(pod, at))

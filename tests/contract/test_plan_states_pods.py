@@ -11,6 +11,7 @@ from fakes.left_out import must_mean_the_same, searched
 from fakes.model import MORTAL, JobModel
 
 pytestmark = pytest.mark.slow
+LARGEST = ("operator", "trainer")  # a minute each
 
 
 def test_what_a_search_leaves_out_of_three_pods_differs_in_nothing_from_what_it_looks_at() -> None:
@@ -20,7 +21,9 @@ def test_what_a_search_leaves_out_of_three_pods_differs_in_nothing_from_what_it_
     must_mean_the_same(few, each)
 
 
-@pytest.mark.parametrize("mortal", MORTAL)
+@pytest.mark.parametrize(
+    "mortal", [pytest.param(each, marks=[pytest.mark.release] if each in LARGEST else []) for each in MORTAL]
+)
 def test_every_state_of_three_pods_is_safe_and_leads_to_an_end(mortal: str, capsys: pytest.CaptureFixture[str]) -> None:
     """One parameter for each that may die covers every case with one death."""
     job = make_job(replicas=3, steps=1, checkpoint={"everySteps": 1})
