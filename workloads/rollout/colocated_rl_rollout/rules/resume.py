@@ -180,8 +180,9 @@ def join_all(segments: Iterable[Tokens]) -> Tokens:
         offset += len(segment)
     match parts:
         case [only]:  # as of most responses: nothing is copied
-            return Tokens(only.ids, only.logp, tuple(spans))
-    ids, logp = np.concatenate([part.ids for part in parts]), np.concatenate([part.logp for part in parts])
+            ids, logp = only.ids, only.logp
+        case _:
+            ids, logp = np.concatenate([part.ids for part in parts]), np.concatenate([part.logp for part in parts])
     return Tokens(ids, logp, tuple(spans))
 
 
