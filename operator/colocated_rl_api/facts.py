@@ -39,7 +39,7 @@ class EngineState(StrEnum):
 
 
 class RejectedWeights(Wire):
-    """The engine serves no such weights: two of its incarnations failed the check of them, and none starts on them."""
+    """No engine starts in this one's place on these weights: two in a row failed the check of them."""
 
     version: Version
     message: str = Field(max_length=1024)  # the result of the second check

@@ -95,14 +95,19 @@ async def test_engine_that_dies_stops_no_other_and_serves_again(placement: Place
         assert [] == pod.broken
 
 
+async def lose_the_second_engine(pod: SmallPod) -> None:
+    """Let both serve, and then one die that does not start again."""
+    await pod.climb(V0)
+    pod.engine_fails_at_start = MANY
+    await pod.runner.end_child(NAMES[1], -9)
+    await pod.news(lambda: facts(pod)[NAMES[1]].failures >= 3)
+
+
 @both_ladders
 async def test_agent_and_operator_agree_where_a_pod_stands_while_an_engine_is_out(placement: Placement) -> None:
     """The agent counted it: its metrics said that all other pods waited for this one."""
     async with several(placement, engines=2) as pod:
-        await pod.climb(V0)
-        pod.engine_fails_at_start = MANY
-        await pod.runner.end_child(NAMES[1], -9)
-        await pod.news(lambda: facts(pod)[NAMES[1]].failures >= 2)
+        await lose_the_second_engine(pod)
         assert Rung.SERVING is pod.ladder.standing(pod.facts, V0)
         assert (Rung.SERVING, None) == (pod.agent._climb.rung, pod.agent._below_target())
 
@@ -111,10 +116,7 @@ async def test_agent_and_operator_agree_where_a_pod_stands_while_an_engine_is_ou
 async def test_next_agent_serves_by_the_other_engines_while_one_is_out(placement: Placement) -> None:
     """It took the one that was out for one that starts for the first time, and waited for it."""
     async with several(placement, engines=2) as pod:
-        await pod.climb(V0)
-        pod.engine_fails_at_start = MANY
-        await pod.runner.end_child(NAMES[1], -9)
-        await pod.news(lambda: facts(pod)[NAMES[1]].failures >= 3)
+        await lose_the_second_engine(pod)
         await pod.restart_agent(orderly=True)
         await pod.climb(V0)
         assert [True, False] == [entrance.is_open for entrance in pod.agent._gate.entrances]

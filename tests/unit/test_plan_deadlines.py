@@ -75,8 +75,9 @@ def test_an_engine_that_is_lost_after_long_rollout_has_all_the_time_to_start_aga
         make_job(replicas=1, rollout=rollout), [serving], climb=make_climb(1), rollout=rollout_facts(sealed=1)
     )
     gone = EngineFacts(name="engine-0", state=EngineState.ABSENT, failures=1, shut=True)
+    starting = gone.model_copy(update={"state": EngineState.STARTING, "incarnation": "e2", "starts_on": at})
     back = up.engines[0].model_copy(update={"failures": 1, "shut": True})
-    for lost, after_s in ((None, 5000), (gone, 5000), (gone.model_copy(update={"starts_on": at}), 60), (back, 60)):
+    for lost, after_s in ((None, 5000), (gone, 5000), (starting, 60), (back, 60)):
         is_open = engines > 1 or lost is None
         facts = serving.model_copy(
             update={

@@ -361,7 +361,7 @@ def test_what_is_sent_of_a_growing_text_is_never_taken_back(text: str, stops: li
 def test_pieces_add_up_to_the_whole(chat: Chat, text: str, stops: list[str], ends: list[int], calls: bool) -> None:
     """Wherever the tokens are cut, in the middle of a character too."""
     tokens = tokens_of(chat, text + CALL if calls else text)
-    stop = stopped_at(tokens.ids.tolist(), stops, chat.text)
+    stop = stopped_at(tokens.ids, stops, chat.text)
     tokens = tokens if stop is None else cut(tokens, stop)
     reply = CompletionReply(
         Form(chat=True, streams=True, logprobs=True, tools=True),
@@ -386,6 +386,6 @@ def test_pieces_add_up_to_the_whole(chat: Chat, text: str, stops: list[str], end
 
 @given(st.text("abc", max_size=20), st.lists(st.text("abc", min_size=1, max_size=3), min_size=1, max_size=3))
 def test_a_stop_string_ends_where_it_is_first_whole(chat: Chat, text: str, stops: list[str]) -> None:
-    ids = list(chat.encode(text))
+    ids = np.array(chat.encode(text), np.int32)
     ends = [text.find(stop) + len(stop) for stop in stops if stop in text]
     assert (min(ends) if ends else None) == stopped_at(ids, stops, chat.text)

@@ -351,4 +351,6 @@ def test_a_response_is_given_up_at_each_bound_and_not_before(
     ("stops", "expected"), [((), None), (("x",), None), (("c",), 3), (("bc", "e"), 3), (("e",), 5), (("a", "x"), 1)]
 )
 def test_a_stop_text_is_found_with_the_token_that_completes_it(stops: tuple[str, ...], expected: int | None) -> None:
-    assert expected == stopped_at([0, 1, 2, 3, 4], stops, lambda ids: "".join("abcde"[each] for each in ids))
+    assert expected == stopped_at(
+        np.arange(5, dtype=np.int32), stops, lambda ids: "".join("abcde"[each] for each in ids)
+    )

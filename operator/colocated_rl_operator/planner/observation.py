@@ -372,7 +372,7 @@ class Memory:
     highest: dict[str, Rung] = field(default_factory=dict)  # where each pod has stood in this epoch, by UID
     progress: int = 0  # digest of what counts as progress
     progress_at: float = 0.0
-    was_up: bool = False  # at the last look, in this epoch: a group that rests has no deadline, however long
+    was_up: bool = False  # at the last look: a group that rests has no deadline, however long
     unready_since: float | None = None  # since when not all members answer; None: they do
     awaited_since: float | None = None  # the same, while that may be their fault: podsReadyDeadlineSeconds runs
     unplaced_since: float | None = None  # since when a pod of the lineage is not placed, or room came free for one
@@ -756,12 +756,11 @@ def _remember_rungs(seen: Observation, memory: Memory) -> Memory:
         rung, before = seen.standings[member.name], memory.highest.get(member.uid, Rung.UNKNOWN)
         highest[member.uid] = rung if rung is before else max(before, rung, key=ladder.place)
     progress = _progress(seen, highest)
-    has_fallen = memory.was_up and not seen.is_up  # its deadline runs from here: before, it had nothing to do
+    has_fallen = memory.was_up and not seen.is_up  # its deadline begins now
     progress_at = memory.progress_at if progress == memory.progress and not has_fallen else now
     stood = [rung for rung in ladder.rungs if ladder.reaches(seen.slowest, rung) or rung in memory.reached]
     reached = {rung: memory.reached.get(rung, now) for rung in stood}
-    memory = replace(memory, last_switch_s=_last_switch_s(seen, memory, reached))
-    memory = replace(memory, was_up=seen.is_up)
+    memory = replace(memory, last_switch_s=_last_switch_s(seen, memory, reached), was_up=seen.is_up)
     return replace(memory, reached=reached, highest=highest, progress=progress, progress_at=progress_at)
 
 

@@ -110,32 +110,24 @@ def agreed_checksum(seen: Observation, climb: Climb) -> str | None:
     """
     if not (seen.job.spec.judges_weights and seen.job.ladder.reaches(seen.slowest, Rung.UPDATED)):
         return None
-    if len(agreed := _served(seen, climb)) == 1:
-        return agreed.pop()
+    if len(agreed := {*checksums(seen, climb, only_served=True).values()}) == 1:
+        return agreed.pop()  # each gate opened on the one that was agreed on
     held = checksums(seen, climb)
     (checksum, engines), *_ = Counter(held.values()).most_common()
     return checksum if 2 * engines > len(held) else None
 
 
-def _served(seen: Observation, climb: Climb) -> set[str | None]:
-    """Return the checksums behind open gates: each opened on the one that was agreed on."""
-    return {
-        engine.checksum
-        for member in seen.gpu_members
-        if member.pod_facts
-        for engine in member.pod_facts.engines
-        if engine.version == climb.version and not engine.shut
-    }
+def checksums(seen: Observation, climb: Climb, *, only_served: bool = False) -> dict[str, str | None]:
+    """Return each engine's checksum of the climb's weights, by its name and its pod's where that has several.
 
-
-def checksums(seen: Observation, climb: Climb) -> dict[str, str | None]:
-    """Return each engine's checksum of the climb's weights, by its name and its pod's where that has several."""
+    only_served: of those to which a gate is open.
+    """
     return {
         (f"{engine.name} of {member.name}" if len(member.pod_facts.engines) > 1 else member.name): engine.checksum
         for member in seen.gpu_members
         if member.pod_facts
         for engine in member.pod_facts.engines
-        if engine.version == climb.version
+        if engine.version == climb.version and not (only_served and engine.shut)
     }
 
 

@@ -265,17 +265,21 @@ class Agent:
             problem=self._problems.newest,
             took_s=self._climb.took_s,
             waited_s=self._climb.waited_s,
-            engine_failures=[engine.failures for engine in self._engines],
+            engine_failures=self._engine_failures,
             reference_ready=self._reference.is_ready,
         )
+
+    @property
+    def _engine_failures(self) -> list[int]:
+        return [engine.failures for engine in self._engines]
 
     def _advance(self) -> float | None:
         """Begin the actions that can begin now, and return when to look again if nothing happens before."""
         views, target = self._views(), self.server.target
         now = views[0].now
         if target is not None and self._runner_known:
-            failures = [engine.failures for engine in self._engines]
-            rung = self._ladder.standing(pod_facts(views, engine_failures=failures), target.version)
+            facts = pod_facts(views, engine_failures=self._engine_failures)
+            rung = self._ladder.standing(facts, target.version)
             is_below = target.goal is Goal.CLIMB and rung is not self._ladder.top
             waits = is_below and self._ladder.reaches(rung, target.rung)
             self._climb.stands(rung, epoch=target.epoch, now=now, waits=waits)

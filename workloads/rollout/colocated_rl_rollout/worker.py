@@ -330,7 +330,7 @@ class Worker(Sealer):
         whole = join(sample.tokens, segment)
         limit = self._rollout.max_response_tokens
         finish = finish_of(whole, generated.finish, limit=limit, end_ids=self._chat.end_ids)
-        stop = stopped_at(whole.ids.tolist(), self._stops, self._chat.text) if self._stops else None
+        stop = stopped_at(whole.ids, self._stops, self._chat.text)
         if stop is not None:
             stop = max(stop, len(sample.tokens))  # tokens of a former job may hold it: they stay as they are
             finish, whole, segment = Finish.STOP, cut(whole, stop), cut(segment, stop - len(sample.tokens))

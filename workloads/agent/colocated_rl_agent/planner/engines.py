@@ -6,6 +6,7 @@ more than one engine:
 
 * what trainers do, and the end of the pod, is done once the table chooses it for every engine that has a process: then
   no engine maps memory where it must not. An engine without a process maps nothing, so it holds nobody up;
+* what they keep, a checkpoint above all, is in host memory, and waits for those engines alone that answer;
 * files are compared with their manifest as soon as the table chooses that for any engine.
 """
 
@@ -45,7 +46,6 @@ def _of_engines(chosen: Sequence[Sequence[Action | Wait]]) -> Iterator[EngineCho
 def _of_pod(views: Sequence[PodView], chosen: Sequence[Sequence[Action | Wait]]) -> Iterator[EngineChoice]:
     with_process = [actions for view, actions in zip(views, chosen, strict=True) if not view.engine.is_absent]
     voters = with_process or chosen
-    # what is kept is in host memory: an engine that starts on the devices does not hold it up
     up = [*compress(chosen, [view.engine.state is EngineState.READY for view in views])]
     for action in dict.fromkeys(action for actions in chosen for action in actions):
         asked = (up or voters) if isinstance(action, Save | Mirror | SaveModel) else voters

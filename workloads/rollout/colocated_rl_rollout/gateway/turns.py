@@ -255,7 +255,7 @@ class Turns:
     def _accept(self, turn: Turn, generated: Generated) -> None:
         asked, brought = turn.asked, len(generated.tokens) > 0
         whole = join(turn.tokens, generated.tokens)
-        stop = stopped_at(whole.ids.tolist(), asked.stops, self._chat.text)
+        stop = stopped_at(whole.ids, asked.stops, self._chat.text)
         turn.tokens = turn.so_far = whole if stop is None else cut(whole, stop)
         read = generated.experts
         if turn.replays and len(read):

@@ -224,14 +224,14 @@ def cut(tokens: Tokens, length: int) -> Tokens:
     return Tokens(tokens.ids[:length], tokens.logp[:length], spans)
 
 
-def stopped_at(ids: Sequence[int], stops: Sequence[str], text_of: Callable[[Sequence[int]], str]) -> int | None:
+def stopped_at(ids: NDArray[np.int32], stops: Sequence[str], text_of: Callable[[list[int]], str]) -> int | None:
     """Return the number of tokens up to the end of the first stop string, or None without one.
 
     An engine looks for stop strings only in the tokens it generated: it misses one that spans two attempts.
     """
 
     def is_stopped(length: int) -> bool:
-        text = text_of(ids[:length])
+        text = text_of(ids[:length].tolist())
         return any(stop in text for stop in stops)
 
     if not stops or not is_stopped(len(ids)):

@@ -61,7 +61,6 @@ from colocated_rl_trainer.state.sharding import (
 )
 from colocated_rl_trainer.state.weights import (
     checkpoint_activations,
-    count_largest_part,
     count_parameters,
     files_of_model,
     load_model,
@@ -518,8 +517,8 @@ class GRPOTrainer:
     def _budgets(self, spec: ColocatedRLJobSpec) -> Callable[[bool], Budget]:
         """Return the function from whether activations are computed again to the trainer's budget."""
         config, shape = self._config, read_config(self._settings.model)
-        parameters, adapters = count_parameters(self._settings.model, config.lora)
-        part = count_largest_part(self._settings.model, self._settings.world_size) if self._is_shared else None
+        shared_by = self._settings.world_size if self._is_shared else 1
+        parameters, adapters, part = count_parameters(self._settings.model, config.lora, shared_by=shared_by)
         kept, ranks = spec.checkpoint.in_memory, spec.replicas * self._ranks_in_pod
         # fewer pods than the job asks for go on: their larger parts may find no room in memory, which ends nothing
         kept_at_most = size_in_bytes(kept.size_limit) if kept and self._settings.world_size < ranks else None
@@ -527,7 +526,7 @@ class GRPOTrainer:
         largest = Pass(
             tokens=self._tokens_of_pass(spec),
             dtype=self._dtype,
-            shared_by=self._settings.world_size if self._is_shared else 1,
+            shared_by=shared_by,
             float32_head=config.fp32_lm_head,
             with_entropy=config.entropy_coefficient > 0,
             lora=config.lora,

@@ -83,7 +83,9 @@ class TorchLoop:
         self.optimizer = self.make_optimizer()
         if found is None:
             return 0
-        of_job, of_checkpoint = count_parameters(self.settings.model), count_parameters(found.directory)
+        of_job, of_checkpoint = (
+            count_parameters(directory).parameters for directory in (self.settings.model, found.directory)
+        )
         if of_job != of_checkpoint:
             raise ConfigError(
                 f"checkpoint {found.directory} is of a model of {of_checkpoint:,} parameters, and spec.model has "

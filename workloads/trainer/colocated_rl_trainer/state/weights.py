@@ -10,7 +10,7 @@ import json
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import transformers
@@ -202,29 +202,28 @@ def read_config(directory: Path) -> PreTrainedConfig:
         return config
 
 
-def count_parameters(directory: Path, lora: LoraConfig | None = None) -> tuple[int, int | None]:
+class ParameterCounts(NamedTuple):
+    """Numbers of parameters. adapters: of those that are trained; None: none are wanted. part: of the largest rank."""
+
+    parameters: int
+    adapters: int | None
+    part: int
+
+
+def count_parameters(directory: Path, lora: LoraConfig | None = None, *, shared_by: int = 1) -> ParameterCounts:
     """Count the parameters that `load_model` would load, without weights, and those of adapters where they are wanted.
 
+    shared_by: ranks that divide the model as FSDP2 does: by the rows of each tensor, so the first rank has most.
     Raises ConfigError if the model can't be trained.
     """
     _check_trainable(directory)
     with _explaining_load_errors(directory), torch.device("meta"):
         config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
         model = AutoModelForCausalLM.from_config(config)
-    parameters = sum(parameter.numel() for parameter in model.parameters())
-    return parameters, count_adapters(model, lora) if lora else None
-
-
-def count_largest_part(directory: Path, ranks: int) -> int:
-    """Count the parameters of the rank that has most. FSDP2 divides tensors by rows, which no rank shares.
-
-    Raises ConfigError if the model can't be read.
-    """
-    with _explaining_load_errors(directory), torch.device("meta"):
-        config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
-        model = AutoModelForCausalLM.from_config(config)
-    rows = [(each.shape[0] if each.dim() else 1, each.numel()) for each in model.parameters()]
-    return sum(-(-count // ranks) * (size // count) for count, size in rows)
+    sizes = [(each.shape[0] if each.dim() else 1, each.numel()) for each in model.parameters()]
+    parameters = sum(size for _, size in sizes)
+    part = sum(-(-rows // shared_by) * (size // rows) for rows, size in sizes)
+    return ParameterCounts(parameters, count_adapters(model, lora) if lora else None, part)
 
 
 def checkpoint_activations(model: PreTrainedModel) -> None:
