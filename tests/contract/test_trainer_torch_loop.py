@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from torch.optim import AdamW, Optimizer
 from colocated_rl_trainer.conformance.ranks import TrainerGroup, TrainerKind
 from colocated_rl_trainer.conformance.shards import Example, write_shards
 from colocated_rl_trainer.protocol.rank import Rank
+from colocated_rl_trainer.protocol.settings import ConfigError
 from colocated_rl_trainer.state.weights import load_model
 from examples.own_trainer.trainer import Reinforce
 from fakes.tiny_model import VOCABULARY, write_tiny_model
@@ -103,6 +105,17 @@ def test_optimizer_goes_on_from_its_checkpoint(model: Path, tmp_path: Path) -> N
 
     for expected, parameter in zip(undisturbed.model.parameters(), again.model.parameters(), strict=True):
         assert torch.equal(expected, parameter)
+
+
+def test_checkpoint_of_another_model_is_refused_with_both_sizes(model: Path, tmp_path: Path) -> None:
+    """The message could not be made of what was counted, and the trainer ended with that error."""
+    settings = only_rank(tmp_path, model, {})
+    loop = WithMoments(settings)
+    loop.load()
+    loop.save(1, keep=1)
+    larger = write_tiny_model(tmp_path / "larger", layers=3)
+    with pytest.raises(ConfigError, match=r"is of a model of \d+,\d+ parameters, and spec\.model has \d+,\d+: name"):
+        WithMoments(replace(settings, model=larger)).load()
 
 
 def test_the_split_among_ranks_changes_nothing_but_rounding(model: Path, tmp_path: Path) -> None:
