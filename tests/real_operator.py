@@ -14,7 +14,7 @@ import time
 from asyncio.subprocess import PIPE, STDOUT
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from setup.layout import CHECKOUT
 
 Body = dict[str, Any]
 NAMESPACE, OPERATORS = "default", "operators"
+ACCOUNT = "colocated-rl-operator"
 JOBS = f"/apis/{names.API_VERSION}/namespaces/{NAMESPACE}/{names.PLURAL}"
 PODS = f"/api/v1/namespaces/{NAMESPACE}/pods"
 START_DEADLINE_S = 90
@@ -77,6 +78,31 @@ def _wait_until_listed(kubectl: Callable[..., None]) -> None:
             if time.monotonic() > until:
                 raise
         time.sleep(0.1)
+
+
+def account_of_chart(access: ClusterAccess, folder: Path, *words: str) -> ClusterAccess:
+    """Install the chart's rights and policies for an operator in the namespace of operators; return its access.
+
+    words: more for `helm template`. The release has the name that the Lease of operators has by default, and the right
+    to see nodes, which some tests need.
+    """
+    kubeconfig = folder / "chart-kubeconfig"
+    kubeconfig.write_text(kubeconfig_of(access))
+    kubeconfig.chmod(0o600)
+
+    def run(*command: str | Path, stdin: str | None = None) -> str:
+        words = [CHECKOUT.localcluster, *command]
+        return subprocess.run(
+            words, check=True, input=stdin, stdout=subprocess.PIPE, text=True, timeout=START_DEADLINE_S
+        ).stdout
+
+    shown = [f"--show-only=templates/{name}.yaml" for name in ("serviceaccount", "rbac", "admission", "flowschema")]
+    chart = ("helm", "template", ACCOUNT, CHECKOUT.root / "charts/colocated-rl", "--namespace", OPERATORS)
+    rendered = run(*chart, *shown, "--set", "nodes.badConditions={GPUMissing=True}", *words)
+    kubectl = ("kubectl", "--kubeconfig", kubeconfig)
+    run(*kubectl, "apply", "-f", "-", stdin=rendered)
+    token = run(*kubectl, "create", "token", ACCOUNT, "--namespace", OPERATORS, "--duration=24h").strip()
+    return replace(access, token_file=None, certificate_pem=None, fixed_token=token)
 
 
 class NotYet(Exception):

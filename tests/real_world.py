@@ -46,7 +46,8 @@ class RealWorld:
     api: AdminApi
     group: ModelGroup
     kubelet: FakeKubelet
-    kubeconfig: Path  # of operators
+    kubeconfig: Path  # of people
+    operators_kubeconfig: Path
     job: Body = field(default_factory=dict)
     phases: list[str | None] = field(default_factory=list)  # of the job, each once in a row
     operators: set[str] = field(default_factory=set)  # who run
@@ -86,14 +87,18 @@ class RealWorld:
             pytest.fail(f"did not happen in {deadline_s} s; status {json.dumps(self.status, indent=1)}")
 
     @asynccontextmanager
-    async def operator(self, lease: Mapping[str, str] = LEASE) -> AsyncIterator[RealOperator]:
+    async def operator(
+        self, lease: Mapping[str, str] = LEASE, *, kubeconfig: Path | None = None
+    ) -> AsyncIterator[RealOperator]:
         """Run an operator until the context ends, by a kill. The next has its name, as a
-        container started again, and so its Lease.
+        container started again, and so its Lease. kubeconfig: of one that is not like the others.
         """
         name = next(name for number in count(1) if (name := f"operator-{number}") not in self.operators)
         self.operators.add(name)
         try:
-            async with running_operator(self.kubeconfig, name, lease, self.kubelet.moved.set) as operator:
+            async with running_operator(
+                kubeconfig or self.operators_kubeconfig, name, lease, self.kubelet.moved.set
+            ) as operator:
                 yield operator
         finally:
             self.operators.remove(name)
@@ -145,7 +150,9 @@ async def open_real_world(
         kubelet = FakeKubelet(
             group, directory, read_secret=read_secret, set_status=set_status, ended=ended, tasks=tasks
         )
-        world = RealWorld(api, group, kubelet, _write_kubeconfig(operators or access, directory / "kubeconfig"))
+        kubeconfig = _write_kubeconfig(access, directory / "kubeconfig")
+        theirs = _write_kubeconfig(operators, directory / "operators-kubeconfig") if operators else kubeconfig
+        world = RealWorld(api, group, kubelet, kubeconfig, theirs)
         watches = [
             tasks.create_task(api.watch(PODS, world.note_pod)),
             tasks.create_task(api.watch(JOBS, world.note_job)),

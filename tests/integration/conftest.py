@@ -12,7 +12,7 @@ from loops import LoopFactory, TidyLoop
 
 from colocated_rl_operator.clients.cluster import ClusterAccess
 from fakes.world import SPEC, FakeWorld, open_world
-from real_operator import cluster_without_nodes
+from real_operator import account_of_chart, cluster_without_nodes
 
 DATA_PATH = {"test_listening.py", "test_agent_data_port.py", "test_agent_gate.py"}
 
@@ -35,3 +35,9 @@ def access(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ClusterAccess]:
     """A real API server whose nodes run nothing."""
     with cluster_without_nodes(tmp_path_factory.mktemp("cluster")) as access:
         yield access
+
+
+@pytest.fixture(scope="session")
+def operators(access: ClusterAccess, tmp_path_factory: pytest.TempPathFactory) -> ClusterAccess:
+    """The same server for an operator that has the chart's rights, and is bound by the chart's policies."""
+    return account_of_chart(access, tmp_path_factory.mktemp("chart"))

@@ -58,9 +58,12 @@ LONG_LEASE = LEASE | {"LEASE_DURATION_S": "600"}  # only who is given it gets it
 
 
 @pytest.fixture
-async def world(request: pytest.FixtureRequest, access: ClusterAccess, tmp_path: Path) -> AsyncIterator[RealWorld]:
-    """Indirect parameters replace parts of the job's spec."""
-    async with open_real_world(access, tmp_path, SPEC | getattr(request, "param", {})) as world:
+async def world(
+    request: pytest.FixtureRequest, access: ClusterAccess, operators: ClusterAccess, tmp_path: Path
+) -> AsyncIterator[RealWorld]:
+    """Operators have the account of the chart. Indirect parameters replace parts of the job's spec."""
+    spec = SPEC | getattr(request, "param", {})
+    async with open_real_world(access, tmp_path, spec, operators=operators) as world:
         yield world
 
 
@@ -802,7 +805,8 @@ async def test_two_releases_that_watch_one_namespace_do_not_fight_over_its_job(w
     world.stay_in_rollout()
     async with world.operator():
         await world.until(lambda: world.status.get("phase") == "Rollout")
-        async with world.operator(LEASE | {"LEASE_NAME": "another"}) as other:
+        another = world.operator(LEASE | {"LEASE_NAME": "another"}, kubeconfig=world.kubeconfig)
+        async with another as other:
             await world.until(lambda: other.logged("lease taken"))
             await told_up_to(world, Reason.ANOTHER_OPERATOR)
             world.kubelet.release("rollout")

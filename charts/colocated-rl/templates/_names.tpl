@@ -9,6 +9,11 @@
 {{- $name | trunc 52 | trimSuffix "-" -}}
 {{- end -}}
 
+{{/* Of objects of the cluster that each release has of its own: two may have one name, in two namespaces. */}}
+{{- define "colocated-rl.cluster-name" -}}
+{{ .Release.Namespace }}.{{ include "colocated-rl.name" . }}
+{{- end -}}
+
 {{/* Labels that never change: selectors. Network policies of jobs know the operator by the first. */}}
 {{- define "colocated-rl.selector" -}}
 app.kubernetes.io/name: {{ .Chart.Name }}
