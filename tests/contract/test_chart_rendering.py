@@ -371,12 +371,12 @@ def test_pod_monitor_finds_every_member_and_says_whose_it_is(seat: str) -> None:
 
 def test_rules_and_dashboard_are_the_files_and_runbooks_are_where_the_values_say() -> None:
     objects = monitored()
-    written = yaml.safe_load((CHART / "rules/alerts.yaml").read_text())
-    assert written == one(objects, "PrometheusRule")["spec"]
+    alerts, recorded = (yaml.safe_load((CHART / f"rules/{file}.yaml").read_text()) for file in ("alerts", "recorded"))
+    assert {"groups": alerts["groups"] + recorded["groups"]} == one(objects, "PrometheusRule")["spec"]
     dashboard = one(objects, "ConfigMap")["data"]["colocated-rl.json"]
     assert json.loads((CHART / "dashboards/colocated-rl.json").read_text()) == json.loads(dashboard)
     elsewhere = render("--set", "monitoring.rules=true,monitoring.runbooks=https://wiki.example.com/")
-    [group] = one(elsewhere, "PrometheusRule")["spec"]["groups"]
+    group, _recorded = one(elsewhere, "PrometheusRule")["spec"]["groups"]
     assert all(rule["annotations"]["runbook_url"].startswith("https://wiki.example.com/") for rule in group["rules"])
 
 

@@ -1,4 +1,4 @@
-"""Alerts and panels are queries to a parser of Prometheus' language, not only texts with names of metrics in them."""
+"""Rules and panels are queries to a parser of Prometheus' language, not only texts with names of metrics in them."""
 
 from __future__ import annotations
 

@@ -32,6 +32,7 @@ No metric names a job or a pod: Prometheus adds both when it scrapes. With the c
 """
 
 
+BUSY = "avg by (namespace, colocatedrljob, holder) (avg_over_time(gpu:colocate_gpu_utilization:by_holder[1d]))"
 COST = "sum by (namespace, colocatedrljob, holder) (increase(colocate_gpu_seconds_total[30d])) / 3600"
 
 
@@ -104,5 +105,18 @@ def page() -> str:
         "```",
         "",
         "Without Prometheus, `kubectl crlj cost JOB` adds up what its pods have counted since their agents started.",
+        "",
+        "## How busy its GPUs are",
+        "",
+        "Where Prometheus scrapes NVIDIA's DCGM exporter, the chart's rules (`monitoring.rules`) record",
+        "`gpu:colocate_gpu_utilization:by_holder`: for each device of a job's pods how busy it was in the last",
+        "two minutes, from 0 to 1 (`DCGM_FI_DEV_GPU_UTIL`), and who had it for most of them. Labels are `namespace`,",
+        "`pod`, `gpu`, `UUID`, `colocatedrljob` and `holder`. The exporter's names of pods may be in `pod` or, where",
+        "its monitor has `honorLabels: false`, in `exported_pod`. A phase that is shorter than two minutes counts",
+        "for the longer one beside it. What each holder used of the GPUs that it had:",
+        "",
+        "```",
+        BUSY,
+        "```",
     ]
     return "\n".join(lines) + "\n"

@@ -39,9 +39,17 @@ def promtool(*words: str | Path) -> str:
     return done.stdout
 
 
+def rules_do_what_their_cases_say(file: str) -> bool:
+    promtool("check", "rules", "--lint=all", "--lint-fatal", CHECKOUT.root / "charts/colocated-rl/rules" / file)
+    return "SUCCESS" in promtool("test", "rules", Path(__file__).with_name(file))
+
+
 def test_alerts_fire_on_what_they_say_and_on_nothing_else() -> None:
-    promtool("check", "rules", "--lint=all", "--lint-fatal", CHECKOUT.root / "charts/colocated-rl/rules/alerts.yaml")
-    assert "SUCCESS" in promtool("test", "rules", Path(__file__).with_name("alerts.yaml"))
+    assert rules_do_what_their_cases_say("alerts.yaml")
+
+
+def test_how_busy_a_device_is_is_recorded_with_who_has_it() -> None:
+    assert rules_do_what_their_cases_say("recorded.yaml")
 
 
 @pytest.fixture(scope="module")

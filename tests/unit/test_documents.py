@@ -19,10 +19,14 @@ from setup.layout import CHECKOUT
 CHART = CHECKOUT.root / "charts/colocated-rl"
 METRICS = {name: family for group in families().values() for family in group for name in family.series}
 ADDED = {"namespace", "pod", "colocatedrljob", "role"}  # by Prometheus, as the chart's PodMonitor tells it
+OF_DCGM = {"gpu", "UUID"}  # labels of its exporter, by device
 RULES: list[dict[str, Any]] = yaml.safe_load((CHART / "rules/alerts.yaml").read_text())["groups"][0]["rules"]
+RECORDED: list[dict[str, Any]] = yaml.safe_load((CHART / "rules/recorded.yaml").read_text())["groups"][0]["rules"]
 DASHBOARD = json.loads((CHART / "dashboards/colocated-rl.json").read_text())
 PANELS = [panel for panel in DASHBOARD["panels"] if panel["type"] != "row"]
-QUERIES = [rule["expr"] for rule in RULES] + [target["expr"] for panel in PANELS for target in panel["targets"]]
+QUERIES = [rule["expr"] for rule in (*RULES, *RECORDED)] + [
+    target["expr"] for panel in PANELS for target in panel["targets"]
+]
 METRIC = re.compile(r"\b(?P<name>colocate\w*_\w+)(?:\{(?P<matchers>[^}]*)\})?")
 
 
@@ -45,7 +49,8 @@ def test_query_asks_for_metrics_and_labels_that_there_are(query: str) -> None:
         assert set(matched) <= {*METRICS[match["name"]].labels, *ADDED}
     labels = {label for match in found for label in METRICS[match["name"]].labels}
     grouped = {label.strip() for group in re.findall(r"by \(([^)]*)\)", query) for label in group.split(",")}
-    assert grouped <= labels | ADDED | ({"le"} if "_bucket" in query else set())
+    others = ({"le"} if "_bucket" in query else set()) | (OF_DCGM if "DCGM_" in query else set())
+    assert grouped <= labels | ADDED | others
 
 
 def test_every_metric_of_the_operator_is_on_the_dashboard_but_targets() -> None:
@@ -91,6 +96,14 @@ def test_prometheus_is_asked_what_each_alert_fires_on_and_what_not() -> None:
     alerts = {rule["alert"] for rule in RULES}
     assert alerts == {look["alertname"] for look in looks if look["exp_alerts"]}
     assert alerts == {look["alertname"] for look in looks if not look["exp_alerts"]}
+
+
+def test_prometheus_is_asked_what_each_recording_rule_records_and_where_it_records_nothing() -> None:
+    cases = yaml.safe_load((CHECKOUT.root / "tests/prometheus/recorded.yaml").read_text())["tests"]
+    looks = [look for case in cases for look in case["promql_expr_test"]]
+    recorded = {rule["record"] for rule in RECORDED}
+    assert recorded == {look["expr"] for look in looks if look["exp_samples"]} & recorded
+    assert recorded == {look["expr"] for look in looks if not look["exp_samples"]}
 
 
 def test_the_index_of_runbooks_lists_each_alert() -> None:
