@@ -54,6 +54,7 @@ class ClusterApi:
         application.add_routes(
             [
                 web.get(JOBS, self._list_jobs),
+                web.get(f"/apis/{names.API_VERSION}/{names.PLURAL}", self._list_jobs),
                 web.get(JOBS + "/{name}", self._show_job),
                 web.patch(JOBS + "/{name}", self._change_job),
                 web.get(PODS, self._list_pods),
@@ -92,7 +93,11 @@ class ClusterApi:
     async def _list_pods(self, request: web.Request) -> web.StreamResponse:
         if "watch" in request.query:
             return await self._watch(request, lambda: self.pods)
-        return web.json_response({"items": self.pods})
+        """Answer with the pods of a job that is asked for; those without its label are taken for any job's."""
+        label, _, wanted = request.query.get("labelSelector", "").partition("=")
+        labels = [pod["metadata"].get("labels", {}) for pod in self.pods]
+        found = [pod for pod, its in zip(self.pods, labels, strict=True) if its.get(label, wanted) == wanted]
+        return web.json_response({"items": found})
 
     async def _list_events(self, request: web.Request) -> web.Response:
         uid = request.query["fieldSelector"].removeprefix("involvedObject.uid=")

@@ -5,6 +5,7 @@ kubectl is played by a program that joins the socket that it is told to a fake A
 
 from __future__ import annotations
 
+import copy
 import fcntl
 import json
 import os
@@ -35,6 +36,7 @@ from colocated_rl_cli import completion
 from colocated_rl_cli.base.errors import Exit
 from colocated_rl_cli.commands import RUN
 from colocated_rl_cli.completion import complete
+from colocated_rl_cli.draw.figures import read_figures
 from colocated_rl_cli.parser import COMMANDS, build
 from fakes.cluster_api import UNREACHED, ClusterApi, page
 from fakes.kubectl import Played, play_kubectl
@@ -162,6 +164,17 @@ def test_one_frame_of_top_has_the_pods_and_what_is_learned(run: Run) -> None:
         assert part in done.stdout
 
 
+def counted(**hours: float) -> str:
+    """Return an agent's page of metrics; names of holders have _ in the place of spaces."""
+    held = {holder: hours.get(holder.replace(" ", "_").replace("-", "_"), 0.0) for holder in PodHolder}
+    lines = (f'colocate_gpu_seconds_total{{holder="{holder}"}} {each * 3600}\n' for holder, each in held.items())
+    return f"HTTP/1.1 200 OK\n\n{''.join(lines)}"
+
+
+def cells(text: str) -> list[list[str]]:
+    return [re.split(r" {3,}", line.strip()) for line in text.splitlines()]
+
+
 def test_the_cost_of_a_job_is_its_gpu_hours_by_who_had_them(run: Run, api: ClusterApi) -> None:
     """The least that the same work would hold on GPUs of their own stands beside it: twice the longer side."""
     seconds = GpuSeconds(2, clock=iter(range(0, 100_000, 1800)).__next__)
@@ -173,15 +186,96 @@ def test_the_cost_of_a_job_is_its_gpu_hours_by_who_had_them(run: Run, api: Clust
     api.pages["sums-gpu-0-0", "/metrics"] = f"HTTP/1.1 200 OK\n\n{figures}"
     done = run("cost", "sums")
     assert (Exit.FINE, "") == (done.code, done.stderr)
-    head, *rows = [line.split("   ") for line in done.stdout.split("\n\n")[0].splitlines()]
-    assert ["HOLDER", "GPU_HOURS", "SHARE"] == [word.strip() for word in head if word]
     held = json.loads(run("cost", "sums", "-o", "json").stdout)
     assert {"start-up": 1.0, "rollout": 2.0, "switch": 1.0, "training": 1.0} == {
         holder: hours for holder, hours in held["held"].items() if holder != PodHolder.BOTH
     }
     both = held["held"][PodHolder.BOTH]
-    assert (5.0 + both, 2 * (2.0 + both)) == (held["total"], held["apart"])
-    assert len(held["held"]) == len(rows)
+    assert (5.0 + both, 2 * (2.0 + both)) == (held["total"], held["separate"])
+    assert len(held["held"]) == len(cells(done.stdout.split("\n\n")[0])) - len(("head", "sum"))
+
+
+def test_a_table_says_what_sharing_gpus_saved_and_how_that_is_reckoned(run: Run, api: ClusterApi) -> None:
+    api.pages["sums-gpu-0-0", "/metrics"] = counted(rollout=3.0, training=1.0, switch=0.5)
+    holders, compared = run("cost", "sums").stdout.split("\n\n")
+    assert [
+        ["HOLDER", "GPU_SECONDS", "GPU_HOURS", "SHARE"],
+        ["rollout", "10800", "3", "67%"],
+        ["switch", "1800", "0.5", "11%"],
+        ["training", "3600", "1", "22%"],
+        ["sum", "16200", "4.5", "100%"],
+    ] == cells(holders)
+    assert [
+        ["GPUS", "GPU_HOURS", "RECKONED"],
+        ["colocated", "4.5", "the sum"],
+        ["separate", "6", "2 x 3, the longer of both sides"],
+        ["saved", "1.5", "25% of separate"],
+    ] == cells(compared)
+    api.pages["sums-gpu-0-0", "/metrics"] = counted(rollout=1.0, training=1.0, switch=0.5)
+    assert ["saved", "-0.5", "-25% of separate"] == cells(run("cost", "sums").stdout)[-1]
+    api.jobs["sums"]["status"]["placement"] = "Disaggregated"
+    assert "share no GPU in this job: there is nothing to compare" in run("cost", "sums").stdout
+    assert json.loads(run("cost", "sums", "-o", "json").stdout)["saved"] is None
+
+
+def test_a_job_that_is_over_costs_what_the_logs_of_its_pods_say(run: Run, api: ClusterApi) -> None:
+    """Its pods answered nobody, and so it had cost nothing that anybody could ask for."""
+    api.jobs["sums"]["spec"]["gpus"] = {"count": 2}
+    api.jobs["sums"]["status"]["phase"] = "Complete"
+    api.pods[0]["status"]["phase"] = "Succeeded"
+    held = json.loads(run("cost", "sums", "-o", "json").stdout)["held"]
+    lines = [json.loads(line) for line in api.logs["sums-gpu-0-0", "agent"].splitlines()]
+    spans = read_figures(lines).spans
+    assert {PodHolder.START, PodHolder.ROLLOUT, PodHolder.SWITCH, PodHolder.TRAINER} == held.keys()
+    for holder, hours in held.items():
+        expected = sum(span.end - span.start for span in spans if span.holder == holder)
+        assert pytest.approx(2 * expected / 3600) == hours
+    api.refused["/log"] = 403
+    assert Exit.NO_ANSWER == run("cost", "sums").code
+
+
+def test_the_cost_of_all_jobs_is_a_line_each_and_their_sum(run: Run, api: ClusterApi) -> None:
+    other = copy.deepcopy(api.jobs["sums"])
+    other["metadata"]["name"], other["status"] = "apart", {"phase": "Suspended", "placement": "Disaggregated"}
+    api.jobs["apart"] = other
+    api.pods[0]["metadata"]["labels"][names.JOB_NAME_LABEL] = "sums"
+    api.pods.append(_pod("gpu-1"))
+    api.pods[-1]["metadata"]["labels"][names.JOB_NAME_LABEL] = "apart"
+    api.pages["sums-gpu-0-0", "/metrics"] = counted(rollout=3.0, training=1.0)
+    api.pages["sums-gpu-1-0", "/metrics"] = counted(training=1.0, idle=2.0)
+    done = run("cost")
+    assert (Exit.FINE, "") == (done.code, done.stderr)
+    assert [
+        ["JOB", "PHASE", "GPU_HOURS", "ROLLOUT", "TRAINING", "IDLE", "SAVED"],
+        ["sums", "Rollout", "4", "3", "1", "-", "2"],
+        ["apart", "Suspended", "3", "-", "1", "2", "-"],
+        ["sum", "-", "7", "3", "2", "2", "2"],
+    ] == cells(done.stdout)
+    everywhere = cells(run("cost", "-A").stdout)
+    assert ["NAMESPACE", "JOB", "default", "sums", "sum", "2 jobs"] == [
+        *everywhere[0][:2], *everywhere[1][:2], *everywhere[-1][:2]
+    ]  # fmt: skip
+    assert f"GET /apis/{names.API_VERSION}/{names.PLURAL}" in api.asked
+    data = json.loads(run("cost", "--all-namespaces", "-o", "json").stdout)
+    assert [("default/sums", 2.0), ("default/apart", None)] == [(each["job"], each["saved"]) for each in data]
+    assert Exit.USAGE == run("cost", "sums", "-A").code
+
+
+def test_a_job_that_nobody_answers_for_is_named_beside_the_cost_of_the_others(run: Run, api: ClusterApi) -> None:
+    other = copy.deepcopy(api.jobs["sums"])
+    other["metadata"]["name"] = "gone"
+    api.jobs["gone"] = other
+    api.pods[0]["metadata"]["labels"][names.JOB_NAME_LABEL] = "sums"
+    api.pods.append(_pod("gpu-1"))
+    api.pods[-1]["metadata"]["labels"][names.JOB_NAME_LABEL] = "gone"
+    assert Exit.NO_ANSWER == run("cost").code
+    api.pages["sums-gpu-0-0", "/metrics"] = counted(rollout=3.0)
+    done = run("cost")
+    assert Exit.FINE == done.code
+    assert "default/gone: nobody answers: " in done.stderr
+    assert ["gone", "Rollout", "-", "-", "-"] == cells(done.stdout)[2]
+    api.jobs.clear()
+    assert "there is no job in namespace default\n" == run("cost").stdout
 
 
 def test_a_pod_that_gives_no_figures_is_named_beside_the_cost_of_the_others(run: Run, api: ClusterApi) -> None:
@@ -189,11 +283,11 @@ def test_a_pod_that_gives_no_figures_is_named_beside_the_cost_of_the_others(run:
     assert Exit.NO_ANSWER == done.code
     assert "sums-gpu-0-0" in done.stderr
     api.pods.append(_pod("gpu-1"))
-    api.pages["sums-gpu-1-0", "/metrics"] = 'HTTP/1.1 200 OK\n\ncolocate_gpu_seconds_total{holder="rollout"} 7200.0\n'
+    api.pages["sums-gpu-1-0", "/metrics"] = counted(rollout=2.0)
     done = run("cost", "sums")
     assert Exit.FINE == done.code
     assert "without pod sums-gpu-0-0" in done.stderr
-    assert "2 GPU hours; on GPUs of their own rollout and training would hold 4" in done.stdout
+    assert ["separate", "4", "2 x 2, the longer of both sides"] in cells(done.stdout)
     api.pages["sums-gpu-1-0", "/metrics"] = "HTTP/1.1 200 OK\n\n"
     assert "no pod of this job has a GPU" in run("cost", "sums").stdout
 

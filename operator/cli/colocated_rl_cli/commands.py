@@ -33,12 +33,13 @@ from colocated_rl_cli.cluster.api import Api
 from colocated_rl_cli.cluster.following import JobWatch
 from colocated_rl_cli.cluster.gpu_seconds import gpu_hours
 from colocated_rl_cli.cluster.kubectl import Login
-from colocated_rl_cli.cluster.pages import post, states
-from colocated_rl_cli.draw import timeline
+from colocated_rl_cli.cluster.pages import of_each, post, states
+from colocated_rl_cli.draw import costs, timeline
 from colocated_rl_cli.draw.figures import best_of, read_figures, standings
 from colocated_rl_cli.draw.trace import trace
 from colocated_rl_cli.draw.view import frame
 from colocated_rl_cli.evidence.evidence import Evidence, has_pages, is_over
+from colocated_rl_cli.evidence.gpu_hours import GpuHours
 from colocated_rl_cli.evidence.records import Records, read_line
 from colocated_rl_cli.explain.explanation import Explanation, explain
 from colocated_rl_cli.live import Terminal, shown
@@ -260,25 +261,39 @@ async def show_samples(args: Namespace) -> Exit:
 
 
 async def cost(args: Namespace) -> Exit:
+    if args.job is None:
+        return await _cost_of_all(args)
+    if args.all_namespaces:
+        raise UsageError("cost takes a job, or --all-namespaces")
     async with Api.reach(login(args), args.namespace) as api:
-        await api.job(args.job)
-        hours = await gpu_hours(api, args.job)
+        hours = await gpu_hours(api, await api.job(args.job), costs.logged_seconds)
     for note in hours.notes:
         print_error(note)
-    rows = [
-        {"holder": holder, "gpu_hours": held, "share": f"{held / hours.total:.0%}"}
-        for holder, held in hours.held.items()
-    ]
-    if args.output != "text":
-        print_out(document({"held": hours.held, "total": hours.total, "apart": hours.apart}, args.output))
-    elif not rows:
-        print_out("no pod of this job has a GPU, or none has had it yet")
-    else:
-        print_out(table(rows, ["holder", "gpu_hours", "share"]))
-        print_out(
-            f"\n{hours.total:.4g} GPU hours; on GPUs of their own rollout and training would hold {hours.apart:.4g}"
-        )
+    print_out(costs.text(hours) if args.output == "text" else document(costs.as_data(hours), args.output))
     return Exit.FINE
+
+
+async def _cost_of_all(args: Namespace) -> Exit:
+    async with Api.reach(login(args), args.namespace) as api:
+        listed = await api.all_jobs(everywhere=args.all_namespaces)
+        jobs = {f"{job['metadata']['namespace']}/{job['metadata']['name']}": job for job in listed}
+
+        async def read(name: str) -> GpuHours:
+            return await gpu_hours(api.within(name.partition("/")[0]), jobs[name], costs.logged_seconds)
+
+        found = await of_each(jobs, read)
+    known = {name: hours for name in jobs if isinstance(hours := found[name], GpuHours)}
+    for name in jobs:
+        notes = known[name].notes if name in known else [f"nobody answers: {found[name]}"]
+        for note in notes:
+            print_error(f"{name}: {note}")
+    if args.output != "text":
+        print_out(document([{"job": name, **costs.as_data(hours)} for name, hours in known.items()], args.output))
+    elif jobs:
+        print_out(costs.text_of_many(jobs, known, with_namespace=args.all_namespaces))
+    else:
+        print_out("there is no job" if args.all_namespaces else f"there is no job in namespace {api.namespace}")
+    return Exit.NO_ANSWER if jobs and not known else Exit.FINE
 
 
 async def evaluations(args: Namespace) -> Exit:

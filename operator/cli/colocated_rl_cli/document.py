@@ -54,6 +54,12 @@ RIGHTS = (
         "`view`; with pages `edit`",
     ),
     ("`samples`", "the same, pods/portforward included", "`edit`"),
+    (
+        "`cost`",
+        "`get, list` of colocatedrljobs, `list` of pods, `create` of pods/portforward; of pods that have ended "
+        "`get` of pods/log; `--all-namespaces` needs all of it in each",
+        "`edit`",
+    ),
     ("`fault`", "`get` of colocatedrljobs, `list` of pods, `create` of pods/portforward", "`edit`"),
     (
         "`rollout-only`, `train-only`",

@@ -195,11 +195,22 @@ COMMANDS = (
     ),
     Command("eval", "list the evaluations", [JOB, OUTPUT]),
     Command(
-        "cost", "show the GPU hours of a job, by who had the GPUs", [JOB, OUTPUT],
-        "From the counters of the job's pods, since their agents started: a pod that was replaced is counted from then "
-        "on. Prometheus keeps them for good ([what a job costs](metrics.md#what-a-job-costs)). The last line compares "
-        "them with GPUs of their own for rollout and for training, as many for each, held while the longer of the two "
-        "works: the least that the same work would hold there.",
+        "cost", "show the GPU hours of a job, or of all jobs of a namespace, by who had the GPUs",
+        [
+            _job(required=False),
+            OUTPUT,
+            Option(["-A", "--all-namespaces"], is_flag=True, help="the jobs of all namespaces, without JOB"),
+        ],
+        "From the counters of the job's pods, since their agents started, and from the logs of those that have ended, "
+        "as far back as they are kept: a pod that is gone is not counted. Prometheus keeps them for good ([what a job "
+        "costs](metrics.md#what-a-job-costs)). Without JOB there is a line for each job, and their sum.\n\n"
+        "Of a job whose engines and trainers share GPUs a second table says what that saved. *Colocated* are the GPU "
+        "hours that all holders had. *Separate* are those of GPUs of their own for rollout and for training, as many "
+        "for each: both work at the same time then, and both sides are held for as long as the longer of the two "
+        "works, so it is 2 x the hours of rollout or of training, whichever are more (those of both at once count for "
+        "each). Start-up, switches and idle time are left out of it: it is the least that the same work would hold "
+        "there. *Saved* is separate less colocated. Below zero, both sides have about as many hours, and sharing "
+        "cost its switches.",
     ),
     Command(
         "suspend", "free the devices of a job, and keep its volumes", [JOB],

@@ -53,6 +53,10 @@ class Api:
             ) as session:
                 yield cls(session, chosen)
 
+    def within(self, namespace: str) -> Api:
+        """Return the same connection for another namespace."""
+        return Api(self.session, namespace)
+
     # ----------------------------------------------------------------------------------------------------------- paths
     @property
     def jobs(self) -> str:
@@ -68,9 +72,16 @@ class Api:
         found: Object = await self.get(f"{self.jobs}/{name}", what=f"job {self.namespace}/{name}")
         return found
 
+    async def all_jobs(self, *, everywhere: bool = False) -> list[Object]:
+        """Return the jobs of the namespace, or of all namespaces, in their order."""
+        path, where = self.jobs, f"namespace {self.namespace}"
+        if everywhere:
+            path, where = f"/apis/{names.API_VERSION}/{names.PLURAL}", "all namespaces"
+        found: list[Object] = (await self.get(path, what=f"jobs of {where}"))["items"]
+        return found
+
     async def job_names(self) -> list[str]:
-        found = await self.get(self.jobs, what=f"jobs of namespace {self.namespace}")
-        return [str(job["metadata"]["name"]) for job in found["items"]]
+        return [str(job["metadata"]["name"]) for job in await self.all_jobs()]
 
     async def change_job(self, name: str, patch: Mapping[str, Any]) -> Object:
         """Apply a JSON merge patch to the job, and return the changed job."""

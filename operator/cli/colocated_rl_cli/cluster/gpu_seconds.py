@@ -1,56 +1,60 @@
-"""Add up who had the GPUs of a job, from the counters of its agents."""
+"""Add up who had the GPUs of a job, from the counters of its agents, or the logs of pods that have ended."""
 
 from __future__ import annotations
 
 import re
 from collections import defaultdict
-from typing import NamedTuple
+from collections.abc import Callable, Mapping, Sequence
 
 from colocated_rl_api import names
 from colocated_rl_api.holders import PodHolder
+from colocated_rl_api.rungs import Placement
 from colocated_rl_cli.base.errors import CliError
-from colocated_rl_cli.cluster.api import Api
+from colocated_rl_cli.cluster.api import Api, Object
 from colocated_rl_cli.cluster.pages import of_each, text_page
+from colocated_rl_cli.evidence.gpu_hours import HOUR_S, GpuHours
+from colocated_rl_cli.evidence.records import ladder_of, read_line
 
 _LINE = re.compile(r'^colocate_gpu_seconds_total\{holder="(?P<holder>[^"]+)"\} (?P<seconds>[0-9.e+-]+)$', re.MULTILINE)
-_HOUR_S = 3600.0
+
+Logged = Callable[[Object, Sequence[Object]], Mapping[str, float]]
+"""Returns the seconds of a device by holder, from the log lines of its pod's agent."""
 
 
-class GpuHours(NamedTuple):
-    """Holds the hours of all GPUs by holder, and why pods are missing in them."""
-
-    held: dict[str, float]
-    notes: tuple[str, ...]
-
-    @property
-    def total(self) -> float:
-        return sum(self.held.values())
-
-    @property
-    def apart(self) -> float:
-        """Return the hours that rollout and training would hold on GPUs of their own, as many for each side.
-
-        They work at the same time then, and both sides are held for as long as the longer one works. Nothing is lost to
-        switches, and no weights move: it is the least that such a job can cost.
-        """
-        both = self.held.get(PodHolder.BOTH, 0.0)
-        return 2 * max(self.held.get(side, 0.0) + both for side in (PodHolder.ROLLOUT, PodHolder.TRAINER))
-
-
-async def gpu_hours(api: Api, job: str) -> GpuHours:
-    """Read the counters of each GPU pod, since the start of its agent. Raises CliError where no pod answers."""
-    pods = [
-        str(pod["metadata"]["name"])
-        for pod in await api.pods_of(job)
+async def gpu_hours(api: Api, job: Object, logged: Logged) -> GpuHours:
+    """Read what each GPU pod of a job has counted, or logged if it has ended. Raises CliError where none answers."""
+    pods = {
+        str(pod["metadata"]["name"]): pod
+        for pod in await api.pods_of(job["metadata"]["name"])
         if pod["metadata"]["labels"].get(names.ROLE_LABEL) in names.GPU_ROLES
-    ]
-    found = await of_each(pods, lambda pod: text_page(api, pod, "/metrics", port=names.METRICS_PORT))
+        and pod.get("status", {}).get("phase") != "Pending"
+    }
+    found = await of_each(pods, lambda name: _seconds_of(api, job, pods[name], logged))
     failures = {pod: error for pod, error in found.items() if isinstance(error, CliError)}
     if failures and len(failures) == len(pods):
         raise next(iter(failures.values()))
     seconds: defaultdict[str, float] = defaultdict(float)
     for pod in found.keys() - failures.keys():
-        for line in _LINE.finditer(found[pod]):
+        for holder, held in found[pod].items():
+            seconds[holder] += held
+    hours = {str(holder): seconds[holder] / HOUR_S for holder in PodHolder if seconds[holder]}
+    notes = tuple(f"without pod {pod}: {error}" for pod, error in sorted(failures.items()))
+    return GpuHours(hours, notes, is_colocated=ladder_of(job).placement in (Placement.TIME_SLICED, Placement.RESIDENT))
+
+
+async def _seconds_of(api: Api, job: Object, pod: Object, logged: Logged) -> Mapping[str, float]:
+    name, seconds = str(pod["metadata"]["name"]), defaultdict[str, float](float)
+    if pod.get("status", {}).get("phase") == "Running":
+        for line in _LINE.finditer(await text_page(api, name, "/metrics", port=names.METRICS_PORT)):
             seconds[line["holder"]] += float(line["seconds"])
-    held = {str(holder): seconds[holder] / _HOUR_S for holder in PodHolder if seconds[holder]}
-    return GpuHours(held, tuple(f"without pod {pod}: {error}" for pod, error in sorted(failures.items())))
+        return seconds
+    text = await api.log(name, names.AGENT_CONTAINER)
+    lines = [line for line in map(read_line, text.splitlines()) if line is not None]
+    devices = _devices(job["spec"], pod["metadata"]["labels"][names.ROLE_LABEL])
+    return {holder: held * devices for holder, held in logged(job, lines).items()}
+
+
+def _devices(spec: Object, role: str) -> int:
+    """Return the devices of a pod, as the job says it: the log does not."""
+    own = spec.get("rollout", {}).get("gpus") if role == names.ROLE_ENGINE else None
+    return int((own or spec.get("gpus", {})).get("count", 1))
