@@ -83,8 +83,8 @@ def _wait_until_listed(kubectl: Callable[..., None]) -> None:
 def account_of_chart(access: ClusterAccess, folder: Path, *words: str) -> ClusterAccess:
     """Install the chart's rights and policies for an operator in the namespace of operators; return its access.
 
-    words: more for `helm template`. The release has the name that the Lease of operators has by default, and the right
-    to see nodes, which some tests need.
+    words: more for `helm template`. The release has the name that the Lease of operators has by default, and the rights
+    to see nodes and to follow an issued authority, which some tests need.
     """
     kubeconfig = folder / "chart-kubeconfig"
     kubeconfig.write_text(kubeconfig_of(access))
@@ -98,7 +98,8 @@ def account_of_chart(access: ClusterAccess, folder: Path, *words: str) -> Cluste
 
     shown = [f"--show-only=templates/{name}.yaml" for name in ("serviceaccount", "rbac", "admission", "flowschema")]
     chart = ("helm", "template", ACCOUNT, CHECKOUT.root / "charts/colocated-rl", "--namespace", OPERATORS)
-    rendered = run(*chart, *shown, "--set", "nodes.badConditions={GPUMissing=True}", *words)
+    usual = "nodes.badConditions={GPUMissing=True},authority.secretName=colocated-rl-issued"
+    rendered = run(*chart, *shown, "--set", usual, *words)
     kubectl = ("kubectl", "--kubeconfig", kubeconfig)
     run(*kubectl, "apply", "-f", "-", stdin=rendered)
     token = run(*kubectl, "create", "token", ACCOUNT, "--namespace", OPERATORS, "--duration=24h").strip()

@@ -26,8 +26,9 @@ pytestmark = pytest.mark.cluster
 
 
 @pytest.fixture
-async def world(access: ClusterAccess, tmp_path: Path) -> AsyncIterator[RealWorld]:
-    async with open_real_world(access, tmp_path, {"replicas": 2, "steps": 3}) as world:
+async def world(access: ClusterAccess, operators: ClusterAccess, tmp_path: Path) -> AsyncIterator[RealWorld]:
+    """Operators have the account of the chart."""
+    async with open_real_world(access, tmp_path, {"replicas": 2, "steps": 3}, operators=operators) as world:
         await forget(world)  # the operators of other tests have made one
         try:
             yield world

@@ -25,9 +25,12 @@ ELASTIC: Body = {"elasticPolicy": {"minReplicas": 1, "shrinkAfterSeconds": 10}}
 
 
 @pytest.fixture
-async def world(request: pytest.FixtureRequest, access: ClusterAccess, tmp_path: Path) -> AsyncIterator[RealWorld]:
-    """Indirect parameters replace parts of the job's spec."""
-    async with open_real_world(access, tmp_path, SPEC | getattr(request, "param", {})) as world:
+async def world(
+    request: pytest.FixtureRequest, access: ClusterAccess, operators: ClusterAccess, tmp_path: Path
+) -> AsyncIterator[RealWorld]:
+    """Operators have the account of the chart. Indirect parameters replace parts of the job's spec."""
+    spec = SPEC | getattr(request, "param", {})
+    async with open_real_world(access, tmp_path, spec, operators=operators) as world:
         yield world
 
 
