@@ -45,8 +45,18 @@ class RejectedWeights(Wire):
     message: str = Field(max_length=1024)  # the result of the second check
 
 
+class EngineLaunch(Wire):
+    """The first pod of an engine over several pods says by this how the parts in the others join it."""
+
+    port: int  # of the first pod, where all parts meet
+    pool_tokens: int | None = None  # of the KV cache, equal in all parts; None: they find out
+
+
 class EngineFacts(Wire):
-    """These facts describe one engine. Everything but `state`, `name` and `rejected` belongs to one incarnation."""
+    """These facts describe one engine. Everything but `state`, `name` and `rejected` belongs to one incarnation.
+
+    A pod that runs a part of another pod's engine reports that engine's facts for as long as its part lives.
+    """
 
     name: str
     state: EngineState
@@ -62,6 +72,8 @@ class EngineFacts(Wire):
     checksum: str | None = Field(default=None, max_length=128)  # of `version`, by the engine; None: not asked for
     noise_nats: float | None = None  # mean difference from the trainer's log-probabilities, as last accepted
     failures: int = 0  # of its incarnations, since one last served
+    launch: EngineLaunch | None = None  # of an engine over several pods, in the first of them
+    part_of: str | None = None  # incarnation of the engine whose part runs here, or was the last one to
     rejected: RejectedWeights | None = None  # only while ABSENT: the step fails, unless another of the pod holds them
 
     @property

@@ -168,8 +168,17 @@ class EngineType(StrEnum):
     SGLANG = "SGLang"
 
 
+_SPANS = Rule(
+    field="pods",
+    rule="!has(self.pods) || self.pods == 1 || self.perPod == 1",
+    message="an engine over several pods takes all devices of each: pods above 1 needs perPod 1",
+)
+
+
 class RolloutEngine(Part):
-    """The server that generates, one or more in each pod of engines."""
+    """The server that generates: one or more in each pod of engines, or one over several pods."""
+
+    RULES = (_SPANS,)
 
     type: EngineType = Field(default=EngineType.SGLANG, strict=False, description="Which server.")
     per_pod: int = Field(
@@ -177,6 +186,13 @@ class RolloutEngine(Part):
         ge=1,
         le=16,
         description="Engines in each pod, which divide its devices evenly. May change while the job is suspended.",
+    )
+    pods: int = Field(
+        default=1,
+        ge=1,
+        le=64,
+        description="Pods over which each engine spans, with all of their devices: for a model that is too large for "
+        "one. It must divide the number of pods with engines. May change while the job is suspended.",
     )
     args: list[Annotated[str, Field(max_length=256)]] = Field(
         default_factory=list,
@@ -798,6 +814,24 @@ _DIVIDED = (
         message="rollout.engine.perPod must divide rollout.gpus.count: each engine has as many devices of the pod as "
         "any other",
     ),
+    Rule(
+        field="rollout.engine.pods",
+        rule="has(self.rollout.replicas) || self.replicas % self.rollout.engine.pods == 0",
+        message="rollout.engine.pods must divide replicas: each engine has as many pods as any other",
+        expression="'rollout.engine.pods is %d, which does not divide the %d replicas: each engine has as many pods as "
+        "any other'.format([self.rollout.engine.pods, self.replicas])",
+    ),
+    Rule(
+        field="rollout.engine.pods",
+        rule="!has(self.rollout.replicas) || self.rollout.replicas % self.rollout.engine.pods == 0",
+        message="rollout.engine.pods must divide rollout.replicas: each engine has as many pods as any other",
+    ),
+    Rule(
+        field="elasticPolicy",
+        rule="!has(self.elasticPolicy) || has(self.rollout.replicas) || self.rollout.engine.pods == 1",
+        message="elasticPolicy leaves single pods out, and with rollout.engine.pods above 1 an engine would lack one: "
+        "give only one of both",
+    ),
 )
 _BESIDE_ENGINES = Rule(
     field="reference.placement",
@@ -856,6 +890,7 @@ class ColocatedRLJobSpec(Part):
             *(
                 "rollout.engine.args",
                 "rollout.engine.perPod",
+                "rollout.engine.pods",
                 "rollout.resources",
                 "weightSync.sizeLimit",
                 "weightSync.verify",
@@ -1030,7 +1065,8 @@ class ColocatedRLJobSpec(Part):
     def compares_engines(self) -> bool:
         """Return whether new weights serve only once the engines' checksums are equal; one engine needs no peer."""
         pods = (self.rollout.replicas or 0) if self.rollout.is_apart else self.replicas
-        return self.judges_weights and pods * self.rollout.engine.per_pod > 1
+        engine = self.rollout.engine
+        return self.judges_weights and pods // engine.pods * engine.per_pod > 1
 
     @property
     def judges_weights(self) -> bool:
@@ -1056,7 +1092,8 @@ class ColocatedRLJobSpec(Part):
 
     @property
     def ladder(self) -> Ladder:
-        return ladder_for(self.placement, scores=self.reference is not None and not self.seals_with_scores)
+        scores = self.reference is not None and not self.seals_with_scores
+        return ladder_for(self.placement, scores=scores, spans=self.rollout.engine.pods > 1)
 
 
 _JOB_NAME_WORDS = (

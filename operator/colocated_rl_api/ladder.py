@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 
 from colocated_rl_api.facts import EngineFacts, PodFacts
 from colocated_rl_api.rungs import Placement, Rung, WeightVersion
@@ -311,6 +311,19 @@ LADDERS = (
 _LADDERS = {(ladder.placement, ladder.scores): ladder for ladder in LADDERS}
 
 
-def ladder_for(placement: Placement, *, scores: bool) -> Ladder:
-    """Return the ladder that a job climbs. scores: it has a reference, which scores nothing if nothing is trained."""
-    return _LADDERS[placement, scores and placement is not Placement.ROLLOUT_ONLY]
+def ladder_for(placement: Placement, *, scores: bool, spans: bool = False) -> Ladder:
+    """Return the ladder that a job climbs.
+
+    scores: it has a reference, which scores nothing if nothing is trained. spans: its engines are over several pods
+    each.
+    """
+    ladder = _LADDERS[placement, scores and placement is not Placement.ROLLOUT_ONLY]
+    return _over_pods(ladder) if spans and ladder.takes_turns else ladder
+
+
+@cache
+def _over_pods(ladder: Ladder) -> Ladder:
+    """Return the same ladder, on which no engine takes memory back before trainers have left the devices of every pod,
+    because it comes back in all pods of the engine at once.
+    """
+    return replace(ladder, barriers=ladder.barriers | {Rung.OFFLOADED})

@@ -25,7 +25,7 @@ from typing import Annotated, Literal
 
 from pydantic import AwareDatetime, Field, TypeAdapter
 
-from colocated_rl_api.facts import PodFacts, RolloutFacts
+from colocated_rl_api.facts import MOST_PARTS, EngineFacts, GateFacts, PodFacts, RolloutFacts
 from colocated_rl_api.job import ColocatedRLJobSpec, Evaluation
 from colocated_rl_api.names import JobUid, PodUid
 from colocated_rl_api.rungs import Rung, WeightVersion
@@ -58,6 +58,16 @@ class Endpoint(Wire):
     port: int
 
 
+class EngineSpan(Wire):
+    """Describes the pods of one engine in the order of its ranks: the first serves, the others run parts of it."""
+
+    pods: tuple[PodUid, ...] = Field(max_length=MOST_PARTS)  # those that are there
+    address: str | None = None  # pod IP of the first
+    engine: EngineFacts | None = None  # as the first reports it, to the others; None: nobody knows
+    gate: GateFacts | None = None  # likewise
+    lost: str | None = None  # the incarnation of which a part has ended, to the first
+
+
 class PodTarget(Wire):
     """A target names where a GPU pod should stand. A member that already stands higher does nothing."""
 
@@ -73,6 +83,7 @@ class PodTarget(Wire):
     saves: bool = False  # this step is saved in any case: a pod is about to leave its node
     weights: Version | None = None  # newest ones that are whole: what engines in pods of their own may take
     checksum: str | None = None  # of the engines' weights, on which the group agreed: another one does not serve
+    span: EngineSpan | None = None  # of the pod's engine, if it is over several pods
 
     @property
     def version(self) -> WeightVersion:

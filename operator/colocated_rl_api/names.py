@@ -60,6 +60,7 @@ METRICS_PORT = 9090  # plain: /metrics, /healthz; of a reference /readyz
 PAGES_PORT = 8080  # loopback of the pod: /v1/state and other pages, reached by kubectl port-forward
 ENGINE_PORT = 30000  # loopback of the pod: the engine; only the agent talks to it
 RENDEZVOUS_PORT = 29500  # first of RENDEZVOUS_PORTS on the pod of replica 0: the trainers' process group
+ENGINE_RENDEZVOUS_PORT = 29600  # likewise, on the first pod of an engine over several: the engine's
 RENDEZVOUS_PORTS = 100  # lineage n uses RENDEZVOUS_PORT + n % RENDEZVOUS_PORTS, so that two groups never meet
 
 # --- files in member and GPU containers. Mounted by the operator's pods, read by members, runner and trainer

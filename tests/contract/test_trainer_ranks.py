@@ -20,6 +20,7 @@ import torch.distributed as dist
 from contract.trainer_in_process import RankInProcess
 from safetensors.torch import load_file
 
+from colocated_rl_api.interfaces import interface_towards
 from colocated_rl_trainer.conformance.ranks import TrainerGroup, TrainerKind, UnexpectedStatus
 from colocated_rl_trainer.conformance.shards import Example, write_shards
 from colocated_rl_trainer.protocol.rank import Refused
@@ -28,7 +29,6 @@ from colocated_rl_trainer.state.group import (
     GroupLost,
     _waiting_for_peers,
     form_group,
-    interface_towards,
 )
 from fakes.tiny_model import VOCABULARY, write_tiny_model
 
@@ -279,7 +279,9 @@ def test_interface_is_the_one_that_leads_to_the_group(address: str) -> None:
 
 def test_group_that_no_route_leads_to_is_named() -> None:
     with pytest.raises(GroupLost, match=r"no-such-host\.invalid"):
-        interface_towards("no-such-host.invalid")
+        form_group(
+            rank=0, size=2, address="no-such-host.invalid", port=1, device=torch.device("cpu"), start_s=1, progress_s=1
+        )
 
 
 def test_log_lines_have_the_fields_of_every_process(pair: Pair) -> None:

@@ -19,6 +19,7 @@ from colocated_rl_agent.drivers.sglang import (
     POOL,
     PREFILL_GRAPHS,
     EngineCommand,
+    PartPlace,
     SGLang,
     engine_command,
     engine_config,
@@ -56,7 +57,11 @@ PROGRESS_S = 4.0  # by the clock of a trainer's step
 
 
 def make_command(
-    gpus: int, *extra: str, saved_tags: Sequence[str] | None = None, pool_tokens: int | None = None
+    gpus: int,
+    *extra: str,
+    saved_tags: Sequence[str] | None = None,
+    pool_tokens: int | None = None,
+    place: PartPlace | None = None,
 ) -> EngineCommand:
     return engine_command(
         model=Path("/weights/0-1"),
@@ -67,6 +72,7 @@ def make_command(
         saved_tags=(TAGS if gpus else ()) if saved_tags is None else saved_tags,
         extra=extra,
         pool_tokens=pool_tokens,
+        place=place,
     )
 
 
@@ -127,6 +133,24 @@ def test_engine_spans_all_devices_of_its_pod() -> None:
 def test_parallelism_that_the_job_sets_stays_what_it_is(given: tuple[str, ...]) -> None:
     assert given == make_command(8, *given).argv[-len(given) :]
     assert make_command(1).argv == make_command(8, *given).argv[: -len(given)]
+
+
+@pytest.mark.parametrize(("address", "at"), [("10.0.0.1", "10.0.0.1:29600"), ("fd00::1", "[fd00::1]:29600")])
+def test_part_of_an_engine_over_pods_meets_the_others_at_the_first(address: str, at: str) -> None:
+    place = PartPlace(rank=1, pods=2, address=address, port=29600, interface="eth0")
+    for gpus, ranks in ((0, 2), (8, 16)):
+        command = make_command(gpus, place=place)
+        line = " ".join(command.argv)
+        assert f"--tp-size {ranks}" in line
+        assert f"--nnodes 2 --node-rank 1 --dist-init-addr {at}" in line
+        assert ("eth0", "eth0") == (command.env["GLOO_SOCKET_IFNAME"], command.env["NCCL_SOCKET_IFNAME"])
+
+
+def test_heads_that_an_engine_over_pods_can_not_divide_are_named(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"num_attention_heads": 28, "num_key_value_heads": 4}))
+    found = undivided_heads(tmp_path, gpus=16, of=8, extra=())
+    assert "rollout.engine.pods times the 8 devices of a pod be 2 or 4" in str(found)
+    assert undivided_heads(tmp_path, gpus=4, of=2, extra=()) is None
 
 
 @pytest.mark.parametrize(

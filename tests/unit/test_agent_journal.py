@@ -48,7 +48,7 @@ def reopened(directory: Path, journal: Journal) -> Journal:
 def started(directory: Path) -> Journal:
     journal = Journal(directory)
     journal.epoch_accepted(3)
-    journal.engine_started(ENGINE, "e1", V0, "key")
+    journal.engine_started(EngineStarted(incarnation="e1", version=V0, admin_key="key"))
     journal.trainer_started(0, "t1", 1)
     return journal
 
@@ -100,7 +100,7 @@ def test_half_a_switch_is_remembered_tag_by_tag(tmp_path: Path) -> None:
 
 def test_what_an_engine_keeps_is_remembered_of_it(tmp_path: Path) -> None:
     journal = Journal(tmp_path)
-    journal.engine_started(ENGINE, "e1", V0, "key", keeps=(WEIGHTS,))
+    journal.engine_started(EngineStarted(incarnation="e1", version=V0, admin_key="key", keeps=(WEIGHTS,)))
     for tags, call in (((KV_CACHE, CUDA_GRAPH), "release"), ((), "update"), ((KV_CACHE,), "resume")):
         version = V1 if call == "update" else None
         journal.intend(Intent.model_validate({"incarnation": "e1", "call": call, "tags": tags, "version": version}))

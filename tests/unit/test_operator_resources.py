@@ -529,11 +529,15 @@ def test_what_a_volume_holds_is_reported_of_those_that_nobody_can_fill_again() -
         assert [job.claim_name(volume) for volume in volumes] == [*belongings.irreplaceable(job)]
 
 
-def test_the_trainers_process_group_is_closed_to_engine_pods() -> None:
-    policy = belongings.network_policy(make_job(rollout=OWN_ROLLOUT), operator_namespace="system")
+@pytest.mark.parametrize(("pods", "let_in"), [(1, ["trainer"]), (2, ["trainer", "engine"])])
+def test_processes_of_trainers_are_closed_to_engine_pods_unless_an_engine_is_over_several(
+    pods: int, let_in: list[str]
+) -> None:
+    job = make_job(rollout=OWN_ROLLOUT | {"replicas": 2, "engine": {"pods": pods}})
+    policy = belongings.network_policy(job, operator_namespace="system")
     roles = [
         each["podSelector"]["matchLabels"].get(names.ROLE_LABEL)
         for rule in policy["spec"]["ingress"]
         for each in rule.get("from", ())
     ]
-    assert ["trainer"] == [role for role in roles if role]
+    assert let_in == [role for role in roles if role]

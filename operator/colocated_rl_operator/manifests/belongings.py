@@ -17,6 +17,7 @@ from colocated_rl_api.names import PodUid
 from colocated_rl_api.parts import Claimed, Volume
 from colocated_rl_api.prompts import HuggingFace, endpoints_of
 from colocated_rl_api.rungs import Placement
+from colocated_rl_api.seats import role_of
 from colocated_rl_operator.manifests.gangs import Gangs, pod_group
 from colocated_rl_operator.manifests.resources import (
     Object,
@@ -158,7 +159,8 @@ def network_policy(job: Job, *, operator_namespace: str) -> Object:
     """Return the job's policy: the operator may reach control ports, the job's pods data ports, anybody metrics.
 
     The trainers' process group authenticates nobody: its ports, some of them picked by the kernel, are open only among
-    the job's pods with trainers. The rollout pod, where rewards run, is none of them. A reference has a policy of its
+    the job's pods with trainers, and to pods with engines if an engine is over several of those. The rollout pod, where
+    rewards run, is none of them. A reference has a policy of its
     own: one policy can't forbid what another one allows. A pod that has the network of its node is no pod to a policy:
     where the job has one, anybody reaches data ports, and still needs the job's token there.
     """
@@ -167,6 +169,7 @@ def network_policy(job: Job, *, operator_namespace: str) -> Object:
         "podSelector": {"matchLabels": {"app.kubernetes.io/name": names.MANAGED_BY}},
     }
     own = {names.JOB_UID_LABEL: job.uid}
+    roles = (job.trainer_role, *(role_of(seat) for seat in job.spans))
     no_reference = {"key": names.ROLE_LABEL, "operator": "NotIn", "values": [names.ROLE_REFERENCE]}
     return _policy(
         job,
@@ -174,7 +177,10 @@ def network_policy(job: Job, *, operator_namespace: str) -> Object:
         {"matchLabels": own, "matchExpressions": [no_reference]},
         {"from": [operator], "ports": [_tcp(names.CONTROL_PORT)]},
         _from(job, own) | {"ports": [_tcp(names.DATA_PORT)]},
-        {"from": [_pods(own | {names.ROLE_LABEL: job.trainer_role})], "ports": _all_but(names.CONTROL_PORT)},
+        {
+            "from": [_pods(own | {names.ROLE_LABEL: role}) for role in dict.fromkeys(roles)],
+            "ports": _all_but(names.CONTROL_PORT),
+        },
         {"ports": [_tcp(names.METRICS_PORT)]},
     )
 

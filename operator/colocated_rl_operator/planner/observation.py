@@ -93,6 +93,18 @@ class Job:
         return self.seats.engines
 
     @property
+    def serving_seats(self) -> tuple[str, ...]:
+        """Return the seats of pods that serve: of an engine over several pods the first."""
+        return self.engine_seats[:: self.spec.rollout.engine.pods]
+
+    @cached_property
+    def spans(self) -> Mapping[str, tuple[str, ...]]:
+        """Return the seats of the pods of each engine over several pods, by the seat of each of them."""
+        each, seats = self.spec.rollout.engine.pods, self.engine_seats
+        spans = [seats[first : first + each] for first in range(0, len(seats), each)] if each > 1 else []
+        return {seat: span for span in spans for seat in span}
+
+    @property
     def reference_seats(self) -> tuple[str, ...]:
         """Return the seats of a reference with devices of its own; none if there are no samples for it to score."""
         return self.seats.references
@@ -138,7 +150,7 @@ class Job:
     @property
     def compares_engines(self) -> bool:
         """Return whether new weights serve only once the checksums of several engines are equal."""
-        return self.spec.judges_weights and len(self.engine_seats) * self.spec.rollout.engine.per_pod > 1
+        return self.spec.judges_weights and len(self.serving_seats) * self.spec.rollout.engine.per_pod > 1
 
     @property
     def trainer_role(self) -> str:
@@ -423,8 +435,9 @@ class Observation:
         return self._in(self.job.trainer_seats)
 
     @cached_property
-    def engine_members(self) -> tuple[Member, ...]:
-        return self._in(self.job.engine_seats)
+    def serving_members(self) -> tuple[Member, ...]:
+        """Return the members with an engine, or with the first part of one."""
+        return self._in(self.job.serving_seats)
 
     @cached_property
     def lineage_members(self) -> tuple[Member, ...]:

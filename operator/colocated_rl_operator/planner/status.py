@@ -573,7 +573,7 @@ def _rollout(seen: Observation) -> RolloutStatus | None:
 def _weight_sync(seen: Observation, before: WeightSyncStatus | None) -> WeightSyncStatus | None:
     if not seen.job.spec.judges_weights:
         return None
-    engines = (engine for member in seen.engine_members if member.pod_facts for engine in member.pod_facts.engines)
+    engines = (engine for member in seen.serving_members if member.pod_facts for engine in member.pod_facts.engines)
     noise = max((engine.noise_nats for engine in engines if engine.noise_nats is not None), default=None)
     if noise is None:
         return before

@@ -11,7 +11,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from colocated_rl_api import names
-from colocated_rl_api.member_wire import Goal, PodTarget, Rendezvous, RolloutTarget
+from colocated_rl_api.facts import EngineFacts
+from colocated_rl_api.member_wire import EngineSpan, Goal, PodTarget, Rendezvous, RolloutTarget
 from colocated_rl_api.rungs import Placement, Rung, WeightVersion
 from colocated_rl_api.seats import ROLLOUT_SEAT
 from colocated_rl_operator.planner.observation import Climb, Member, Observation
@@ -49,9 +50,9 @@ def climb_targets(seen: Observation) -> dict[str, PodTarget | RolloutTarget]:
         if member.pod_facts is None:
             continue
         if member.pod_facts.epoch != climb.epoch:
-            targets[member.name] = common  # it must first report its standing under this epoch
+            targets[member.name] = _with_span(seen, member, common)  # it must first report under this epoch
         elif seen.slowest is not Rung.UNKNOWN:
-            targets[member.name] = granted
+            targets[member.name] = _with_span(seen, member, granted)
     return targets
 
 
@@ -61,13 +62,43 @@ def stop_targets(
     lowest = seen.job.ladder.next_barrier(Rung.UNKNOWN)
     stop = PodTarget(epoch=climb.epoch, goal=Goal.STOP, step=climb.step, lineage=climb.lineage, rung=lowest)
     rollout = _rollout_target(seen, climb).model_copy(update={"goal": rollout_goal, "evaluate": None})
-    return {member.name: rollout if member.seat == ROLLOUT_SEAT else stop for member in members if member.facts}
+    return {
+        member.name: rollout if member.seat == ROLLOUT_SEAT else _with_span(seen, member, stop)
+        for member in members
+        if member.facts
+    }
+
+
+def _with_span(seen: Observation, member: Member, target: PodTarget) -> PodTarget:
+    """Return the target of a pod whose engine may be over several pods: then each is told of the others."""
+    seats = seen.job.spans.get(member.seat)
+    if seats is None:
+        return target
+    pods = [seen.current[seat] for seat in seats if seat in seen.current]
+    first, parts = seen.current.get(seats[0]), [pod for pod in pods if pod.seat != seats[0]]
+    facts = first.pod_facts if first else None
+    engine = facts.engines[0] if facts and facts.engines else None
+    is_first = member.seat == seats[0]
+    span = EngineSpan(
+        pods=tuple(pod.uid for pod in pods),
+        address=first.address if first else None,
+        engine=None if is_first else engine,
+        gate=None if is_first or facts is None else facts.gate,
+        lost=engine.incarnation if is_first and engine and _has_lost_part(engine, parts) else None,
+    )
+    return target.model_copy(update={"span": span})
+
+
+def _has_lost_part(engine: EngineFacts, parts: Iterable[Member]) -> bool:
+    """Return whether a part of the engine has ended."""
+    found = (each for pod in parts if pod.pod_facts for each in pod.pod_facts.engines)
+    return any(part.is_absent and part.part_of == engine.incarnation is not None for part in found)
 
 
 def _rollout_target(seen: Observation, climb: Climb) -> RolloutTarget:
     spec = seen.job.spec
     finished = climb.step if seen.is_finished else climb.step - 1
-    engines = seen.engine_members if seen.job.ladder.serves else ()
+    engines = seen.serving_members if seen.job.ladder.serves else ()
     return RolloutTarget(
         epoch=climb.epoch,
         goal=Goal.CLIMB,
@@ -124,7 +155,7 @@ def checksums(seen: Observation, climb: Climb, *, only_served: bool = False) -> 
     """
     return {
         (f"{engine.name} of {member.name}" if len(member.pod_facts.engines) > 1 else member.name): engine.checksum
-        for member in seen.gpu_members
+        for member in seen.serving_members
         if member.pod_facts
         for engine in member.pod_facts.engines
         if engine.version == climb.version and not (only_served and engine.shut)

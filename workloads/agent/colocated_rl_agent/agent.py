@@ -34,6 +34,7 @@ from colocated_rl_agent.metrics import AgentMetrics, BelowTarget, GpuSeconds, Un
 from colocated_rl_agent.planner import actions as do
 from colocated_rl_agent.planner.engines import EngineChoice, choices
 from colocated_rl_agent.planner.rung_times import RungTimes
+from colocated_rl_agent.planner.spans import as_first, as_part, lost
 from colocated_rl_agent.planner.views import EngineView, PodView, pod_facts, trainer_name
 from colocated_rl_agent.problems import Problems
 from colocated_rl_agent.runner.devices import Devices, require_room
@@ -50,7 +51,7 @@ from colocated_rl_agent.settings import AgentSettings
 from colocated_rl_api.facts import PodFacts
 from colocated_rl_api.holders import PodHolder, holder_of
 from colocated_rl_api.logs import log
-from colocated_rl_api.member_wire import Goal, Hello, PodTarget
+from colocated_rl_api.member_wire import EngineSpan, Goal, Hello, PodTarget
 from colocated_rl_api.rungs import Rung, WeightVersion
 from colocated_rl_member.data import DataClient
 from colocated_rl_member.server import MemberServer
@@ -125,7 +126,7 @@ class Agent:
         client = DataClient(session, tls, settings.job.uid)
         self._shards = Shards(client, places.batches, settings.ranks, deadline_s=progress_s)
         volume = VolumeDirectory(places.weights, silent_s=volume_silent_s)
-        self._exports = Exports(volume, ranks=settings.gpus_per_engine if settings.has_engine else None)
+        self._exports = Exports(volume, ranks=settings.engine_ranks if settings.has_engine else None)
         self._volume = VolumeLane(
             self._exports, self._trainers, changed=self._wake_up, failed=self._fail, made_good=self._problems.made_good
         )
@@ -228,7 +229,7 @@ class Agent:
         )
         if not self._engines:
             return [pod]
-        return [
+        views = [
             replace(
                 pod,
                 gate_open=engine.entrance.is_open,
@@ -238,6 +239,16 @@ class Agent:
             )
             for engine, closed_at in zip(self._engines, self._closed_at, strict=True)
         ]
+        if (pods := self._settings.pods_per_engine) == 1:
+            return views
+        return [
+            as_part(view, self._span) if self._settings.has_part else as_first(view, self._span, pods=pods)
+            for view in views
+        ]
+
+    @property
+    def _span(self) -> EngineSpan | None:
+        return self.server.target.span if self.server.target else None
 
     def _look_at_exports(self, target: PodTarget | None) -> tuple[WeightVersion | None, bool, bool | None]:
         """Return the whole export, whether there are others than the target's, and whether a next one finds no room.
@@ -250,7 +261,8 @@ class Agent:
         whole = exports.whole.version if exports.whole else None
         if not settings.tends_exports:
             return whole, False, False
-        may_be_stale = self._gate.is_open or not settings.has_engine
+        is_served = self._gate.is_open or (self._span and self._span.gate and self._span.gate.open)
+        may_be_stale = is_served or not settings.has_engine
         stale = may_be_stale and exports.has_others_than(target.version if target else None)
         kept = target.weights if target and settings.shares_weights else whole
         return whole, bool(stale), exports.has_others_than(kept)
@@ -383,7 +395,7 @@ class Agent:
     async def _act_on_engine(self, action: do.EngineAction, engine: Engine) -> None:
         match action:
             case do.StartEngine(version=version):
-                await engine.start(version)
+                await engine.start(version, self._span)
             case do.AwaitEngine():
                 await engine.wait_until_up()
             case do.KillEngine(reason=reason, is_fault=is_fault, doubts=doubts):
@@ -519,6 +531,9 @@ class Agent:
         self._gate.enter_epoch(target.epoch)
         if target.checksum is not None:
             self._journal.checksum_agreed(target.version, target.checksum)
+        for engine in self._engines if target.span and not self._settings.has_part else ():
+            if reason := lost(engine.view, target.span, engine.pods):
+                engine.broke(reason)
         self._wake_up()
 
     def _on_runner(self, event: RunnerEvent) -> None:

@@ -109,6 +109,20 @@ class AgentSettings:
         return self.role != names.ROLE_TRAINER
 
     @property
+    def pods_per_engine(self) -> int:
+        return self.job.spec.rollout.engine.pods if self.has_engine else 1
+
+    @property
+    def has_part(self) -> bool:
+        """Return whether the engine's first part is in another pod, which serves."""
+        return self.replica % self.pods_per_engine > 0
+
+    @property
+    def engine_ranks(self) -> int:
+        """Return the processes among which an engine divides its weights: one for each of its devices."""
+        return max(1, self.gpus_per_engine) * self.pods_per_engine
+
+    @property
     def has_reference(self) -> bool:
         """Return whether a reference belongs beside the engines of this pod."""
         reference = self.job.spec.reference

@@ -48,6 +48,28 @@ class EngineCommand:
     env: dict[str, str | None]
 
 
+@dataclass(frozen=True)
+class PartPlace:
+    """A PartPlace is that of one part of an engine over several pods.
+
+    rank: of the pod among them. address, port: of the first one, where all parts meet. interface: the network
+    interface towards it: left to themselves, gloo and NCCL pick one by what the host's name resolves to.
+    """
+
+    rank: int
+    pods: int
+    address: str
+    port: int
+    interface: str
+
+    @property
+    def flags(self) -> tuple[str, ...]:
+        host = f"[{self.address}]" if ":" in self.address else self.address
+        return (
+            "--nnodes", str(self.pods), "--node-rank", str(self.rank), "--dist-init-addr", f"{host}:{self.port}",
+        )  # fmt: skip
+
+
 def engine_command(
     *,
     model: Path,
@@ -58,8 +80,9 @@ def engine_command(
     saved_tags: Collection[str],
     extra: Sequence[str],
     pool_tokens: int | None = None,
+    place: PartPlace | None = None,
 ) -> EngineCommand:
-    """Return the command of an engine.
+    """Return the command of an engine, or of its part in this pod. gpus: of the pod, that are the engine's.
 
     `config`: written by `engine_config`. `extra`: spec.rollout.engine.args, which may not set any flag set here.
     `saved_tags`: device memory that the engine will release and resume; other memory avoids the cost of that.
@@ -84,8 +107,10 @@ def engine_command(
     for flag, value in defaults.items():
         if not _sets(extra, flag):
             argv += [flag, value]
-    if gpus > 1 and not any(_sets(extra, flag) for flag in PARALLELISM):
-        argv += [PARALLELISM[0], str(gpus)]  # the engine's default leaves all devices but one idle
+    ranks = max(1, gpus) * (place.pods if place else 1)
+    if ranks > 1 and not any(_sets(extra, flag) for flag in PARALLELISM):
+        argv += [PARALLELISM[0], str(ranks)]  # the engine's default leaves all devices but one idle
+    argv += place.flags if place else ()
     env: dict[str, str | None] = {
         "SGLANG_PYSPY_DUMP_BEFORE_CRASH": "0",  # a crash takes 70 s otherwise (H56)
         "SGLANG_CUDA_COREDUMP_BEFORE_CRASH": "0",
@@ -95,22 +120,27 @@ def engine_command(
         "SGLANG_RETURN_ORIGINAL_LOGPROB": None,  # behaviour log-probabilities are those of the sampling temperature
         "PYTORCH_CUDA_ALLOC_CONF": None,  # expandable segments can't be released
         "PYTORCH_ALLOC_CONF": None,
-        "GLOO_SOCKET_IFNAME": "lo",  # its processes are in one pod, and authenticate nobody (H65)
+        "GLOO_SOCKET_IFNAME": place.interface if place else "lo",  # its processes authenticate nobody (H65)
         "SGLANG_TIMEOUT_KEEP_ALIVE": str(ENGINE_KEEP_ALIVE_S),
         "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "false",  # a curious /health must not generate (H16)
     }
     if saves_graphs:
         env["SGLANG_MEMORY_SAVER_CUDA_GRAPH"] = "1"  # releasing cuda_graph frees nothing without it
+    if place:
+        env["NCCL_SOCKET_IFNAME"] = place.interface
     if gpus == 0:
         env["SGLANG_USE_CPU_ENGINE"] = "1"
+        if place:  # its ranks would take a NUMA node each, and what there is of NCCL for the devices that it needs
+            env |= {"SGLANG_CPU_OMP_THREADS_BIND": "|".join("0" * ranks), "SGLANG_NCCL_SO_PATH": "/dev/null"}
     return EngineCommand((*argv, *extra), env)
 
 
 def undivided_heads(model: Path, *, gpus: int, of: int, extra: Sequence[str]) -> str | None:
     """Return why an engine can't divide the model's attention among its devices, with the numbers that can, or None.
 
-    gpus: the engine's devices. of: the pod's. The engine requires it too (SGLang 0.5.23, `models/llama.py`), by an
-    assertion that names no number. A configuration that says nothing of heads is the engine's to judge.
+    gpus: the engine's devices, in all of its pods. of: the pod's. The engine requires it too (SGLang 0.5.23,
+    `models/llama.py`), by an assertion that names no number. A configuration that says nothing of heads is the
+    engine's to judge.
     """
     if gpus < 2 or any(_sets(extra, flag) for flag in PARALLELISM):
         return None
@@ -127,11 +157,12 @@ def undivided_heads(model: Path, *, gpus: int, of: int, extra: Sequence[str]) ->
 
     if divides(gpus):
         return None
+    why = f"the model's {heads} attention heads ({shared} of keys and values) can't be divided among {gpus} devices"
+    if gpus > of:
+        numbers = [str(ranks) for ranks in range(2, gpus + 1) if divides(ranks)]
+        return f"{why}: let rollout.engine.pods times the {of} devices of a pod be {' or '.join(numbers)}"
     fitting = [str(of // ranks) for ranks in range(gpus, 0, -1) if of % ranks == 0 and divides(ranks)]
-    return (
-        f"the model's {heads} attention heads ({shared} of keys and values) can't be divided among {gpus} devices: set "
-        f"rollout.engine.perPod to {' or '.join(fitting)}, of {of} devices in the pod"
-    )
+    return f"{why}: set rollout.engine.perPod to {' or '.join(fitting)}, of {of} devices in the pod"
 
 
 def _sets(words: Sequence[str], flag: str) -> bool:
@@ -273,8 +304,8 @@ class SGLang:
     async def require_suitable(self, *, memory_saver: bool, gpus: int) -> ServerInfo:
         """Return the engine's settings. Raises Unsuitable with the flag or the package to change.
 
-        memory_saver: whether it must have one. gpus: devices of the pod that are this engine's, all of which it must
-        span: on others nothing would come free in a switch.
+        memory_saver: whether it must have one. gpus: devices that are this engine's, in all of its pods, all of which
+        it must span: on others nothing would come free in a switch.
         """
         try:
             info = ServerInfo.model_validate(await self._call("GET", "/server_info"))
@@ -296,7 +327,8 @@ class SGLang:
             (
                 gpus > 0 and spanned != gpus,
                 f"it spans {spanned} of its {gpus} devices: leave --tp-size and --pp-size out of engine.args, or let "
-                "their product be gpus.count divided by engine.perPod; for smaller engines raise engine.perPod",
+                "their product be gpus.count times engine.pods, divided by engine.perPod; for smaller engines raise "
+                "engine.perPod",
             ),
             (info.tokenizer_worker_num != 1, "--tokenizer-worker-num must be 1: a pause would return early"),
             (info.incremental_streaming_output, "remove --incremental-streaming-output: aborts would repeat a token"),

@@ -24,8 +24,9 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, TypeAdapter, 
 
 from colocated_rl_agent.planner.views import TAGS, EngineView, engine_name
 from colocated_rl_api.durable import sync
-from colocated_rl_api.facts import TagState
+from colocated_rl_api.facts import EngineLaunch, TagState
 from colocated_rl_api.logs import log
+from colocated_rl_api.names import PodUid
 from colocated_rl_api.rungs import WeightVersion
 from colocated_rl_api.wire import Version
 
@@ -65,6 +66,20 @@ class EngineStarted(_Record):
     version: Version
     admin_key: str = Field(repr=False)
     keeps: Tags = ()  # tags that a switch leaves mapped
+    launch: EngineLaunch | None = None  # of an engine over several pods, in the first of them
+    pods: tuple[PodUid, ...] = ()  # likewise: all of them
+    part_of: str | None = None  # incarnation of another pod's engine, of which this is a part
+
+    def view(self, *, start_by: float) -> EngineView:
+        """Return the view of the engine as it starts."""
+        return EngineView().started(
+            self.incarnation,
+            self.version,
+            start_by=start_by,
+            keeps=self.keeps,
+            launch=self.launch,
+            part_of=self.part_of,
+        )
 
 
 class TrainerStarted(_Record):
@@ -196,8 +211,7 @@ def _effect(view: EngineView, intent: Intent) -> EngineView:
 
 
 def _fresh(started: EngineStarted) -> EngineView:
-    view = EngineView().started(started.incarnation, started.version, start_by=0.0, keeps=started.keeps)
-    return view.answered(started.version)
+    return started.view(start_by=0.0).answered(started.version)
 
 
 def _history(engine: EngineRecord) -> list[Intent]:
@@ -232,10 +246,7 @@ class Journal:
     def epoch_accepted(self, epoch: int) -> None:
         self._append(EpochAccepted(epoch=epoch))
 
-    def engine_started(
-        self, name: str, incarnation: str, version: WeightVersion, admin_key: str, *, keeps: tuple[str, ...] = ()
-    ) -> None:
-        started = EngineStarted(name=name, incarnation=incarnation, version=version, admin_key=admin_key, keeps=keeps)
+    def engine_started(self, started: EngineStarted) -> None:
         self._append(started)
 
     def trainer_started(self, rank: int, incarnation: str, lineage: int) -> None:

@@ -10,9 +10,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import secrets
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -20,6 +21,7 @@ import aiohttp
 
 from colocated_rl_agent.drivers.base import CallRefused, DriverError, OutcomeUnknown
 from colocated_rl_agent.drivers.sglang import (
+    PartPlace,
     ServerInfo,
     SGLang,
     engine_command,
@@ -28,7 +30,7 @@ from colocated_rl_agent.drivers.sglang import (
     undivided_heads,
 )
 from colocated_rl_agent.files.exports import TensorDigests, export_directory
-from colocated_rl_agent.files.journal import EngineRecord, Intent, Journal
+from colocated_rl_agent.files.journal import EngineRecord, EngineStarted, Intent, Journal
 from colocated_rl_agent.gate.entrance import Backend, Entrance
 from colocated_rl_agent.lanes.last_words import last_words
 from colocated_rl_agent.lanes.probe import WeightsDoubted, require_agreement
@@ -45,11 +47,15 @@ from colocated_rl_agent.runner.runner_link import (
     RunnerRefused,
 )
 from colocated_rl_agent.settings import AgentSettings
+from colocated_rl_api import names
 from colocated_rl_api.back_off import doubled_s
 from colocated_rl_api.engines import dtype_of, overflowing
-from colocated_rl_api.facts import TagState
+from colocated_rl_api.facts import EngineLaunch, TagState
+from colocated_rl_api.interfaces import interface_towards
 from colocated_rl_api.job import Switch
 from colocated_rl_api.logs import log
+from colocated_rl_api.member_wire import EngineSpan
+from colocated_rl_api.names import PodUid
 from colocated_rl_api.rungs import WeightVersion
 from colocated_rl_api.weights import Manifest
 
@@ -60,6 +66,16 @@ START_POLL_S = 0.1  # an engine has no way to report that it is up
 MAX_BACK_OFF_S = 60.0
 LEAST_READ_BYTES_S = 100_000_000  # of weights: no volume that engines are to load from is slower
 CONFIG_MODE = 0o640  # the engine reads it through the pod's group
+
+
+@dataclass(frozen=True)
+class _Part:
+    """A _Part is what a pod runs of an engine, by default all of it. of: incarnation of another pod's engine."""
+
+    launch: EngineLaunch
+    place: PartPlace | None = None
+    of: str | None = None
+    pods: tuple[PodUid, ...] = ()  # of the engine, in the first of several
 
 
 class Engine:
@@ -110,18 +126,24 @@ class Engine:
         self._killed_for: str | None = None
         self._gone = asyncio.Event()
         self._unasked: str | None = None  # incarnation started here that has got no request yet
+        self.pods: tuple[PodUid, ...] = ()  # of an engine over several, as it was started, in the first of them
         self.view = EngineView()
 
     # ------------------------------------------------------------------------------------------------- its process
-    async def start(self, version: WeightVersion) -> None:
+    async def start(self, version: WeightVersion, span: EngineSpan | None = None) -> None:
+        """Start the engine, or its part in this pod. span: its pods, if it is over several."""
         settings, admin_key = self._settings, new_admin_key()
         model, extra = settings.weights_of(version), settings.job.spec.rollout.engine_flags
         exported = {tensor.dtype for tensor in self._exported().get(version, {}).values()}
+        gpus = len(self._on) * settings.pods_per_engine
         if impossible := overflowing(dtype_of(extra), exported) or await asyncio.to_thread(
-            undivided_heads, model, gpus=len(self._on), of=settings.gpus, extra=extra
+            undivided_heads, model, gpus=gpus, of=settings.gpus, extra=extra
         ):
             self._lost(impossible)
             return
+        part = self._part_in(span)
+        if part is None:
+            return  # the pods have changed since this was chosen: the planner chooses again
         await asyncio.to_thread(_write_config, self._config, admin_key)
         command = engine_command(
             model=model,
@@ -131,7 +153,8 @@ class Engine:
             gpus=len(self._on),
             saved_tags=settings.saved_tags,
             extra=extra,
-            pool_tokens=self._journal.memory.pool_tokens,
+            pool_tokens=part.launch.pool_tokens,
+            place=part.place,
         )
         self._gone.clear()
         self._killed_for = self._held = None
@@ -144,16 +167,50 @@ class Engine:
                 devices=self._on if len(self._on) < settings.gpus else (),
             )
         except RunnerRefused as error:
-            self._lost(f"it could not be started: {error}")
+            self._lost(f"it could not be started: {error}", part_of=part.of)
             return
         self._unasked = incarnation
-        self._journal.engine_started(self.name, incarnation, version, admin_key, keeps=settings.keeps)
+        started = EngineStarted(
+            name=self.name,
+            incarnation=incarnation,
+            version=version,
+            admin_key=admin_key,
+            keeps=settings.keeps,
+            launch=part.launch if part.pods else None,
+            pods=part.pods,
+            part_of=part.of,
+        )
+        self._journal.engine_started(started)
+        self.pods = started.pods
         self._metrics.incarnations.labels(self.name).inc()
         self.freed_bytes = {}
         self._client = self._client_of(admin_key)
-        self._set(self.view.started(incarnation, version, start_by=self._start_by(), keeps=settings.keeps))
+        self._set(replace(started.view(start_by=self._start_by()), doubted=self.view.doubted))
         if (exited := self._exits.get(incarnation)) is not None:
             self.exited(exited)
+
+    def _part_in(self, span: EngineSpan | None) -> _Part | None:
+        """Return what this pod runs of an engine; None if it is over several pods that are not what they were."""
+        settings = self._settings
+        launch = EngineLaunch(port=_new_port(), pool_tokens=self._journal.memory.pool_tokens)
+        if settings.pods_per_engine == 1:
+            return _Part(launch)
+        if span is None or span.address is None or settings.pod_uid not in span.pods:
+            return None
+        if not settings.has_part:
+            part = _Part(launch, pods=span.pods)
+        elif span.engine is not None and span.engine.launch is not None:
+            part = _Part(span.engine.launch, of=span.engine.incarnation)
+        else:
+            return None
+        try:
+            interface = interface_towards(span.address)
+        except OSError as error:
+            self._lost(f"it has no way to the pods of its engine: {error}", part_of=part.of)
+            return None
+        rank = span.pods.index(settings.pod_uid)
+        place = PartPlace(rank, settings.pods_per_engine, span.address, part.launch.port, interface)
+        return replace(part, place=place)
 
     async def wait_until_up(self) -> None:
         """Wait until the engine answers and suits a switch, is broken, or gone. The caller enforces the deadline."""
@@ -225,39 +282,42 @@ class Engine:
 
     async def attach(self, child: ChildStatus | None) -> None:
         """Match the view to the runner's report of the engine, after a restart of either side."""
+        record = self._journal.memory.engines.get(self.name)
         if child is None or not child.running:
             self._gone.set()
             if not self.view.is_absent:
                 known = child is not None and child.incarnation == self.view.incarnation
                 self._lost(self._end_of(child) if child is not None and known else "it ended with its container")
+            elif self._settings.has_part:  # the first pod has to hear of it
+                part_of = record.started.part_of if record else None
+                self._set(replace(self.view, part_of=part_of))
             elif child is not None:  # an earlier agent saw it end: others of the pod serve without it
                 self.failures = max(1, self.failures)
             return
         if child.incarnation == self.view.incarnation:
             return
         self._gone.clear()
-        memory = self._journal.memory.engines.get(self.name)
-        if memory is None or memory.incarnation != child.incarnation:
+        if record is None or record.incarnation != child.incarnation:
             unknown = EngineView().started(child.incarnation, WeightVersion(0, 0), start_by=0.0)
             self._set(unknown.broke("it is not known to this agent's journal"))
-        elif memory.pending is not None:
-            tags = memory.pending.tags
-            self._set(memory.view.broke(f"the agent ended during its {memory.pending.call}", tags))
+        elif record.pending is not None:
+            tags = record.pending.tags
+            self._set(record.view.broke(f"the agent ended during its {record.pending.call}", tags))
+        elif self._settings.has_part:
+            self._set(record.started.view(start_by=self._start_by()))
         else:
-            self._client = self._client_of(memory.started.admin_key)
-            self._set(await self._recognize(memory, self._client))
+            self.pods = record.started.pods
+            self._client = self._client_of(record.started.admin_key)
+            self._set(await self._recognize(record, self._client))
         log(LOG, "engine attached", engine=self.name, incarnation=child.incarnation, reason=self.view.broken)
         if (exited := self._exits.get(child.incarnation)) is not None:
             self.exited(exited)
 
-    async def _recognize(self, memory: EngineRecord, client: SGLang) -> EngineView:
+    async def _recognize(self, record: EngineRecord, client: SGLang) -> EngineView:
         """Return the view of a running engine that an earlier agent started."""
-        remembered = memory.view
+        remembered = record.view
         if not await _is_up(client):
-            started = memory.started
-            return EngineView().started(
-                started.incarnation, started.version, start_by=self._start_by(), keeps=started.keeps
-            )
+            return record.started.view(start_by=self._start_by())
         try:
             paused = not await client.takes_requests()
             version = await client.weight_version()
@@ -279,7 +339,8 @@ class Engine:
     async def _look_at(self, client: SGLang) -> ServerInfo:
         """Check that the engine is suitable, and keep its dtype and mapped bytes. Raises DriverError."""
         saved_tags = self._settings.saved_tags
-        info = await client.require_suitable(memory_saver=bool(saved_tags), gpus=len(self._on))
+        gpus = len(self._on) * self._settings.pods_per_engine
+        info = await client.require_suitable(memory_saver=bool(saved_tags), gpus=gpus)
         self._dtype = info.dtype if info.quantization is None else "quantized"
         self._context = info.context_length
         self._mapped_bytes = info.mapped_bytes(saved_tags)
@@ -482,7 +543,14 @@ class Engine:
     def _start_by(self) -> float:
         return time.monotonic() + self._settings.job.spec.switch.engine_start_seconds
 
-    def _lost(self, reason: str) -> None:
+    def _lost(self, reason: str, *, part_of: str | None = None) -> None:
+        """Record the loss. part_of: the engine of which the process should have been a part; None: it is known."""
+        if self._settings.has_part:
+            log(LOG, "part of an engine lost", logging.WARNING, engine=self.name, reason=reason)
+            self._failed("EngineLost", reason)
+            gone = self.view.gone()
+            self._set(gone if part_of is None else replace(gone, part_of=part_of))
+            return  # the first pod counts it, once it has ended its own
         self.failures += 1
         wait_s = 0.0 if self.failures == 1 else doubled_s(1.0, self.failures - 2, MAX_BACK_OFF_S)
         self._metrics.replaced.inc()
@@ -503,6 +571,11 @@ class Engine:
     def _set(self, view: EngineView) -> None:
         self.view = view
         self._changed()
+
+
+def _new_port() -> int:
+    """Return a port for the parts of an engine. Those of two in a row should not meet."""
+    return names.ENGINE_RENDEZVOUS_PORT + secrets.randbelow(names.RENDEZVOUS_PORTS)
 
 
 def _intent(

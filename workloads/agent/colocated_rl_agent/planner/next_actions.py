@@ -70,6 +70,7 @@ from colocated_rl_agent.planner.actions import (
     VerifyExport,
     Wait,
 )
+from colocated_rl_agent.planner.spans import shares_of
 from colocated_rl_agent.planner.views import WEIGHTS, EngineView, PodView, RankView
 from colocated_rl_api.facts import EngineState, TagState, TrainerState
 from colocated_rl_api.ladder import Ladder
@@ -117,6 +118,10 @@ class Rules:
 
 def next_actions(pod: PodView, target: PodTarget | None, rules: Rules) -> tuple[Action | Wait, ...]:
     """Return the next safe action or wait; one each for engine and trainers if they don't take turns."""
+    return tuple(shares_of(_next_actions(pod, target, rules), pod, target, rules.ladder))
+
+
+def _next_actions(pod: PodView, target: PodTarget | None, rules: Rules) -> tuple[Action | Wait, ...]:
     if pod.stopped:
         return (Wait(),)
     if not pod.runner_known:

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from enum import StrEnum
 from typing import Any
 
 from colocated_rl_api.facts import (
     HELD,
     DeviceFacts,
     EngineFacts,
+    EngineLaunch,
     EngineState,
     GateFacts,
     PodFacts,
@@ -60,6 +62,8 @@ class EngineView:
     checksum: str | None = None  # of `version`, where the job asks for it
     tags: Mapping[str, TagState] = field(default_factory=lambda: dict.fromkeys(TAGS, TagState.MAPPED))
     broken: str | None = None  # a call failed or its outcome is unknown: the engine is to be replaced
+    launch: EngineLaunch | None = None  # of an engine over several pods, in the first of them
+    part_of: str | None = None  # incarnation of the engine whose part the process is, or the last one was
     doubted: WeightVersion | None = None  # newest version that this or an earlier incarnation was not shown to hold
     rejected: RejectedWeights | None = None  # weights doubted a second time: no engine starts on them
 
@@ -84,12 +88,25 @@ class EngineView:
 
     # -------------------------------------------------------------------------------- what a confirmed effect means
     def started(
-        self, incarnation: str, version: WeightVersion, *, start_by: float, keeps: tuple[str, ...] = ()
+        self,
+        incarnation: str,
+        version: WeightVersion,
+        *,
+        start_by: float,
+        keeps: tuple[str, ...] = (),
+        launch: EngineLaunch | None = None,
+        part_of: str | None = None,
     ) -> EngineView:
         """Return the view of a starting engine. keeps: tags that a switch leaves mapped."""
-        tags = {tag: TagState.KEPT if tag in keeps else TagState.MAPPED for tag in TAGS}
         return EngineView(
-            EngineState.STARTING, incarnation, starts_on=version, start_by=start_by, tags=tags, doubted=self.doubted
+            EngineState.STARTING,
+            incarnation,
+            starts_on=version,
+            start_by=start_by,
+            tags={tag: TagState.KEPT if tag in keeps else TagState.MAPPED for tag in TAGS},
+            launch=launch,
+            part_of=part_of,
+            doubted=self.doubted,
         )
 
     def answered(self, version: WeightVersion, checksum: str | None = None) -> EngineView:
@@ -141,7 +158,7 @@ class EngineView:
         return replace(after, rejected=RejectedWeights(version=version, message=reason[:LONGEST_REASON]))
 
     def gone(self, *, start_after: float = 0.0) -> EngineView:
-        return EngineView(start_after=start_after, doubted=self.doubted, rejected=self.rejected)
+        return EngineView(start_after=start_after, part_of=self.part_of, doubted=self.doubted, rejected=self.rejected)
 
     def facts(self, *, index: int = 0, failures: int = 0, shut: bool = True) -> EngineFacts:
         """Return the facts to report. failures: number of incarnations that failed since one last served. shut: whether
@@ -162,6 +179,8 @@ class EngineView:
             checksum=self.checksum,
             noise_nats=self.noise_nats,
             failures=failures,
+            launch=self.launch,
+            part_of=self.part_of,
             rejected=self.rejected if self.is_absent else None,
         )
 
@@ -234,6 +253,14 @@ class RankView:
         )
 
 
+class Share(StrEnum):
+    """Names what a pod may do about an engine over several pods."""
+
+    LEADS = "Leads"  # as about any engine: the first pod, all others are there
+    LACKS = "Lacks"  # the same, but start it: another pod is missing
+    FOLLOWS = "Follows"  # start and end a part of it, as another pod does
+
+
 @dataclass(frozen=True)
 class PodView:
     """A PodView holds everything that the choice of the next action depends on, for one of the pod's engines.
@@ -259,6 +286,8 @@ class PodView:
     agreed: tuple[WeightVersion, str] | None = None  # newest version with a checksum that the group agreed on
     stopped: bool = False
     has_engine: bool = True  # False: engines have pods of their own
+    share: Share | None = None  # in an engine over several pods, see `planner.spans`
+    joins_on: WeightVersion | None = None  # the engine has started on these in another pod: a part of it may here
 
     def facts(self) -> PodFacts:
         """Return the facts of a pod with this engine alone."""

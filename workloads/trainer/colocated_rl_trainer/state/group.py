@@ -8,29 +8,22 @@ starts the next lineage. A group of one rank opens no socket.
 from __future__ import annotations
 
 import contextlib
-import errno
-import fcntl
 import os
-import socket
-import struct
 from collections import Counter
 from collections.abc import Callable, Iterator
 from datetime import timedelta
-from pathlib import Path
 from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 
+from colocated_rl_api.interfaces import interface_towards
 from colocated_rl_trainer.protocol.rank import Refused
 from colocated_rl_trainer.protocol.settings import RankSettings
 
 Item = TypeVar("Item")
 
 _DONE = "done"
-_SIOCGIFADDR = 0x8915  # linux/sockios.h: primary IPv4 address of an interface
-_IPV6_ADDRESSES = Path("/proc/net/if_inet6")  # one per line: hexadecimal digits, four numbers, interface
-_INTERFACE_NAME_BYTES = 16
 
 
 class GroupLost(Exception):
@@ -161,7 +154,10 @@ def form_group(
     """
     store: dist.TCPStore | None = None
     if size > 1:
-        interface = interface_towards(address)
+        try:
+            interface = interface_towards(address)
+        except OSError as error:
+            raise GroupLost(f"no way to the group's address {address}: {error}; set GLOO_SOCKET_IFNAME") from error
         for backend in ("GLOO", "NCCL"):
             os.environ.setdefault(f"{backend}_SOCKET_IFNAME", interface)
         try:
@@ -178,45 +174,6 @@ def form_group(
                 f"(spec.switch.trainerStartSeconds): {_first_line(error)}"
             ) from error
     return Collectives(rank=rank, size=size, store=store)
-
-
-def interface_towards(address: str) -> str:
-    """Return the network interface that owns the route to `address` (IPv6, IPv4 or a name for it).
-
-    Left to itself, gloo asks what the host's own name resolves to: in a pod often loopback, or nothing.
-    Raises GroupLost if no interface has that address.
-    """
-    try:
-        with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect((address, 9))  # sends nothing: asks for the route
-            source = probe.getsockname()[0]
-            for interface, own in _addresses(probe):
-                if own == source:
-                    return interface
-    except OSError as error:
-        raise GroupLost(f"no route to the group's address {address}: {error}") from error
-    raise GroupLost(f"no interface has {source}, the source of packets to {address}: set GLOO_SOCKET_IFNAME")
-
-
-def _addresses(probe: socket.socket) -> Iterator[tuple[str, str | None]]:
-    """Yield each interface with an address that it has, of the probe's family."""
-    if probe.family == socket.AF_INET6:
-        for digits, *_, interface in map(str.split, _IPV6_ADDRESSES.read_text().splitlines()):
-            yield interface, socket.inet_ntop(socket.AF_INET6, bytes.fromhex(digits))
-    else:
-        for _, interface in socket.if_nameindex():
-            yield interface, _address_of(interface, probe)
-
-
-def _address_of(interface: str, probe: socket.socket) -> str | None:
-    request = struct.pack(f"{_INTERFACE_NAME_BYTES}s24x", interface.encode())
-    try:
-        answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)
-    except OSError as error:
-        if error.errno == errno.EADDRNOTAVAIL:  # the interface has no address
-            return None
-        raise
-    return socket.inet_ntoa(answer[20:24])
 
 
 @contextlib.contextmanager

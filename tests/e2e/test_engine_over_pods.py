@@ -1,0 +1,71 @@
+"""Two pods with one real engine over both, its ranks joined by gloo, and a real trainer in each, in turns.
+
+Each part of the engine is killed once. The loss of any is the loss of the engine, and costs trainers nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from e2e.conftest import apply
+from e2e.running_job import KubectlCall, RunningJob, wait_for
+
+from colocated_rl_api.facts import EngineState
+from colocated_rl_api.names import GPU_CONTAINER
+
+pytestmark = pytest.mark.slow  # `make test-slow`
+START_S = 900  # two parts of an engine and two trainers start on two cores
+STEPS_S = 900
+
+
+@pytest.fixture(scope="module")
+def job(kubectl: KubectlCall) -> Iterator[RunningJob]:
+    running = apply(kubectl, "engine-over-pods.yaml")
+    yield running
+    running.delete()
+
+
+def engines(job: RunningJob) -> list[dict[str, Any]]:
+    """Return what each pod says of the engine, the first one first."""
+    return [job.member(pod)["facts"]["engines"][0] for pod in job.gpu_pods]
+
+
+def is_whole(job: RunningJob) -> bool | None:
+    first, part = engines(job)
+    serves = first["state"] == part["state"] == EngineState.READY
+    return (serves and part["partOf"] == first["incarnation"]) or None
+
+
+def test_it_trains_on_one_engine_over_both_pods(job: RunningJob) -> None:
+    job.wait_for_step(2, deadline_s=START_S)
+    assert is_whole(job)
+
+
+@pytest.mark.parametrize("pod", [1, 0])
+def test_loss_of_any_part_is_the_loss_of_the_engine(job: RunningJob, pod: int) -> None:
+    wait_for("the engine", lambda: is_whole(job), deadline_s=STEPS_S, explain=job.describe)
+    before, step, lost = engines(job), job.step, len(job.agent_lines("engine lost"))
+    assert job.signal(job.gpu_pods[pod], GPU_CONTAINER, command_contains="engine-0.yaml", signal="SIGKILL")
+    wait_for(
+        "the loss", lambda: len(job.agent_lines("engine lost")) > lost or None, deadline_s=STEPS_S, explain=job.describe
+    )
+    job.wait_for_step(step + 2, deadline_s=STEPS_S)
+    wait_for("the engine", lambda: is_whole(job), deadline_s=STEPS_S, explain=job.describe)
+    assert all(old["incarnation"] != new["incarnation"] for old, new in zip(before, engines(job), strict=True))
+    assert 0 == job.status["restarts"]
+
+
+def test_it_completes(job: RunningJob) -> None:
+    job.end_soon()
+    job.wait_for_condition("Complete", deadline_s=STEPS_S)
+    assert (f"{job.step}-1", 0) == (job.status["weightVersion"], job.status["restarts"])
+
+
+def test_it_held_one_checksum_of_each_version(job: RunningJob) -> None:
+    held: dict[str, set[str]] = {}
+    for line in job.agent_lines("weights checksummed"):
+        held.setdefault(line.fields["version"], set()).add(line.fields["checksum"])
+    assert {f"{step}-1" for step in range(job.step + 1)} == {*held}
+    assert {1} == {len(checksums) for checksums in held.values()}
