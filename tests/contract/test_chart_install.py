@@ -38,6 +38,7 @@ UNUSED = GARBAGE_COLLECTION | {
 CRD = f"crd/{names.PLURAL}.{names.GROUP}"
 # the CRD is there already, applied by kubectl
 ADOPT = ("--take-ownership", "--force-conflicts")
+VERSION = (CHECKOUT.root / "operator/VERSION").read_text().strip()
 WAITING = ("--wait", "--timeout", "5m")
 INSTALL = ("--values", CHART / "ci/local-values.yaml", *ADOPT, *WAITING)
 DEADLINE_S = 180  # for the operator, garbage collection among others: on a machine that does much else
@@ -219,6 +220,9 @@ def test_chart_installs_and_upgrades_as_the_pages_say(kubectl: Kubectl, release:
     install, upgrade = words("docs/install.md", "The chart"), words("docs/releases.md", "Upgrades")
     output = kubectl.helm(*(RELEASE + "-2" if word == RELEASE else word for word in install), "--dry-run=client")
     assert "registry.example.com/rl/operator:0.1.0" in output
+    unnamed = words("docs/first-gpu-job.md", "Install")
+    output = kubectl.helm(*(RELEASE + "-3" if word == RELEASE else word for word in unnamed), "--dry-run=client")
+    assert f"image: colocated-rl/operator:{VERSION}\n" in output
     before = images(kubectl)
     kubectl.helm(*upgrade, *WAITING)
     assert before == images(kubectl)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 import yaml
 from cluster import Cluster
 from contract.api_server import ApiServer, Document, Kubectl
+from documents.blocks import under
 
 from builders import OWN_ROLLOUT, make_job
 from colocated_rl_api.job import ColocatedRLJobSpec
@@ -248,6 +250,19 @@ def test_every_pod_of_the_jobs_for_gpu_nodes_is_accepted(api: ApiServer, example
             "POST", f"{PODS}?dryRun=All&fieldValidation=Strict", of_this_server(pod(job, seat, 0, IMAGES))
         )
         assert answer.is_accepted, f"{seat}: {answer.message}"
+
+
+def test_nodes_are_labelled_and_their_devices_shown_as_the_page_for_one_gpu_says(kubectl: Kubectl) -> None:
+    """No device plugin is there, so none is shown."""
+    label, _, show = under("docs/first-gpu-job.md", "What you need")
+    _, *words = shlex.split(label)
+    labelled = json.loads(kubectl(*words, "--dry-run=server", "-o", "json"))
+    nodes = labelled.get("items", [labelled])  # of one node, that
+    assert {"true"} == {node["metadata"]["labels"]["nvidia.com/gpu.present"] for node in nodes}
+    _, *words = shlex.split(show)
+    heads, *rows = (line.split() for line in kubectl(*words).splitlines())
+    assert ["NAME", "GPUS"] == heads
+    assert sorted([node["metadata"]["name"], "<none>"] for node in nodes) == sorted(rows)
 
 
 @pytest.mark.since_kubernetes(1, 34)
