@@ -28,6 +28,7 @@ pytestmark = pytest.mark.cluster
 
 NAMESPACE = "rendered"
 OPEN_NAMESPACE = "rendered-open"
+BASELINE_NAMESPACE = "rendered-baseline"
 PODS = f"/api/v1/namespaces/{NAMESPACE}/pods"
 IMAGES = PodImages(
     "agent", "rollout", "gpu", "Always", requests_disk=False
@@ -44,6 +45,11 @@ CLUSTER: list[Document] = [
         "apiVersion": "v1",
         "kind": "Namespace",
         "metadata": {"name": OPEN_NAMESPACE, "labels": {"pod-security.kubernetes.io/enforce": "privileged"}},
+    },
+    {
+        "apiVersion": "v1",
+        "kind": "Namespace",
+        "metadata": {"name": BASELINE_NAMESPACE, "labels": {"pod-security.kubernetes.io/enforce": "baseline"}},
     },
     {
         "apiVersion": "scheduling.k8s.io/v1",
@@ -110,7 +116,7 @@ def of_this_server(body: Document) -> Document:
 def world(kubectl: Kubectl) -> Iterator[None]:
     """Create the objects that an admin has prepared, and the claims of a job."""
     kubectl("apply", "-f", "-", stdin=yaml.safe_dump_all(CLUSTER))
-    for namespace in (NAMESPACE, OPEN_NAMESPACE):
+    for namespace in (NAMESPACE, OPEN_NAMESPACE, BASELINE_NAMESPACE):
         kubectl.wait_until_pods_may_come(namespace)
     yield
     kubectl("delete", "--wait=false", "-f", "-", stdin=yaml.safe_dump_all(CLUSTER))
@@ -157,6 +163,20 @@ def test_what_an_admin_lets_pods_have_of_their_node_their_namespace_has_to_let_i
     answer = api.request("POST", f"/api/v1/namespaces/{OPEN_NAMESPACE}/pods?dryRun=All&fieldValidation=Strict", body)
     assert answer.is_accepted, answer.message
     assert "ClusterFirstWithHostNet" == answer.body["spec"]["dnsPolicy"]
+
+
+@pytest.mark.parametrize("seat", [gpu_seat(0), ROLLOUT_SEAT])
+def test_a_volume_of_a_file_server_is_for_namespaces_that_enforce_less_than_restricted(
+    api: ApiServer, seat: str
+) -> None:
+    body = rendered("filed", seat, **yaml.safe_load(GOOD["pod-templates-nfs"].text)["spec"])
+    assert 'violates PodSecurity "restricted:latest": restricted volume types' in dry_run(api, body)
+    body["metadata"]["namespace"] = BASELINE_NAMESPACE
+    place = f"/api/v1/namespaces/{BASELINE_NAMESPACE}/pods?dryRun=All&fieldValidation=Strict"
+    answer = api.request("POST", place, body)
+    assert answer.is_accepted, answer.message
+    [volume] = [each["nfs"] for each in answer.body["spec"]["volumes"] if "nfs" in each]
+    assert {"server": "files.example.com", "path": "/data", "readOnly": True} == volume
 
 
 @pytest.mark.parametrize(
