@@ -120,7 +120,7 @@ def install(cluster: Cluster, place: Path) -> None:
     """Install the chart as the page says, with the names of our images in the file that it shows."""
     (place / "charts").symlink_to(CHECKOUT.root / "charts")
     (place / "values.yaml").write_text(yaml.safe_dump(values(TAG)))
-    [command] = under("docs/install.md", "The chart")
+    command, *_ = (each for each in under("docs/install.md", "The chart") if each.startswith("helm"))
     RecordedTerminal.opened(place, cluster.kubeconfig)(command)
     cluster.kubectl(
         *("-n", OPERATOR_NAMESPACE, "rollout", "status", "deployment/colocated-rl", f"--timeout={HELM_S:.0f}s"),

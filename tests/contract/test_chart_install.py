@@ -38,6 +38,7 @@ UNUSED = GARBAGE_COLLECTION | {
 CRD = f"crd/{names.PLURAL}.{names.GROUP}"
 # the CRD is there already, applied by kubectl
 ADOPT = ("--take-ownership", "--force-conflicts")
+VERSION = (CHECKOUT.root / "operator/VERSION").read_text().strip()
 WAITING = ("--wait", "--timeout", "5m")
 INSTALL = ("--values", CHART / "ci/local-values.yaml", *ADOPT, *WAITING)
 DEADLINE_S = 180  # for the operator, garbage collection among others: on a machine that does much else
@@ -202,6 +203,12 @@ def images(kubectl: Kubectl) -> list[str]:
     return [container["image"], *(each["value"] for each in container["env"] if each["name"].endswith("_IMAGE"))]
 
 
+def rendered_of(output: str) -> list[Document]:
+    """Return the manifest in what `helm install --dry-run` prints, without hooks and notes."""
+    manifest = output.partition("\nMANIFEST:\n")[2].partition("\nNOTES:\n")[0]
+    return [body for body in yaml.safe_load_all(manifest) if body]
+
+
 def test_chart_installs_and_upgrades_as_the_pages_say(kubectl: Kubectl, release: None, tmp_path: Path) -> None:
     """The commands carry the names of this release. An upgrade that names no values keeps those of the installation."""
     [page] = re.findall(
@@ -211,14 +218,21 @@ def test_chart_installs_and_upgrades_as_the_pages_say(kubectl: Kubectl, release:
     named = {"colocated-rl-system": NAMESPACE, "charts/colocated-rl": str(CHART), "colocated-rl": RELEASE}
     named |= {"values.yaml": str(tmp_path / "values.yaml"), "--create-namespace": ""}
 
-    def words(page: str, heading: str) -> list[str]:
-        [command] = [each for each in under(page, heading) if each.startswith("helm")]
+    def words(page: str, heading: str, *, at: int = 0) -> list[str]:
+        command = [each for each in under(page, heading) if each.startswith("helm")][at]
         _program, *rest = (named.get(word, word) for word in shlex.split(command))
         return [word for word in rest if word]
 
     install, upgrade = words("docs/install.md", "The chart"), words("docs/releases.md", "Upgrades")
     output = kubectl.helm(*(RELEASE + "-2" if word == RELEASE else word for word in install), "--dry-run=client")
     assert "registry.example.com/rl/operator:0.1.0" in output
+    in_teams = words("docs/install.md", "The chart", at=1)
+    output = kubectl.helm(*(RELEASE + "-2" if word == RELEASE else word for word in in_teams), "--dry-run=client")
+    bound = [body for body in rendered_of(output) if str(body.get("kind")).endswith("RoleBinding")]
+    assert {NAMESPACE, "team-a", "team-b"} == {body["metadata"]["namespace"] for body in bound}
+    unnamed = words("docs/first-gpu-job.md", "Install")
+    output = kubectl.helm(*(RELEASE + "-3" if word == RELEASE else word for word in unnamed), "--dry-run=client")
+    assert f"image: colocated-rl/operator:{VERSION}\n" in output
     before = images(kubectl)
     kubectl.helm(*upgrade, *WAITING)
     assert before == images(kubectl)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import json
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -161,6 +162,17 @@ def test_images_of_running_pods_are_listed_as_the_page_says(terminal: PageShell)
     for seat in job.seats.all:
         terminal.put(seat, resources.pod(job, seat, 0, images))
     assert ["agent:1", "gpu:1", "rollout:1"] == terminal(under("docs/air-gap.md", "List the images")[1]).split()
+
+
+def test_the_token_of_the_page_for_one_gpu_is_where_pods_look_for_it(terminal: PageShell) -> None:
+    [command] = under("docs/first-gpu-job.md", "From flags to fields")
+    made = json.loads(terminal(command))
+    hub = {"name": "us/gated", "revision": "a" * 40, "secretName": made["metadata"]["name"]}
+    job = make_job(model={"huggingFace": hub})
+    pods = [resources.pod(job, seat, 0, PodImages("agent", "rollout", "gpu", "Always")) for seat in job.seats.all]
+    keys = re.findall(r'"secretKeyRef": (\{.*?\})', json.dumps(pods))
+    assert {("hub", "hub-token")} == {(key["name"], key["key"]) for key in map(json.loads, keys)}
+    assert "hf_..." == base64.b64decode(made["data"]["hub-token"]).decode()
 
 
 def test_no_pod_of_the_chart_has_a_user_with_the_words_of_the_page_for_openshift() -> None:

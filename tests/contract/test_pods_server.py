@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 import yaml
 from cluster import Cluster
 from contract.api_server import ApiServer, Document, Kubectl
+from documents.blocks import under
 
 from builders import OWN_ROLLOUT, make_job
 from colocated_rl_api.job import ColocatedRLJobSpec
@@ -26,6 +28,7 @@ pytestmark = pytest.mark.cluster
 
 NAMESPACE = "rendered"
 OPEN_NAMESPACE = "rendered-open"
+BASELINE_NAMESPACE = "rendered-baseline"
 PODS = f"/api/v1/namespaces/{NAMESPACE}/pods"
 IMAGES = PodImages(
     "agent", "rollout", "gpu", "Always", requests_disk=False
@@ -42,6 +45,11 @@ CLUSTER: list[Document] = [
         "apiVersion": "v1",
         "kind": "Namespace",
         "metadata": {"name": OPEN_NAMESPACE, "labels": {"pod-security.kubernetes.io/enforce": "privileged"}},
+    },
+    {
+        "apiVersion": "v1",
+        "kind": "Namespace",
+        "metadata": {"name": BASELINE_NAMESPACE, "labels": {"pod-security.kubernetes.io/enforce": "baseline"}},
     },
     {
         "apiVersion": "scheduling.k8s.io/v1",
@@ -108,7 +116,7 @@ def of_this_server(body: Document) -> Document:
 def world(kubectl: Kubectl) -> Iterator[None]:
     """Create the objects that an admin has prepared, and the claims of a job."""
     kubectl("apply", "-f", "-", stdin=yaml.safe_dump_all(CLUSTER))
-    for namespace in (NAMESPACE, OPEN_NAMESPACE):
+    for namespace in (NAMESPACE, OPEN_NAMESPACE, BASELINE_NAMESPACE):
         kubectl.wait_until_pods_may_come(namespace)
     yield
     kubectl("delete", "--wait=false", "-f", "-", stdin=yaml.safe_dump_all(CLUSTER))
@@ -155,6 +163,20 @@ def test_what_an_admin_lets_pods_have_of_their_node_their_namespace_has_to_let_i
     answer = api.request("POST", f"/api/v1/namespaces/{OPEN_NAMESPACE}/pods?dryRun=All&fieldValidation=Strict", body)
     assert answer.is_accepted, answer.message
     assert "ClusterFirstWithHostNet" == answer.body["spec"]["dnsPolicy"]
+
+
+@pytest.mark.parametrize("seat", [gpu_seat(0), ROLLOUT_SEAT])
+def test_a_volume_of_a_file_server_is_for_namespaces_that_enforce_less_than_restricted(
+    api: ApiServer, seat: str
+) -> None:
+    body = rendered("filed", seat, **yaml.safe_load(GOOD["pod-templates-nfs"].text)["spec"])
+    assert 'violates PodSecurity "restricted:latest": restricted volume types' in dry_run(api, body)
+    body["metadata"]["namespace"] = BASELINE_NAMESPACE
+    place = f"/api/v1/namespaces/{BASELINE_NAMESPACE}/pods?dryRun=All&fieldValidation=Strict"
+    answer = api.request("POST", place, body)
+    assert answer.is_accepted, answer.message
+    [volume] = [each["nfs"] for each in answer.body["spec"]["volumes"] if "nfs" in each]
+    assert {"server": "files.example.com", "path": "/data", "readOnly": True} == volume
 
 
 @pytest.mark.parametrize(
@@ -248,6 +270,19 @@ def test_every_pod_of_the_jobs_for_gpu_nodes_is_accepted(api: ApiServer, example
             "POST", f"{PODS}?dryRun=All&fieldValidation=Strict", of_this_server(pod(job, seat, 0, IMAGES))
         )
         assert answer.is_accepted, f"{seat}: {answer.message}"
+
+
+def test_nodes_are_labelled_and_their_devices_shown_as_the_page_for_one_gpu_says(kubectl: Kubectl) -> None:
+    """No device plugin is there, so none is shown."""
+    label, _, show = under("docs/first-gpu-job.md", "What you need")
+    _, *words = shlex.split(label)
+    labelled = json.loads(kubectl(*words, "--dry-run=server", "-o", "json"))
+    nodes = labelled.get("items", [labelled])  # of one node, that
+    assert {"true"} == {node["metadata"]["labels"]["nvidia.com/gpu.present"] for node in nodes}
+    _, *words = shlex.split(show)
+    heads, *rows = (line.split() for line in kubectl(*words).splitlines())
+    assert ["NAME", "GPUS"] == heads
+    assert sorted([node["metadata"]["name"], "<none>"] for node in nodes) == sorted(rows)
 
 
 @pytest.mark.since_kubernetes(1, 34)

@@ -23,6 +23,7 @@ from e2e.terminal import RecordedTerminal
 from colocated_rl_api import names
 from colocated_rl_api.ladder import TIME_SLICED
 from colocated_rl_api.rungs import Rung
+from colocated_rl_trainer.conformance.ranks import free_port
 from setup.layout import CHECKOUT
 
 START_S = 900  # two engines and two trainers start on two cores
@@ -30,6 +31,7 @@ STEPS_S = 400  # a few steps
 SEEN_S = 120  # by an agent, in the status
 ENGINE = "sglang"  # in the command lines of an engine's processes
 TRAINER = "colocated_rl_trainer"
+ONE_GPU = "docs/first-gpu-job.md"
 SUCCEEDED_S = 240  # kubelet may look at a pod once a minute
 DELETED_S = 240
 
@@ -317,10 +319,22 @@ def test_commands_of_runbooks_and_pages_look_at_the_job(job: RunningJob, termina
         for command in under(page, heading)
     ]
     looks += [command for command in under("docs/samples.md", "Look at samples") if "--follow" not in command]
+    looks += under(ONE_GPU, "Watch it")
     assert len(looks) > 20
     for command in looks:
         pod = job.rollout_pod if "-c rollout" in command else job.gpu_pods[0]
-        terminal(command, JOB=job.name, POD=pod, sums=job.name)
+        terminal(command, JOB=job.name, POD=pod, sums=job.name, first=job.name)
+
+
+def test_the_gateway_answers_as_the_page_for_one_gpu_asks_it(job: RunningJob, terminal: RecordedTerminal) -> None:
+    port = free_port()
+    forward, ask = under(ONE_GPU, "Ask it")
+    forward = forward.replace("first-rollout-0", job.rollout_pod).replace(" 8080", f" {port}:8080")
+    ask = ask.replace(":8080/", f":{port}/").replace('"first"', f'"{job.name}"')
+    waits = "curl --silent --fail --retry 30 --retry-all-errors --retry-delay 1"
+    answer = terminal(f"{forward} >&2 & trap 'kill $!' EXIT\n{ask.replace('curl', waits, 1)}")
+    [choice] = json.loads(answer)["choices"]
+    assert "assistant" == choice["message"]["role"]
 
 
 def test_a_pod_that_is_lost_takes_no_finished_step_with_it(job: RunningJob) -> None:

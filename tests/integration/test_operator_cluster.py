@@ -44,7 +44,7 @@ from colocated_rl_operator.manifests import resources
 from colocated_rl_operator.planner.reasons import Reason
 from fakes.group import GpuPod
 from fakes.member import FakeMember
-from real_operator import JOBS, NAMESPACE, OPERATORS, PODS, Body, RealOperator
+from real_operator import JOBS, NAMESPACE, OPERATORS, PODS, Body, RealOperator, kubeconfig_of
 from setup.layout import CHECKOUT
 
 pytestmark = pytest.mark.cluster
@@ -560,6 +560,7 @@ async def test_a_job_that_has_used_up_its_quota_is_made_whole_and_goes_on_after_
         finally:
             await world.api.call("DELETE", f"{QUOTAS}/full")
     assert {3: [1, 2, 3]} == world.group.trained_in
+    assert "False" == world.condition("Stalled")["status"]
 
 
 INJECTED = """
@@ -658,6 +659,104 @@ async def test_a_policy_that_denies_pods_is_quoted_and_the_job_goes_on_without_i
         await world.api.call("PATCH", f"{JOBS}/sums", patch, MERGE)
         await world.until(lambda: world.is_complete)
     assert ("False", 0) == (world.condition("Stalled")["status"], world.status["restarts"])
+
+
+def limits(**limits: Mapping[str, str]) -> Body:
+    """Return the spec of a LimitRange for containers."""
+    return {"limits": [{"type": "Container", **limits}]}
+
+
+@asynccontextmanager
+async def limited(world: RealWorld, plural: str, spec: Body) -> AsyncIterator[None]:
+    """Limit the job's namespace, and wait until the server does so; until the context ends."""
+    path = f"/api/v1/namespaces/{NAMESPACE}/{plural}"
+    await world.api.call("POST", path, {"metadata": {"name": "theirs"}, "spec": spec})
+    try:
+        await in_force(world, lambda answer: "exceeded quota" in answer.get("message", "") or has_limits(answer))
+        yield
+    finally:
+        await world.api.call("DELETE", f"{path}/theirs")
+
+
+def has_limits(pod: Body) -> bool:
+    return any(container["resources"].get("limits") for container in pod.get("spec", {}).get("containers", ()))
+
+
+@pytest.mark.parametrize(
+    ("plural", "spec", "words"),
+    [
+        ("resourcequotas", {"hard": {"count/pods": "0"}}, "exceeded quota: theirs"),
+        ("limitranges", limits(max={"memory": "64Mi"}), "maximum memory usage per Container is 64Mi"),
+        ("limitranges", limits(default={"cpu": "1m"}), "must be less than or equal to cpu limit"),
+    ],
+    ids=["quota", "maximum", "default below a request"],
+)
+async def test_what_a_namespace_has_no_room_for_is_quoted_and_the_job_goes_on_once_it_has(
+    world: RealWorld, plural: str, spec: Body, words: str
+) -> None:
+    async with AsyncExitStack() as operators:
+        async with limited(world, plural, spec):
+            await operators.enter_async_context(world.operator())
+            await world.until(lambda: words in world.condition("Stalled").get("message", ""))
+            stalled = world.condition("Stalled")
+            assert ("True", "ObjectRefused") == (stalled["status"], stalled["reason"])
+            assert not await world.api.all(PODS)
+        await in_force(world, lambda answer: answer["kind"] == "Pod" and not has_limits(answer))
+        await world.api.call("PATCH", f"{JOBS}/sums", {"spec": {"backoffLimit": 7}}, MERGE)  # an occasion to try again
+        await world.until(lambda: world.is_complete)
+    assert ("False", 0) == (world.condition("Stalled")["status"], world.status["restarts"])
+
+
+async def test_limits_that_a_namespace_puts_into_pods_are_left_there(world: RealWorld) -> None:
+    async with limited(world, "limitranges", limits(default={"cpu": "8", "memory": "9Gi"})):
+        async with world.operator() as operator:
+            await world.until(lambda: world.is_complete)
+        pods = await world.api.all(PODS)
+    assert ["sums-gpu-0-0", "sums-gpu-1-0", "sums-rollout-0"] == sorted(pod["metadata"]["name"] for pod in pods)
+    given = [
+        container["resources"]["limits"]
+        for pod in pods
+        for container in (*pod["spec"]["initContainers"], *pod["spec"]["containers"])
+    ]
+    assert {"8"} == {each["cpu"] for each in given}
+    assert "9Gi" in {each["memory"] for each in given}
+    assert ("False", 0, 1) == (world.condition("Stalled")["status"], world.status["restarts"], world.status["lineage"])
+    assert not operator.logged("pod deleted")
+
+
+async def test_a_job_of_a_namespace_that_is_named_runs_by_the_rights_of_the_chart_in_it_alone(
+    access: ClusterAccess, tmp_path: Path
+) -> None:
+    """No right is cluster-wide with `watch.namespaces`."""
+    variables = {"WATCH_NAMESPACES": NAMESPACE, "LEASE_NAME": "colocated-rl"}
+    (tmp_path / "admin").mkdir()
+    (admin := tmp_path / "admin/kubeconfig").write_text(kubeconfig_of(access))
+    kubectl = Kubectl(CHECKOUT.localcluster, admin)
+    named = {"watch.namespaces[0]": NAMESPACE, "crds.install": "false", "rbac.aggregate": "false"}
+    sets = [word for name, value in named.items() for word in ("--set", f"{name}={value}")]
+    files = [word for name in ("rbac", "serviceaccount") for word in ("--show-only", f"templates/{name}.yaml")]
+    rights = Helm(CHECKOUT.localcluster)(
+        "template", "colocated-rl", CHECKOUT.root / "charts/colocated-rl", "--namespace", OPERATORS, *sets, *files
+    )
+    assert {"ServiceAccount", "Role", "RoleBinding"} == {body["kind"] for body in yaml.safe_load_all(rights)}
+    await asyncio.to_thread(kubectl, "apply", "-f", "-", stdin=rights)
+    try:
+        token = await asyncio.to_thread(kubectl, "-n", OPERATORS, "create", "token", "colocated-rl")
+        theirs = replace(access, token_file=None, fixed_token=token.strip(), certificate_pem=None)
+        async with open_real_world(access, tmp_path, SPEC, operators=theirs) as world:
+            async with world.operator(LEASE | variables) as operator:
+                await world.until(lambda: world.is_complete)
+                assert 0 == await operator.end()
+            elsewhere = f"{access.server}/api/v1/namespaces/{OPERATORS}/pods"
+            for url, status in ((f"{access.server}{PODS}", 200), (elsewhere, 403)):
+                async with world.api.session.get(url, headers=theirs.headers()) as answer:
+                    assert status == answer.status
+        assert not [line for line in operator.lines if "forbidden" in str(line)]
+        assert {1: [1, 2, 3]} == world.group.trained_in
+    finally:
+        lease = f"lease/{variables['LEASE_NAME']}"
+        await asyncio.to_thread(kubectl, "-n", OPERATORS, "delete", lease, "--ignore-not-found")
+        await asyncio.to_thread(kubectl, "delete", "-f", "-", stdin=rights)
 
 
 CLAIMED = {"gpus": {"count": 1, "resourceClaimTemplateName": "one"}}

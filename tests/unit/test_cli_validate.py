@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import re
 import textwrap
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-from documents.blocks import under
+from documents.blocks import blocks, under
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from builders import make_manifest
+from builders import ROLLOUT, make_manifest
 from colocated_rl_api.job import ColocatedRLJob
 from colocated_rl_api.model import HubModel, ModelClaim
 from colocated_rl_cli.__main__ import run
@@ -305,6 +306,50 @@ def test_the_first_job_for_a_gpu_is_written_and_judged_as_the_page_says(
     assert "sums.yaml: fine: sums" in capsys.readouterr().out
     spec = ColocatedRLJob.read(yaml.safe_load((tmp_path / applied.split()[-1]).read_text())).spec
     assert ("Qwen/Qwen3-0.6B", 1) == (spec.model.path.rpartition("/")[0], spec.gpus.count)
+
+
+ONE_GPU = "docs/first-gpu-job.md"
+DOCKERS = {"--gpus", "--volume", "--env", "--publish", "--shm-size", "--ipc", "--restart", "--detach"}
+HAS_A_FIELD = {
+    "--model-path",
+    "--port",
+    "--host",
+    "--api-key",
+    "--dp",
+    "--dp-size",
+}  # of a job
+
+
+def test_the_job_of_the_page_for_one_gpu_is_judged_as_it_says(capsys: pytest.CaptureFixture[str]) -> None:
+    judged, applied = under(ONE_GPU, "The job")
+    program, plugin, *words = judged.split()
+    file = applied.split()[-1]
+    assert ("kubectl", "crlj", ["validate", file]) == (program, plugin, words)
+    assert 0 == run(["validate", str(CHECKOUT.root / file)], {})
+    assert "fine: first" in capsys.readouterr().out
+    [shown] = [block.text for block in blocks(ONE_GPU) if block.language == "yaml"]
+    assert (CHECKOUT.root / file).read_text().partition("\n")[2] == shown
+
+
+def flags_of_the_page() -> dict[str, str]:
+    """Return what becomes of each flag, by the page's table."""
+    rows = re.findall(r"^\| (`.*?) \| (.*) \|$", (CHECKOUT.root / ONE_GPU).read_text(), re.MULTILINE)
+    return {flag: becomes for flags, becomes in rows for flag in re.findall(r"`(-[^`]*)`", flags)}
+
+
+def test_every_flag_of_the_command_that_the_page_for_one_gpu_begins_with_is_in_its_table() -> None:
+    [command] = [block.text for block in blocks(ONE_GPU) if block.text.startswith("docker run")]
+    flags = {word.partition("=")[0] for word in command.split() if word.startswith("-")}
+    assert flags <= {flag.split()[0] for flag in flags_of_the_page()} | {"-m"}  # which is Python's
+
+
+def test_flags_that_the_page_for_one_gpu_says_are_refused_are_and_others_not() -> None:
+    for flag, becomes in flags_of_the_page().items():
+        if not flag.startswith("--") or flag.split()[0] in DOCKERS:
+            continue
+        args = flag.split() if " " in flag else [flag, "1"]
+        verdict = judge(written(make_manifest(rollout=ROLLOUT | {"engine": {"args": args}})))
+        assert verdict.is_accepted != ("validate refuses" in becomes or flag in HAS_A_FIELD), flag
 
 
 def test_a_job_without_gpus_has_the_engines_flags_for_a_cpu() -> None:

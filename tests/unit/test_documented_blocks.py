@@ -22,6 +22,11 @@ PLACES = {"failurePolicy": ("spec",), "huggingFace": ("spec", "rollout", "prompt
 
 CONFORMS = "contract/test_trainer_protocol.py::test_command_of_the_page_says_that_its_example_conforms"
 LOOKS = "e2e/test_two_pods.py::test_commands_of_runbooks_and_pages_look_at_the_job"
+BUILDERS = (
+    "builders need root and 25 GB, which CI has not: images/test_images.py::"
+    "test_image_adds_two_layers_to_its_base_ours_is_small_and_nothing_is_beside_what_is_run has podman and BuildKit "
+    "build by the script of `make images`, by hand (make test-images)"
+)
 RUN: Mapping[str, str] = {
     "README.md": "e2e/test_demo.py::test_demo_ends_with_a_table_a_report_and_what_it_falls_short_of",
     "CONTRIBUTING.md": "these run all tests, this one too",
@@ -29,7 +34,7 @@ RUN: Mapping[str, str] = {
         "contract/test_deployment_pages.py::test_images_of_the_chart_are_listed_as_the_page_says and "
         "contract/test_deployment_pages.py::test_images_of_running_pods_are_listed_as_the_page_says"
     ),
-    "docs/air-gap.md#Carry them": "no container builder is here; unit/test_images.py has what they are called with",
+    "docs/air-gap.md#Carry them": f"no registry is here; {BUILDERS}",
     "docs/air-gap.md#The command line": (
         "wheels of others come from an index; "
         "contract/test_packages.py::test_command_line_is_installed_from_a_checkout_as_its_page_says has the two folders"
@@ -46,6 +51,25 @@ RUN: Mapping[str, str] = {
     "docs/failures.md#What may change": (
         "integration/test_operator_cluster.py::test_an_out_of_memory_is_answered_by_suspend_edit_and_resume"
     ),
+    "docs/first-gpu-job.md#What you need": (
+        "NVIDIA's chart is elsewhere; "
+        "contract/test_pods_server.py::test_nodes_are_labelled_and_their_devices_shown_as_the_page_for_one_gpu_says "
+        "has the commands of kubectl"
+    ),
+    "docs/first-gpu-job.md#Images": f"no k3s is here; {BUILDERS}, and brings them to nodes that run containerd",
+    "docs/first-gpu-job.md#Install": (
+        "contract/test_chart_install.py::test_chart_installs_and_upgrades_as_the_pages_say and "
+        "contract/test_packages.py::test_command_line_is_installed_from_a_checkout_as_its_page_says"
+    ),
+    "docs/first-gpu-job.md#From flags to fields": (
+        "contract/test_deployment_pages.py::test_the_token_of_the_page_for_one_gpu_is_where_pods_look_for_it"
+    ),
+    "docs/first-gpu-job.md#The job": (
+        "unit/test_cli_validate.py::test_the_job_of_the_page_for_one_gpu_is_judged_as_it_says and "
+        "contract/test_pods_server.py::test_every_pod_of_the_jobs_for_gpu_nodes_is_accepted"
+    ),
+    "docs/first-gpu-job.md#Ask it": ("e2e/test_two_pods.py::test_the_gateway_answers_as_the_page_for_one_gpu_asks_it"),
+    "docs/first-gpu-job.md#Watch it": LOOKS,
     "docs/gpus.md#A first job on one GPU": (
         "unit/test_cli_validate.py::test_the_first_job_for_a_gpu_is_written_and_judged_as_the_page_says"
     ),
@@ -53,8 +77,8 @@ RUN: Mapping[str, str] = {
         "contract/test_gpu_kit.py::test_unpacked_kit_is_the_working_tree_and_says_what_the_machine_has and "
         "contract/test_gpu_kit.py::test_unpacked_kit_needs_nothing_else, on a CPU"
     ),
-    "docs/install.md#Images": "no container builder is here; unit/test_images.py has what they are called with",
-    "docs/install.md#On kind": "no container builder is here, and no kind",
+    "docs/install.md#Images": BUILDERS,
+    "docs/install.md#On kind": f"no kind is here; {BUILDERS}",
     "docs/install.md#The chart": "contract/test_chart_install.py::test_chart_installs_and_upgrades_as_the_pages_say",
     "docs/install.md#Without Helm": "contract/test_chart_rendering.py::test_bundle_is_the_chart_and_kubectl_takes_it",
     "docs/multi-tenancy.md": (
@@ -98,7 +122,11 @@ RUN: Mapping[str, str] = {
         "storage/test_storage.py::"
         "test_a_job_whose_store_is_nearly_full_goes_on_once_its_claim_is_expanded_as_the_runbook_says has another size"
     ),
-    "docs/runbooks/ca-rotation.md#By cert-manager": "no cert-manager is here to make it again",
+    "docs/runbooks/ca-rotation.md#By cert-manager": (
+        "cert-manager's controller is built by hand (make e2e-cert-manager): "
+        "cert_manager/test_cert_manager.py::test_its_renewals_are_followed_in_steps_under_a_running_job has it make "
+        "another authority by a renewal, not by a deletion"
+    ),
     "docs/runbooks/ca-rotation.md": (
         "contract/test_deployment_pages.py::test_commands_tell_whom_a_job_trusts_and_until_when, "
         "contract/test_deployment_pages.py::test_an_authority_is_restored_from_the_two_files_of_the_page, "

@@ -27,6 +27,12 @@ PANELS = [panel for panel in DASHBOARD["panels"] if panel["type"] != "row"]
 QUERIES = [rule["expr"] for rule in (*RULES, *RECORDED)] + [
     target["expr"] for panel in PANELS for target in panel["targets"]
 ]
+COSTS = "What it costs"
+SECTIONS = ["## What it means", "## What to look at", "## What to do", f"## {COSTS}"]
+RUNBOOKS = [page for page in sorted((CHECKOUT.root / "docs/runbooks").glob("*.md")) if page.name != "index.md"]
+REMEDY = re.compile(
+    r"kubectl (?:-n \S+ )?(?:delete|patch|taint|drain|replace|edit|annotate|scale|crlj (?:suspend|resume|retry))\b"
+)
 METRIC = re.compile(r"\b(?P<name>colocate\w*_\w+)(?:\{(?P<matchers>[^}]*)\})?")
 
 
@@ -77,10 +83,33 @@ def test_alert_says_what_is_the_case_and_has_a_page_that_says_what_to_do(rule: d
     assert rule["labels"]["severity"] in ("critical", "warning", "info")
     page = (CHECKOUT.root / annotations["runbook_url"]).read_text()
     assert page.startswith(f"# {rule['alert']}\n")
-    assert ["## What it means", "## What to look at", "## What to do"] == re.findall(r"^## .*", page, re.MULTILINE)
+    assert SECTIONS == re.findall(r"^## .*", page, re.MULTILINE)
     labels = set(re.findall(r"\$labels\.(\w+)", annotations["summary"] + annotations["description"]))
     grouped = {label.strip() for group in re.findall(r"by \(([^)]*)\)", rule["expr"]) for label in group.split(",")}
     assert labels <= grouped
+
+
+@pytest.mark.parametrize("page", RUNBOOKS, ids=lambda page: page.name)
+def test_a_runbook_says_what_its_remedies_cost(page: Path) -> None:
+    """A page ends with them. One of several cases may have them below each case that has a remedy instead."""
+    parts = re.split(r"^## (.*)\n", page.read_text(), flags=re.MULTILINE)[1:]
+    sections = dict(zip(parts[::2], parts[1::2], strict=True))
+    if COSTS in sections:
+        assert COSTS == [*sections][-1]
+        assert len(sections[COSTS].split()) > 20
+        rows = re.findall(r"^\| (.*) \| (.*) \|$", sections[COSTS], re.MULTILINE)
+        assert not rows or ("what you do", "what it costs") == rows[0]
+    else:
+        remedies = {heading for heading, text in sections.items() if REMEDY.search(text)}
+        assert remedies == {
+            heading for heading in remedies if re.search(r"\bcosts?\b", sections[heading], re.IGNORECASE)
+        }
+
+
+def test_remedies_of_runbooks_are_found() -> None:
+    """A page without a section of costs must not pass for one without a remedy."""
+    found = [page.name for page in RUNBOOKS if REMEDY.search(page.read_text())]
+    assert {"ca-rotation.md", "operations.md", "job-failed.md", "memory-grows.md"} <= set(found)
 
 
 def test_a_pod_that_waits_for_its_trainers_is_not_stuck_as_soon() -> None:
