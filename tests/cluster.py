@@ -6,10 +6,14 @@ import functools
 import json
 import os
 import re
+import signal
 import subprocess
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeVar
+
+from traces import Process, family, living, send
 
 from examples.arithmetic.cluster import COMMAND_DEADLINE_S, POLL_S, CommandFailed, LocalCluster, binary
 from setup.layout import CHECKOUT
@@ -53,6 +57,23 @@ class Cluster(LocalCluster):
         )
         found: dict[str, Any] = json.loads(done.stdout)
         return found
+
+    def processes(self) -> dict[str, int]:
+        """Return the process of each component that runs."""
+        return {part["name"]: part["pid"] for part in self.status()["components"]}
+
+    @contextmanager
+    def silenced(self, node: str) -> Iterator[None]:
+        """Let everything of a node stand still: connections stay open, and nobody answers."""
+        pids = self.processes()
+        stopped: set[Process] = set()
+        while more := (family(pids[f"kubelet-{node}"]) | family(pids[f"cri-{node}"])) - stopped:
+            send(more, signal.SIGSTOP)
+            stopped |= more
+        try:
+            yield
+        finally:
+            send(living(stopped), signal.SIGCONT)
 
     def wait_for(self, description: str, predicate: Callable[[], Seen | None], deadline_s: float) -> Seen:
         """The first thing other than None and False that `predicate` sees. Raises NotInTime.

@@ -7,6 +7,18 @@ import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+# run with a directory, and with how many bytes are left free of its file system: a file `filler` takes the others
+FILL = """
+import os, sys
+directory, leave = sys.argv[1], int(sys.argv[2])
+file = os.open(directory + "/filler", os.O_CREAT | os.O_WRONLY | os.O_APPEND)
+try:
+    while not leave or os.statvfs(directory).f_bavail * os.statvfs(directory).f_frsize > leave:
+        os.write(file, bytes(1 << 20))  # the last time as much as there is room for
+except OSError as error:
+    print(error.strerror)
+"""
+
 
 @contextmanager
 def no_file_above(size: int) -> Iterator[None]:

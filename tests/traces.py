@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
+import os
+import signal
 import socket
 import time
 from collections.abc import Callable
@@ -54,6 +57,13 @@ def family(pid: int) -> set[Process]:
 
 def living(processes: set[Process]) -> set[Process]:
     return processes & _processes().keys()
+
+
+def send(processes: set[Process], number: signal.Signals) -> None:
+    """Send a signal to those that have not ended."""
+    for process in processes:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process.pid, number)
 
 
 def listens(directory: Path) -> bool:

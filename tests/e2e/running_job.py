@@ -102,6 +102,15 @@ class RunningJob:
         return [pod["metadata"]["name"] for role in names.GPU_ROLES for pod in self.pods(role)]
 
     @property
+    def nodes(self) -> dict[str, str]:
+        """Return the nodes of the pods with trainers that exist and have not ended."""
+        return {
+            pod["metadata"]["name"]: pod["spec"].get("nodeName", "")
+            for pod in self.pods(names.ROLE_GPU)
+            if pod["status"].get("phase") in ("Pending", "Running") and not pod["metadata"].get("deletionTimestamp")
+        }
+
+    @property
     def rollout_pod(self) -> str:
         return str(self.pods(names.ROLE_ROLLOUT)[0]["metadata"]["name"])
 

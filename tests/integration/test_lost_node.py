@@ -6,12 +6,9 @@ agent, runner and rollout controller; engines and trainers are the fakes of thes
 
 from __future__ import annotations
 
-import contextlib
-import os
 import signal
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +17,7 @@ import yaml
 from cluster import Cluster, CommandFailed
 from e2e.conftest import NAMESPACE, OPERATOR_NAMESPACE, installed, simulated_gpu_image, with_images
 from e2e.running_job import KubectlCall, RunningJob, wait_for
-from traces import Process, family, living
+from traces import Process, family, living, send
 
 from colocated_rl_api import names
 from colocated_rl_api.seats import FIRST_SPARE
@@ -74,35 +71,6 @@ def kubectl(cluster: Cluster) -> KubectlCall:
     return cluster.kubectl
 
 
-@contextmanager
-def silent(cluster: Cluster, node: str) -> Iterator[None]:
-    """Everything of it stands still."""
-    pids = {part["name"]: part["pid"] for part in cluster.status()["components"]}
-    stopped: set[Process] = set()
-    while more := (family(pids[f"kubelet-{node}"]) | family(pids[f"cri-{node}"])) - stopped:
-        send(more, signal.SIGSTOP)
-        stopped |= more
-    try:
-        yield
-    finally:
-        send(living(stopped), signal.SIGCONT)
-
-
-def send(processes: set[Process], number: signal.Signals) -> None:
-    for process in processes:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(process.pid, number)
-
-
-def nodes(job: RunningJob) -> dict[str, str]:
-    """Return the nodes of the job's GPU pods that exist and have not ended."""
-    return {
-        pod["metadata"]["name"]: pod["spec"].get("nodeName", "")
-        for pod in job.pods(names.ROLE_GPU)
-        if pod["status"].get("phase") in ("Pending", "Running") and not pod["metadata"].get("deletionTimestamp")
-    }
-
-
 def apply(kubectl: KubectlCall, name: str, **spec: Any) -> RunningJob:
     job = RunningJob(kubectl, namespace=NAMESPACE, name=name)
     manifest = yaml.safe_load(Path(__file__).with_name("lost-node.yaml").read_text().replace("JOB", job.name))
@@ -122,8 +90,8 @@ def test_an_elastic_job_goes_on_without_the_node_and_with_both_pods_once_it_is_b
     """The other node takes no pods yet. Each batch has the samples that it should, whoever trains it."""
     job = apply(kubectl, "elastic", elasticPolicy={"minReplicas": 1}, failurePolicy={})  # no node is avoided
     job.wait_for_step(2, deadline_s=START_S)
-    assert [HOME, LOST] == sorted(nodes(job).values())
-    with silent(cluster, LOST):
+    assert [HOME, LOST] == sorted(job.nodes.values())
+    with cluster.silenced(LOST):
         step = job.step
         wait_for(
             "the job to go on with one pod",
@@ -138,7 +106,7 @@ def test_an_elastic_job_goes_on_without_the_node_and_with_both_pods_once_it_is_b
         explain=job.describe,
     )
     job.wait_for_step(job.step + 2, deadline_s=START_S)
-    assert [HOME, LOST] == sorted(nodes(job).values())
+    assert [HOME, LOST] == sorted(job.nodes.values())
     assert 0 == job.status["restarts"]
     sealed = job.rollout_lines("batch sealed")
     assert [*range(1, len(sealed) + 1)] == [line.fields["step"] for line in sealed], "each batch once"
@@ -155,10 +123,10 @@ def test_a_job_goes_on_in_the_room_of_its_spare_which_comes_back_with_the_node(
     kubectl("uncordon", SPARE)
     spare = f"{job.name}-gpu-{FIRST_SPARE}"
     wait_for("its spare", lambda: job.status.get("readySpares") == 1, deadline_s=START_S, explain=job.describe)
-    before = nodes(job)
+    before = job.nodes
     assert {f"{spare}-0": SPARE} == {pod: node for pod, node in before.items() if pod.startswith(spare)}
     assert [HOME, LOST] == sorted(node for pod, node in before.items() if not pod.startswith(spare))
-    with silent(cluster, LOST):
+    with cluster.silenced(LOST):
         step = job.step
         wait_for(
             "the job to go on",
@@ -166,13 +134,13 @@ def test_a_job_goes_on_in_the_room_of_its_spare_which_comes_back_with_the_node(
             deadline_s=SILENCE_S,
             explain=job.describe,
         )
-        assert [HOME, SPARE] == sorted(node for pod, node in nodes(job).items() if not pod.startswith(spare))
+        assert [HOME, SPARE] == sorted(node for pod, node in job.nodes.items() if not pod.startswith(spare))
         assert (2, 0) == (job.status["groupReplicas"], job.status["readySpares"])
         assert "0 of 1 spares hold room for the group" in next(
             c["message"] for c in job.status["conditions"] if c["type"] == "PodsReady"
         )
     wait_for("another spare", lambda: job.status.get("readySpares") == 1, deadline_s=ENDED_S, explain=job.describe)
-    assert [LOST] == [node for pod, node in nodes(job).items() if pod.startswith(spare)]
+    assert [LOST] == [node for pod, node in job.nodes.items() if pod.startswith(spare)]
     assert 0 == job.status["restarts"]
     delete(job)
     kubectl("cordon", SPARE)
@@ -184,25 +152,25 @@ def test_a_job_goes_on_elsewhere_and_one_without_room_gives_its_devices_back(
     jobs = [apply(kubectl, name) for name in JOBS]
     for job in jobs:
         job.wait_for_step(2, deadline_s=START_S)
-        assert [HOME, LOST] == sorted(nodes(job).values())
+        assert [HOME, LOST] == sorted(job.nodes.values())
     who_is_away_for_a_moment_costs_nothing(cluster, jobs[0])
     kubectl("uncordon", SPARE)
-    with silent(cluster, LOST):
+    with cluster.silenced(LOST):
         before = {job.name: job.step for job in jobs}
         winner = wait_for(
             "a job to go on",
             lambda: next(
-                (job for job in jobs if SPARE in nodes(job).values() and job.step > before[job.name] + 2), None
+                (job for job in jobs if SPARE in job.nodes.values() and job.step > before[job.name] + 2), None
             ),
             deadline_s=SILENCE_S,
             explain=lambda: "\n".join(job.describe() for job in jobs),
         )
         [loser] = set(jobs) - {winner}
-        assert [HOME, SPARE] == sorted(nodes(winner).values())
+        assert [HOME, SPARE] == sorted(winner.nodes.values())
         loser.change(podsReadyDeadlineSeconds=60)  # only now: the winner had as long as it needed
         wait_for(
             "the other to give its devices back",
-            lambda: loser.status.get("phase") == "Queued" and not nodes(loser),
+            lambda: loser.status.get("phase") == "Queued" and not loser.nodes,
             deadline_s=QUEUED_S,
             explain=loser.describe,
         )
@@ -222,7 +190,7 @@ def test_a_job_goes_on_elsewhere_and_one_without_room_gives_its_devices_back(
 def who_is_away_for_a_moment_costs_nothing(cluster: Cluster, job: RunningJob) -> None:
     """F96: an agent stands still until the operator has lost it; there it is again before its pod is given up."""
     group = [pod["metadata"]["uid"] for pod in job.pods(names.ROLE_GPU)]
-    pid = next(part["pid"] for part in cluster.status()["components"] if part["name"] == f"cri-{LOST}")
+    pid = cluster.processes()[f"cri-{LOST}"]
     agents = {process for process in family(pid) if "-m colocated_rl_agent" in process.words and of_job(process, job)}
     send(agents, signal.SIGSTOP)
     try:
@@ -250,7 +218,7 @@ def a_container_over_its_limit_ends_the_job_by_its_rule(job: RunningJob) -> None
     The first time kubelet starts the container again at once, and its agent may find it before kubelet's word of how it
     ended is heard: then a trainer has died. The second time kubelet waits.
     """
-    victim, restarts = next(pod for pod, node in nodes(job).items() if node == HOME), job.status["restarts"]
+    victim, restarts = next(pod for pod, node in job.nodes.items() if node == HOME), job.status["restarts"]
     exceed_limit(job, victim)
     wait_for(
         "an answer to it",

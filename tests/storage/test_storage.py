@@ -11,6 +11,7 @@ from documents.blocks import under
 from e2e.conftest import NAMESPACE, apply
 from e2e.running_job import KubectlCall, RunningJob, wait_for
 from e2e.terminal import RecordedTerminal
+from full_disk import FILL
 
 from colocated_rl_api import names
 
@@ -20,16 +21,6 @@ SMALL = {"size": "320Mi", "storageClassName": "sized"}  # XFS takes no less, and
 LEFT_BYTES = 40 << 20  # less than the controller keeps for what it has accepted
 PAGE = "docs/runbooks/store-near-full.md"
 SHARED = {"size": "1Gi", "storageClassName": "network"}
-FILL = """
-import os, sys
-directory, leave = sys.argv[1], int(sys.argv[2])
-file = os.open(directory + "/filler", os.O_CREAT | os.O_WRONLY | os.O_APPEND)
-try:
-    while not leave or os.statvfs(directory).f_bavail * os.statvfs(directory).f_frsize > leave:
-        os.write(file, bytes(1 << 20))  # the last time as much as there is room for
-except OSError as error:
-    print(error.strerror)
-"""
 MOUNTED = "import sys; print([line.split()[2] for line in open('/proc/mounts') if line.split()[1] == sys.argv[1]])"
 
 
