@@ -142,8 +142,8 @@ class FailureCause(StrEnum):
         "BadDevice",
         "A device of the GPU pod is Unhealthy, as its node reports in allocatedResourcesStatus (Kubernetes 1.36; with "
         "the feature gate ResourceHealthStatus before); or its driver tells of errors of its memory that can't be "
-        "corrected, of a row that can't be remapped, or that it is lost; or its node has one of nodes.badConditions of "
-        "the chart.",
+        "corrected, of a row that can't be remapped, that it is lost, or of an XID by which it or a link is bad; or "
+        "its node has one of nodes.badConditions of the chart.",
         (FailureAction.REPLACE_POD_ELSEWHERE, FailureAction.RESTART_POD, FailureAction.FAIL_JOB),
         False,
     )

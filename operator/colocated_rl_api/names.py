@@ -31,6 +31,7 @@ SPARE_LABEL = f"{GROUP}/spare"  # "true": a pod of spec.spares
 DATA_TOKEN_ANNOTATION = f"{GROUP}/data-token"  # of a job, written by people: another value is another data token
 KEYS_ANNOTATION = f"{GROUP}/keys"  # of a reference's pod: which authority and data token its keys are of
 ATTEMPT_LABEL = f"{GROUP}/attempt"  # how often this replica's pod was made anew, from 0
+UNFIT_TAINT = f"{GROUP}/unfit"  # of a node, where the chart allows it; its value is the cause. People remove it
 ROLE_GPU = "gpu"  # engine and trainers
 ROLE_ENGINE = "engine"  # an engine with devices of its own
 ROLE_TRAINER = "trainer"  # trainers beside such engines

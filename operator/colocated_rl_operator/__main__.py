@@ -111,6 +111,7 @@ async def lead(settings: OperatorSettings, access: ClusterAccess, metrics: Opera
                 release=f"{settings.namespace}/{settings.lease_name}",
                 version=version("colocated-rl"),
                 nodes=Nodes(settings.node_signs),
+                taints_nodes=settings.taints_nodes,
                 confirm=lease.confirm,
             )
             context = OperatorContext(access, doors, wakeups)

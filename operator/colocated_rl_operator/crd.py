@@ -334,7 +334,7 @@ def _reasons() -> Iterator[str]:
     waited_for = "`kubectl wait --for=condition=TYPE`. kstatus, hence Flux and `helm --wait`, reads the first three."
     members = (
         "Of conditions, besides the causes. Completed, InvalidSpec, ObjectRefused, VolumeLost and PodDeleted are "
-        "events too. What members report in `status.outOfLine` is in "
+        "events too, and NodeTainted is one alone. What members report in `status.outOfLine` is in "
         "[cli.md](cli.md#reasons-and-what-to-do)."
     )
     causes = "In `status.cause`, and as reasons of conditions. Each but OperatorRestarted has an event."

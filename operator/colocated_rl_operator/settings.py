@@ -10,6 +10,7 @@
 | FAULT_INJECTION | whether agents take faults that a person injects: true or false | false |
 | JOB_EGRESS | what pods of jobs may call, by NetworkPolicies: Open, NoMetadata or Named | NoMetadata |
 | NODE_ACCESS | what pods of jobs may have of their node, by template, in JSON: `NodeAccess` | {} |
+| TAINT_NODES | whether nodes with bad devices are tainted: true or false | false |
 | POD_DEFAULTS | what pods have where their job's template says nothing, by template, in JSON: `PodDefaults` | {} |
 | GANGS | kinds of gangs that the cluster has, with commas between: a job that names none has the first | empty |
 | GANG_SCHEDULERS | names of their schedulers, as KIND=NAME with commas between | empty |
@@ -66,6 +67,7 @@ class OperatorSettings:
     images: PodImages
     watch_namespaces: tuple[str, ...] = ()
     node_signs: NodeSigns = field(default_factory=NodeSigns)
+    taints_nodes: bool = False
     lease_name: str = "colocated-rl-operator"
     lease: LeaseTimes = LeaseTimes()
     egress: Egress = Egress.NO_METADATA
@@ -108,6 +110,7 @@ class OperatorSettings:
                 bad_conditions=frozenset(read.pairs("BAD_NODE_CONDITIONS")),
                 leaving_taints=frozenset(read.several("LEAVING_NODE_TAINTS")),
             ),
+            taints_nodes=read.choice("TAINT_NODES", "false", ("true", "false")) == "true",
             lease_name=read.text("LEASE_NAME", "colocated-rl-operator"),
             lease=lease,
             egress=Egress(read.choice("JOB_EGRESS", Egress.NO_METADATA, tuple(Egress))),

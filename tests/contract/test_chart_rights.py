@@ -54,6 +54,8 @@ GANGS = {
     "delete_group": [{"namespace": JOBS, "group": group} for group in GROUPS],
 }
 """Calls of an operator that has gangs to make."""
+TAINTS = {"taint_node": [{"name": "some", "taint": {"key": "some"}}]}
+"""Calls of an operator that taints nodes."""
 CALLS: dict[str, list[dict[str, Any]]] = {
     "read_job": [{"namespace": JOBS, "name": "some"}],
     "list_jobs": [{"namespace": JOBS}],
@@ -65,6 +67,7 @@ CALLS: dict[str, list[dict[str, Any]]] = {
     "delete_pod": [{"namespace": JOBS, "name": "some", "uid": "some"}],
     "apply": [{"namespace": JOBS, "body": {"apiVersion": api, "kind": kind, **THING}} for api, kind in APPLIED],
     "delete_group": [],
+    "taint_node": [],
     "replace_secret": [],
     "create_claim": [{"namespace": JOBS, "claim": THING}],
     "read_revision": [{"namespace": JOBS, "name": "some"}],
@@ -85,7 +88,8 @@ def right_of(method: str, path: str) -> Right:
     """Return the right that the API server would ask for."""
     parts = path.strip("/").split("/")
     group, rest = ("", parts[2:]) if parts[0] == "api" else (parts[1], parts[3:])
-    assert rest[0] == "namespaces"
+    if rest[0] != "namespaces":
+        rest = ["namespaces", JOBS, *rest]  # of the whole cluster
     namespace, resource, *named = rest[1:]
     if len(named) == 2:
         resource = f"{resource}/{named[1]}"
@@ -104,7 +108,8 @@ async def rights_that_calls_need(made: Mapping[str, Sequence[dict[str, Any]]] = 
         if request.content_type == "application/apply-patch+yaml" and "/" not in right.resource:
             needed.add(right._replace(verb="create"))  # applying makes what is not there
         leaving = {"deletionTimestamp": "2026-01-01T00:00:00Z", "finalizers": [names.FINALIZER]}
-        return web.json_response({"items": [], "metadata": {"resourceVersion": "1", "uid": "some", **leaving}})
+        metadata = {"resourceVersion": "1", "uid": "some", **leaving}
+        return web.json_response({"items": [], "metadata": metadata, "spec": {}})
 
     application = web.Application()
     application.router.add_route("*", "/{path:.*}", answer)
@@ -135,14 +140,20 @@ def test_every_call_is_known_here() -> None:
     assert made == CALLS.keys()
 
 
-def test_nodes_are_read_only_by_an_operator_that_looks_for_their_notices() -> None:
-    roles = {
-        file: [role for role in rendered(CHART / "ci" / file) if role["kind"].endswith("Role") and "nodes" in str(role)]
-        for file in ("node-notices-values.yaml", "local-values.yaml", "namespaced-values.yaml")
-    }
-    [role] = roles.pop("node-notices-values.yaml")
-    assert [{"apiGroups": [""], "resources": ["nodes"], "verbs": ["list", "watch"]}] == role["rules"]
-    assert [[], []] == [*roles.values()]
+async def test_nodes_are_read_only_by_an_operator_that_looks_for_their_notices_or_taints_them() -> None:
+    """It has rights to nodes in the whole cluster, also where it has those to jobs in some namespaces alone."""
+    watching = {Right(JOBS, "", "nodes", verb) for verb in ("list", "watch")}
+    tainting = await rights_that_calls_need(TAINTS)
+    taint = ("--set", "nodes.taint=true")
+    for file, words, expected in (
+        ("node-notices-values.yaml", (), watching),
+        ("node-notices-values.yaml", taint, watching | tainting),
+        ("local-values.yaml", (), set()),
+        ("local-values.yaml", taint, tainting),
+        ("namespaced-values.yaml", (), set()),
+    ):
+        roles = [role for role in rendered(CHART / "ci" / file, *words) if "nodes" in str(role.get("rules"))]
+        assert expected == granted(roles, bound_to_jobs="ClusterRole")
 
 
 @pytest.mark.parametrize(("file", "kind"), [("local-values.yaml", "ClusterRole"), ("namespaced-values.yaml", "Role")])

@@ -190,7 +190,10 @@ class FakeApiServer:
             if "/metadata/finalizers" in changes:
                 return self._finalize(path, changes["/metadata/finalizers"])
             return web.json_response(self.set_status(path, changes["/status"]))
-        return web.json_response(self.put(path, {**old, **body}))
+        if body.get("metadata", {}).get("resourceVersion", version := old["metadata"]["resourceVersion"]) != version:
+            return _status(409, "the object has been modified")
+        parts = {key: {**old.get(key, {}), **body.get(key, {})} for key in ("metadata", "spec")}
+        return web.json_response(self.put(path, {**old, **body, **parts}))
 
     def _finalize(self, path: str, finalizers: list[str]) -> web.Response:
         old = self.objects[path]

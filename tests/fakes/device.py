@@ -33,5 +33,10 @@ class FakeDevice:
         """Let the driver tell of `ecc` errors, of a failed `remap`, or that the device is `lost`."""
         (self._held / f"{what}.{device}").write_text(str(count))
 
+    def reports(self, *xids: int, device: int = 0) -> None:
+        """Let the driver tell of XIDs, after those that it has told of."""
+        with (self._held / f"xid.{device}").open("a") as file:
+            file.writelines(f"{xid}\n" for xid in xids)
+
     def hold(self, held_bytes: int, pid: int | None = None) -> None:
         (self._held / str(pid or os.getpid())).write_text(str(held_bytes))

@@ -15,7 +15,7 @@ import torch
 
 from bench.gpu.hand_over import beside_a_copy_on_the_device
 from bench.gpu.moves import free_bytes, make_state
-from colocated_rl_agent.runner.runner import read_devices
+from colocated_rl_agent.runner.runner import Xids, read_devices
 from colocated_rl_trainer.conformance.checks import CHECKS, Check
 from colocated_rl_trainer.conformance.ranks import TrainerGroup, TrainerKind
 from colocated_rl_trainer.state.residency import MOMENTS, PARAMETERS
@@ -69,6 +69,13 @@ def test_the_runner_sees_what_comes_and_goes(device: torch.device) -> None:
     del taken
     torch.cuda.empty_cache()
     assert abs(used() - before) <= LEFT_AT_MOST
+
+
+def test_the_driver_tells_the_runner_of_xids_without_letting_it_wait() -> None:
+    """A driver of a virtual GPU may refuse, and then none would ever come."""
+    xids = Xids()
+    assert xids.indices
+    assert {} == xids.read()
 
 
 def test_weights_come_to_another_process_as_they_are(device: torch.device) -> None:

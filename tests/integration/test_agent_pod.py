@@ -429,18 +429,24 @@ async def test_device_memory_is_measured_through_a_switch(
         } == {rung: round((bytes_ or 0) / GIB, 1) for rung, bytes_ in used.items()}  # fmt: skip
 
 
-@pytest.mark.parametrize("process", ["sglang", "fakes.trainer"])
+@pytest.mark.parametrize(
+    ("process", "breaks", "words"),
+    [
+        ("sglang", lambda device: device.breaks("ecc", count=2), "its memory had 2 errors that can't be corrected"),
+        ("fakes.trainer", lambda device: device.reports(74), "its driver reported XID 74"),
+    ],
+)
 async def test_device_that_broke_is_reported_once_a_process_has_ended_of_it(
-    net: Network, device: FakeDevice, process: str
+    net: Network, device: FakeDevice, process: str, breaks: Callable[[FakeDevice], None], words: str
 ) -> None:
     async with pod(net, make_job(gpus={"count": 1}, rollout={"offload": ["KVCache"]}), device=device) as it:
         group = PodGroup([it])
         await group.climb(V0)
-        device.breaks("ecc", count=2)
+        breaks(device)
         it.kill(process)
         await it.until(lambda facts: facts.bad_device is not None, "the device is reported")
         assert it.now is not None
-        assert "device 0: its memory had 2 errors that can't be corrected" == it.now.bad_device
+        assert f"device 0: {words}" == it.now.bad_device
 
 
 async def test_f54_engine_over_two_devices_and_a_rank_on_each_of_them_take_turns(net: Network, tmp_path: Path) -> None:

@@ -628,6 +628,25 @@ async def test_fault_that_a_device_had_before_its_container_began_is_none_of_it(
         assert [None] == [each.fault for each in await it.link.devices()]
 
 
+async def test_device_of_which_the_driver_reports_an_xid_that_means_it_is_bad_has_a_fault(tmp_path: Path) -> None:
+    device = FakeDevice(tmp_path, count=3)
+    device.reports(13, 79, device=2)
+    async with container(tmp_path, env=device.environment) as it:
+        assert [None] * 3 == [each.fault for each in await it.link.devices()], "it was so before"
+        device.reports(13, 31, 43, 45, 68, 94, 109, device=0)  # of programs, or contained
+        device.reports(45, 119, 45, 120, device=1)
+        for _ in range(2):  # it stays so
+            assert [None, "its driver reported XID 119", None] == [each.fault for each in await it.link.devices()]
+
+
+async def test_fault_that_the_driver_counts_says_more_than_its_xid(tmp_path: Path) -> None:
+    device = FakeDevice(tmp_path)
+    async with container(tmp_path, env=device.environment) as it:
+        device.reports(79)
+        device.breaks("lost")
+        assert ["it has fallen off the bus"] == [each.fault for each in await it.link.devices()]
+
+
 async def test_driver_that_counts_no_errors_tells_of_the_memory(tmp_path: Path) -> None:
     """An older one has no such functions."""
     device = FakeDevice(tmp_path, functions="OLD")

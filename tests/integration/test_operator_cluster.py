@@ -973,14 +973,17 @@ async def test_drains_of_two_nodes_at_once_take_one_pod_of_the_job_at_a_time(wor
 
 
 NODES = "/api/v1/nodes"
-SIGNS = LEASE | {"BAD_NODE_CONDITIONS": "GPUHealthy=False", "LEAVING_NODE_TAINTS": "spot-notice"}
+SIGNS = LEASE | {"BAD_NODE_CONDITIONS": "GPUHealthy=False", "LEAVING_NODE_TAINTS": "spot-notice", "TAINT_NODES": "true"}
 RARELY_SAVED = {"backoffLimit": 0, "checkpoint": {"everySteps": 100}}
 
 
 @pytest.mark.parametrize("world", [RARELY_SAVED], indirect=True, ids=["backoffLimit 0"])
 @pytest.mark.parametrize("sign", ["taint", "condition"])
 async def test_a_pod_leaves_a_node_that_gives_notice_and_no_step_is_trained_twice(world: RealWorld, sign: str) -> None:
-    """Step 1 is in no checkpoint that was due: a node that is about to go leaves time for one, bad devices do not."""
+    """Step 1 is in no checkpoint that was due: a node that is about to go leaves time for one, bad devices do not.
+
+    The one with bad devices is tainted.
+    """
     notices = {
         "taint": ("", {"spec": {"taints": [{"key": "spot-notice", "effect": "NoSchedule"}]}}),
         "condition": ("/status", {"status": {"conditions": [{"type": "GPUHealthy", "status": "False"}]}}),
@@ -998,8 +1001,12 @@ async def test_a_pod_leaves_a_node_that_gives_notice_and_no_step_is_trained_twic
             await world.until(lambda: world.status.get("lineage") == 2)
             world.kubelet.release("rollout")
             await world.until(lambda: world.is_complete)
+            node = await world.api.call("GET", f"{NODES}/leaving")
     finally:
         await world.api.call("DELETE", f"{NODES}/leaving")
+    taints = {f"{taint['key']}={taint.get('value', '')}:{taint['effect']}" for taint in node["spec"]["taints"]}
+    unfit = "rl.colocate.dev/unfit=BadDevice:NoSchedule"
+    assert (sign == "condition") is (unfit in taints)
     failures = world.status["failures"]
     assert ("PodEvicted" if sign == "taint" else "BadDevice", ["leaving"]) == (
         failures["cause"],

@@ -183,6 +183,66 @@ async def test_a_pod_in_which_the_trainers_of_a_step_die_twice_is_made_again_on_
     assert 2 == world.status["restarts"]
 
 
+NODE = "/api/v1/nodes/node-1"
+UNFIT = {"key": "rl.colocate.dev/unfit", "value": "BadDevice", "effect": "NoSchedule"}
+OTHER = {"key": "example.com/other", "effect": "NoExecute"}
+
+
+async def device_breaks(world: FakeWorld) -> None:
+    """The kubelet of node-1 reports a device of the pod there as unhealthy, and the job completes elsewhere."""
+    await world.until(lambda: world.status.get("phase") == "Rollout")
+    path = "/api/v1/namespaces/default/pods/sums-gpu-1-0"
+    ill = {"name": "nvidia.com/gpu", "resources": [{"resourceID": "GPU-1", "health": "Unhealthy"}]}
+    gpu = {"name": "gpu", "allocatedResourcesStatus": [ill]}
+    world.api.set_status(path, world.api.objects[path]["status"] | {"containerStatuses": [gpu]})
+    await world.until(lambda: world.status.get("phase") == "Complete")
+    assert "BadDevice" == failures(world)["cause"]
+
+
+@pytest.mark.parametrize("answers", ["at once", "once it has panicked", "after another change"])
+async def test_a_node_with_a_bad_device_is_tainted_where_an_admin_allows_it(world: FakeWorld, answers: str) -> None:
+    world.api.put(NODE, {"metadata": {"name": "node-1"}, "spec": {"taints": [OTHER]}})
+    world.api.panics = lambda method, path: (
+        answers == "once it has panicked" and path == NODE and [] == asked_of_node(world)[1:]
+    )
+
+    def changes_once(method: str, path: str) -> bool:
+        if answers == "after another change" and method == "PATCH" and path == NODE and not asked_of_node(world)[2:]:
+            world.api.put(NODE, world.api.objects[NODE])  # its kubelet writes to it
+        return False
+
+    world.api.forbidden = changes_once
+    async with world.operator(taints_nodes=True):
+        await device_breaks(world)
+    assert [OTHER, UNFIT] == world.api.objects[NODE]["spec"]["taints"]
+    expected = {"at once": "GET PATCH", "once it has panicked": "GET GET PATCH"}
+    assert expected.get(answers, "GET PATCH GET PATCH").split() == asked_of_node(world)
+    [told] = events(world, "NodeTainted")
+    assert "node node-1 has a bad device and is tainted: rl.colocate.dev/unfit=BadDevice:NoSchedule" == told
+
+
+@pytest.mark.parametrize(
+    ("node", "is_allowed", "asked"),
+    [("usual", False, []), ("gone", True, ["GET"]), ("tainted", True, ["GET"]), ("forbidden", True, ["GET"])],
+)
+async def test_a_job_goes_on_whatever_becomes_of_the_taint(
+    world: FakeWorld, node: str, is_allowed: bool, asked: list[str]
+) -> None:
+    taints = [UNFIT] if node == "tainted" else []
+    if node != "gone":
+        world.api.put(NODE, {"metadata": {"name": "node-1"}, "spec": {"taints": taints}})
+    world.api.forbidden = lambda method, path: node == "forbidden" and path == NODE
+    async with world.operator(taints_nodes=is_allowed):
+        await device_breaks(world)
+    assert asked == asked_of_node(world)
+    assert [] == events(world, "NodeTainted")
+    assert taints == world.api.objects.get(NODE, {"spec": {"taints": taints}})["spec"]["taints"]
+
+
+def asked_of_node(world: FakeWorld) -> list[str]:
+    return [asked.split()[0] for asked in world.api.requests if asked.endswith(NODE)]
+
+
 @answered("TrainerDied", "FailJob")
 async def test_a_job_fails_by_a_rule_and_its_condition_names_both(world: FakeWorld) -> None:
     async with world.operator():

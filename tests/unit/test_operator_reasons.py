@@ -35,5 +35,5 @@ def test_a_reason_is_a_word_with_a_sentence_and_an_advice_that_stands_in_the_ref
 def test_what_needs_a_person_says_what_to_do() -> None:
     silent = {reason for reason in (*Cause, *Reason) if not reason.advice}
     assert not {cause for cause in Cause if cause.is_failure or cause.is_recovery} & silent
-    advised = {Reason.INVALID_SPEC, Reason.OBJECT_REFUSED, Reason.VOLUME_LOST, Reason.POD_DELETED}
+    advised = {Reason.INVALID_SPEC, Reason.OBJECT_REFUSED, Reason.VOLUME_LOST, Reason.POD_DELETED, Reason.NODE_TAINTED}
     assert not {*advised, Reason.OPERATOR_CUT_OFF} & silent

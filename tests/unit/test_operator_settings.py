@@ -60,6 +60,12 @@ def test_pods_have_defaults_that_an_admin_writes_in_the_words_of_a_template() ->
     assert {"rollout": ["cpu"]} == {name: [each.key for each in one.tolerations] for name, one in defaults.items()}
 
 
+def test_nodes_are_tainted_only_where_an_admin_says_so() -> None:
+    assert [False, True] == [
+        OperatorSettings.read(ENVIRONMENT | named).taints_nodes for named in ({}, {"TAINT_NODES": "true"})
+    ]
+
+
 def test_a_condition_may_be_bad_with_several_statuses() -> None:
     named = {"BAD_NODE_CONDITIONS": "GPUHealthy=False,GPUHealthy=Unknown"}
     signs = OperatorSettings.read(ENVIRONMENT | named).node_signs

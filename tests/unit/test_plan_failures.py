@@ -24,7 +24,7 @@ from colocated_rl_api.job import ColocatedRLJobSpec
 from colocated_rl_api.ladder import TIME_SLICED
 from colocated_rl_api.member_wire import Goal, PodTarget
 from colocated_rl_api.rungs import Rung, WeightVersion
-from colocated_rl_operator.planner.actions import CreatePod, DeletePod
+from colocated_rl_operator.planner.actions import CreatePod, DeletePod, TaintNode
 from colocated_rl_operator.planner.failure_policy import (
     MAX_QUEUE_S,
     QUEUE_S,
@@ -654,6 +654,32 @@ def test_a_pod_whose_agent_reads_a_bad_device_is_made_again_elsewhere_at_once() 
     assert (["sums-gpu-1-0"], ("node-1",)) == (gone(decided), climb_of(decided).tally.avoids)
     assert "sums-gpu-1-0 is bad (device 3: it has fallen off the bus)" in decided.message
     assert 0 == climb_of(decided).restarts
+
+
+def test_the_node_of_a_bad_device_is_tainted_once_its_pod_is_made_elsewhere() -> None:
+    """The taint is asked for as long as the pod is there, since the API server may be away."""
+    ill = {"ill_device": "nvidia.com/gpu GPU-1 is Unhealthy"}
+    seen = changed(climbing(Rung.SERVING, Rung.SERVING), 1, **ill)
+    decided = plan(seen)
+    asked = (TaintNode("node-1", seen.members[1].uid),)
+    assert asked == decided.taints
+    assert asked == plan(following(seen, decided)).taints
+    assert () == plan(replace(following(seen, decided), members=seen.members[:1])).taints
+
+
+@pytest.mark.parametrize(
+    ("action", "signs"),
+    [
+        ("RestartPod", {"ill_device": "GPU-1"}),
+        ("FailJob", {"ill_device": "GPU-1"}),
+        ("ReplacePodElsewhere", {"fate": FailureCause.POD_EVICTED, "ends_at": 160.0}),
+    ],
+)
+def test_no_other_node_is_tainted(action: str, signs: dict[str, Any]) -> None:
+    rules = policy(rule("BadDevice", "PodEvicted", action=action))
+    decided = plan(changed(climbing(Rung.SERVING, Rung.SERVING, failure_policy=rules), 1, **signs))
+    assert decided.raises
+    assert () == decided.taints
 
 
 def test_a_pod_that_came_back_to_its_bad_device_is_left_there() -> None:

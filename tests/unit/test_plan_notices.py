@@ -91,6 +91,13 @@ def test_a_pod_leaves_a_node_with_bad_devices_at_once(rung: Rung) -> None:
     assert decided.climb is not None
     assert [("sums-gpu-1-0", None)] == deleted(decided)
     assert ("BadDevice", ("node-1",)) == (decided.climb.tally.cause, decided.climb.tally.avoids)
+    assert ["node-1"] == [taint.node for taint in decided.taints]
+
+
+def test_a_node_that_is_about_to_go_is_not_tainted() -> None:
+    decided = plan(noticed(Rung.SERVING, saved=2))
+    assert decided.climb is not None
+    assert (("node-1",), ()) == (decided.climb.tally.avoids, decided.taints)
 
 
 def test_a_pod_that_came_back_to_such_a_node_stays_there() -> None:

@@ -164,6 +164,20 @@ class Kube:
         with contextlib.suppress(NotFound, Conflict):  # gone already, or another pod has the name
             await self._call("delete", "pods", f"{_core_path(namespace, 'pods')}/{name}", options)
 
+    # -------------------------------------------------------------------------------------------------------- nodes
+    async def taint_node(self, name: str, taint: Body) -> bool:
+        """Add a taint to a node; False if it has one of that key. Raises Conflict if it is changed meanwhile."""
+        path = f"/api/v1/nodes/{name}"
+        node = await self._call("get", "nodes", path)
+        taints = node["spec"].get("taints", [])
+        if taint["key"] in [each["key"] for each in taints]:
+            return False
+        version = {"resourceVersion": node["metadata"]["resourceVersion"]}
+        patch = {"metadata": version, "spec": {"taints": [*taints, taint]}}
+        query = {"fieldManager": names.FIELD_MANAGER}
+        await self._call("patch", "nodes", path, patch, "application/merge-patch+json", query)
+        return True
+
     # ------------------------------------------------------------------------------------------------ other objects
     async def apply(self, namespace: str, body: Body) -> Body:
         """Apply server-side: fields that we own become as in `body`, others stay. The same body changes nothing."""

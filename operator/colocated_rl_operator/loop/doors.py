@@ -41,6 +41,7 @@ class Doors:
     confirm: Callable[[], Awaitable[None]]  # returns only if this process leads
     egress: Egress = Egress.NO_METADATA  # what pods of jobs may call
     node_access: Mapping[str, NodeAccess] = field(default_factory=dict)  # what they may have of nodes, by template
+    taints_nodes: bool = False  # those with bad devices
     queue: Queue = field(default_factory=Queue)
     nodes: Nodes = field(default_factory=lambda: Nodes(NodeSigns()))
     version: str = ""  # of this operator

@@ -56,6 +56,7 @@ class JobState:
     moments: dict[datetime, float] = field(default_factory=dict)  # by the monotonic clock, of times in its status
     restarts: dict[PodUid, int] = field(default_factory=dict)  # of its containers, when its member answered last
     keyed: set[PodUid] = field(default_factory=set)  # pods whose Secret with keys was made, or is not ours to make
+    taints: dict[PodUid, str | None] = field(default_factory=dict)  # nodes to taint, by pod; None: that was done
     tried_of: int | None = None  # generation whose pods passed the server's dry run
     parts: StartParts | None = None  # of its pods, as loaded last
     parts_of: str = ""  # the name of their record

@@ -13,6 +13,7 @@ from dataclasses import replace
 from enum import Enum, auto
 
 from colocated_rl_api import names
+from colocated_rl_api.failure import FailureCause
 from colocated_rl_api.logs import log
 from colocated_rl_api.names import PodUid
 from colocated_rl_api.pod_template import PodTemplate
@@ -48,6 +49,7 @@ STALL_RETRY_S = 30.0
 FAILS_S = 30.0  # a failure of the API server that lasts so long is reported like a refusal
 NAME_RETRY_S = 1.0
 IS_ENDING = "object is being deleted"  # the server's message for a name that will be free
+UNFIT = {"key": names.UNFIT_TAINT, "value": FailureCause.BAD_DEVICE, "effect": "NoSchedule"}
 NO_DRY_RUN = "does not support dry run"  # its message where it may not call a webhook, which then judges the pod itself
 NO_IMAGE_VOLUMES = (
     "this cluster has no image volumes, which need Kubernetes 1.35, or the feature gate ImageVolume before: its API "
@@ -83,6 +85,7 @@ async def apply_plan(state: JobState, seen: Observation, decided: Plan, doors: D
         await _make_keys(state, seen.job, limit, doors)
         if any(isinstance(action, DeletePod) for action in decided.pods):
             await list_again(state, doors.kube, doors.pods)
+        await _taint_nodes(state, decided, doors)
     except* VolumeLost as errors:
         set_stall(state, Stall(Reason.VOLUME_LOST, str(first(errors))), action="MakeNoPods")
     except* NotAdmitted as errors:
@@ -389,6 +392,25 @@ async def _create_pod(state: JobState, job: Job, action: CreatePod, doors: Doors
         raise NotAdmitted(f"{error}, and is no pod of this job: delete it", error.status) from error
     log(LOG, "pod created", pod=name)
     return PodChange.DONE
+
+
+async def _taint_nodes(state: JobState, decided: Plan, doors: Doors) -> None:
+    """Taint the node of each pod with a bad device, once for each pod: a person may have removed the taint since."""
+    for action in decided.taints if doors.taints_nodes else ():
+        state.taints.setdefault(action.uid, action.node)
+    for uid, node in state.taints.items():
+        if node is None:
+            continue
+        try:
+            if await doors.kube.taint_node(node, UNFIT):
+                log(LOG, "node tainted", logging.WARNING, node=node)
+                message = (
+                    f"node {node} has a bad device and is tainted: {names.UNFIT_TAINT}={UNFIT['value']}:NoSchedule"
+                )
+                state.record.note(None, News("Warning", Reason.NODE_TAINTED, message, action="TaintNode"))
+        except (NotFound, NotAdmitted) as error:
+            log(LOG, "taint refused", logging.WARNING, node=node, reason=str(error))
+        state.taints[uid] = None
 
 
 async def _delete_pod(state: JobState, job: Job, action: DeletePod, doors: Doors) -> None:

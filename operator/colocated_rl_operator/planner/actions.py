@@ -36,6 +36,14 @@ PodAction = CreatePod | DeletePod
 
 
 @dataclass(frozen=True)
+class TaintNode:
+    """Taint a node that has a bad device, where an admin allows it. uid: of the pod that had the device."""
+
+    node: str
+    uid: PodUid
+
+
+@dataclass(frozen=True)
 class WaitFor:
     """Wait until something changes, or until the plan's `wake_at`."""
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from colocated_rl_api.back_off import doubled_s
 from colocated_rl_api.failure import FailureAction, FailureCause
 from colocated_rl_api.rungs import Rung
-from colocated_rl_operator.planner.actions import DeletePod, PodAction
+from colocated_rl_operator.planner.actions import DeletePod, PodAction, TaintNode
 from colocated_rl_operator.planner.notices import Notice
 from colocated_rl_operator.planner.observation import (
     MAX_AVOIDED,
@@ -498,6 +498,13 @@ def lost_pods(seen: Observation, *, tries: int) -> Iterator[Failure]:
 def came_back(seen: Observation, pod: Member) -> bool:
     """Return whether the pod was made again and is on a node that the job avoids: no other node had room for it."""
     return pod.attempt > 0 and seen.climb is not None and pod.node in seen.climb.tally.avoids
+
+
+def taints(seen: Observation, climb: Climb) -> tuple[TaintNode, ...]:
+    """Return the taint of each node that the job avoids and on which it has a pod with a bad device."""
+    avoids, ill = climb.tally.avoids, FailureCause.BAD_DEVICE
+    bad = (pod for pod in seen.members if pod.bad_device or (pod.notice and pod.notice.cause is ill))
+    return tuple(TaintNode(pod.node, pod.uid) for pod in bad if pod.node and pod.node in avoids)
 
 
 def leaves_at(seen: Observation, notice: Notice, seat: str) -> float:

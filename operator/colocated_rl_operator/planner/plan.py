@@ -19,7 +19,7 @@ from colocated_rl_api.ladder import Ladder
 from colocated_rl_api.member_wire import Goal, PodTarget, RolloutTarget
 from colocated_rl_api.rungs import Rung
 from colocated_rl_api.seats import ROLLOUT_SEAT
-from colocated_rl_operator.planner.actions import DeletePod, PodAction, WaitFor
+from colocated_rl_operator.planner.actions import DeletePod, PodAction, TaintNode, WaitFor
 from colocated_rl_operator.planner.failure_policy import (
     Decision,
     Hold,
@@ -38,6 +38,7 @@ from colocated_rl_operator.planner.failure_policy import (
     raise_epoch,
     rest_after_roll_back,
     starts,
+    taints,
     unstarted,
 )
 from colocated_rl_operator.planner.observation import (
@@ -73,6 +74,7 @@ class Plan:
     standings: Mapping[str, Rung] = field(default_factory=dict)
     targets: Mapping[str, PodTarget | RolloutTarget] = field(default_factory=dict)  # without one: keep the last
     pods: tuple[PodAction, ...] = ()
+    taints: tuple[TaintNode, ...] = ()
     wait: WaitFor | None = None
     message: str = ""  # for people, when `raises`: what happened
     is_over: bool = False  # every member has stopped: record the end
@@ -84,6 +86,12 @@ def plan(seen: Observation) -> Plan:
     """Return the whole decision that follows from one observation."""
     if seen.is_over and after_failure(seen) is None:
         return _keep(seen)
+    found = _carry_on(seen)
+    return replace(found, taints=taints(seen, found.climb)) if found.climb and found.climb.tally.avoids else found
+
+
+def _carry_on(seen: Observation) -> Plan:
+    """Return the plan of a job that is not over."""
     match _decide(seen):
         case Decision(climb, message, pods):
             # facts count under the epoch they were reported in, so the new one starts with every pod unknown

@@ -231,6 +231,12 @@ class Reason(DocumentedReason):
         "because a container that is not the operator's kept it running after its job.",
         "the message names it, and the last words of a container of ours if there are any; look at its node",
     )
+    NODE_TAINTED = (
+        "NodeTainted",
+        "An event: a pod was made again elsewhere for a bad device, and its node is tainted, because the chart's "
+        "nodes.taint allows it.",
+        "mend the node, then remove its taint: kubectl taint node NODE rl.colocate.dev/unfit-",
+    )
     ANOTHER_OPERATOR = (
         "AnotherOperator",
         "An event: another operator has the job, by status.operator, and this one leaves it alone.",

@@ -74,6 +74,11 @@ DEFAULT_GRACE_S = 60.0
 WIPED = "COLOCATE_WIPED"
 MARK = "COLOCATE_INCARNATION"
 UNCORRECTED, SINCE_LOADED, GPU_IS_LOST = 1, 0, 15  # nvml.h: type of error, of counter, and a return code
+XID_EVENTS = ctypes.c_ulonglong(8)  # nvml.h: nvmlEventTypeXidCriticalError
+# After these, NVIDIA's catalog of XIDs has the device reset, its machine restarted or its links examined. Others are
+# mostly a program's fault or contained; 109 is often one, and 144 to 150 are grave or not under the same number.
+BAD_XIDS = frozenset({46, 48, 62, 64, 74, 79, 95, 110, 119, 120, 136, 140, 143, 155, 156, 158})
+MAX_EVENTS = 1000  # in one reading: more are left for the next
 DEVICES, DEVICE_ORDER = "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER"
 RESERVE_S = 20.0  # last part of the grace period, for children to end
 MAX_GRACE_S = 24 * 3600.0
@@ -257,6 +262,7 @@ class Runner:
         self.terminate_at: float | None = None  # when children are ended without a request of the agent
         self.exit_code: int | None = None
         self.exit_by: float | None = None
+        self.xids = Xids()  # first: so none falls between
         self.devices_before = {device["index"]: device for device in read_devices() or ()}
         self.selector = selectors.DefaultSelector()
         self.listener = listen(socket_path)
@@ -352,7 +358,7 @@ class Runner:
             child.kill_at = time.monotonic() + KILL_AGAIN_S
             return {}
         if op == "devices":
-            return {"devices": read_devices(self.devices_before)}
+            return {"devices": read_devices(self.devices_before, self.xids.read())}
         if op == "memory":
             return {"memory": host_memory({child.name: child.incarnation for child in self.children.values()})}
         if op == "exit":
@@ -627,28 +633,79 @@ class NvmlMemory(ctypes.Structure):
     _fields_ = [("total", ctypes.c_ulonglong), ("free", ctypes.c_ulonglong), ("used", ctypes.c_ulonglong)]
 
 
-def read_devices(before: dict[int, dict[str, Any]] | None = None) -> list[dict[str, Any]] | None:
-    """Return the memory of each GPU of this container, in bytes, for all users, and what has become of it.
+class NvmlEvent(ctypes.Structure):
+    _fields_ = [
+        ("device", ctypes.c_void_p),
+        ("type", ctypes.c_ulonglong),
+        ("xid", ctypes.c_ulonglong),
+        ("gpu_instance", ctypes.c_uint),
+        ("compute_instance", ctypes.c_uint),
+    ]
 
-    before: what was read when the container began, by index: only what has gone wrong since then is a fault, because
-    nobody else would give the container another device. None if no NVIDIA driver answers.
+
+class Xids:
+    """Xids are those that the driver has reported since the container began, as far as the device or a link is bad.
+
+    The driver keeps them until they are read, which never waits; for that NVML stays open until the container ends.
     """
+
+    def __init__(self) -> None:
+        self.bad: dict[int, int] = {}  # the first of each device, by index
+        self.indices: dict[int | None, int] = {}  # by handle
+        self.events = ctypes.c_void_p()
+        self.nvml = nvml = open_nvml()
+        if not (hasattr(nvml, "nvmlEventSetWait_v2") and nvml.nvmlEventSetCreate(ctypes.byref(self.events)) == 0):
+            return  # no driver, or one that tells of none
+        for index in range(count_devices(nvml)):
+            handle = ctypes.c_void_p()
+            code = nvml.nvmlDeviceGetHandleByIndex_v2(ctypes.c_uint(index), ctypes.byref(handle))
+            if code == 0 and nvml.nvmlDeviceRegisterEvents(handle, XID_EVENTS, self.events) == 0:
+                self.indices[handle.value] = index
+
+    def read(self) -> dict[int, int]:
+        """Return the first XID of each device that is bad by one, by index."""
+        event = NvmlEvent()
+        for _ in range(MAX_EVENTS if self.indices else 0):
+            if self.nvml.nvmlEventSetWait_v2(self.events, ctypes.byref(event), ctypes.c_uint(0)) != 0:
+                break
+            if event.xid in BAD_XIDS and event.device in self.indices:
+                self.bad.setdefault(self.indices[event.device], event.xid)
+        return self.bad
+
+
+def open_nvml() -> Any:
+    """Return NVML, which counts how often it is opened and shut down; None if no NVIDIA driver answers."""
     try:
         nvml = ctypes.CDLL("libnvidia-ml.so.1")
     except OSError:
         return None
-    if nvml.nvmlInit_v2() != 0:
+    return nvml if nvml.nvmlInit_v2() == 0 else None
+
+
+def count_devices(nvml: Any) -> int:
+    count = ctypes.c_uint()
+    return count.value if nvml.nvmlDeviceGetCount_v2(ctypes.byref(count)) == 0 else 0
+
+
+def read_devices(
+    before: dict[int, dict[str, Any]] | None = None, xids: dict[int, int] | None = None
+) -> list[dict[str, Any]] | None:
+    """Return the memory of each GPU of this container, in bytes, for all users, and what has become of it.
+
+    before: what was read when the container began, by index: only what has gone wrong since then is a fault, because
+    nobody else would give the container another device. xids: reported since then. None if no NVIDIA driver answers.
+    """
+    nvml = open_nvml()
+    if nvml is None:
         return None
     try:
-        count = ctypes.c_uint()
-        if nvml.nvmlDeviceGetCount_v2(ctypes.byref(count)) != 0:
-            return None
-        devices = [read_device(nvml, index) for index in range(count.value)]
+        devices = [read_device(nvml, index) for index in range(count_devices(nvml))]
     finally:
         nvml.nvmlShutdown()
     if before is not None:
         for device in devices:
-            device["fault"] = new_fault(device, before.get(device["index"], device))
+            index = device["index"]
+            device["fault"] = new_fault(device, before.get(index, device), (xids or {}).get(index))
     return devices
 
 
@@ -674,16 +731,17 @@ def read_device(nvml: Any, index: int) -> dict[str, Any]:
     }
 
 
-def new_fault(now: dict[str, Any], before: dict[str, Any]) -> str | None:
-    """Return what is wrong with a device that was not before, in words."""
+def new_fault(now: dict[str, Any], before: dict[str, Any], xid: int | None) -> str | None:
+    """Return what is wrong with a device that was not before, in words. xid: reported of it since."""
     if now["is_lost"] and not before["is_lost"]:
         return "it has fallen off the bus"
     if now["is_unmappable"] and before["is_unmappable"] is False:
         return "a row of its memory could not be remapped"
     if now["uncorrected"] is not None and before["uncorrected"] is not None:
         errors = now["uncorrected"] - before["uncorrected"]
-        return f"its memory had {errors} errors that can't be corrected" if errors > 0 else None
-    return None
+        if errors > 0:
+            return f"its memory had {errors} errors that can't be corrected"
+    return None if xid is None else f"its driver reported XID {xid}"
 
 
 def log(event: str, **fields: Any) -> None:
