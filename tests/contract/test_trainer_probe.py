@@ -6,6 +6,9 @@ What an engine would be in its place, for models whose logits are small and larg
 from __future__ import annotations
 
 import itertools
+import os
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +20,7 @@ from colocated_rl_agent.lanes.probe import ProbeDisagrees, require_agreement
 from colocated_rl_api.weights import Probe
 from colocated_rl_trainer.state.weights import load_model, probe
 from fakes.tiny_model import write_tiny_model
+from setup.layout import CHECKOUT
 
 SEEDS = 100
 HIDDEN = 64
@@ -87,3 +91,28 @@ def test_in_bfloat16_what_is_right_is_accepted_for_every_seed_and_two_layers_exc
             layers[1], layers[2] = layers[2], layers[1]
             with pytest.raises(ProbeDisagrees):
                 judged(right, other, noise)
+
+
+@pytest.mark.slow
+def test_a_trained_model_is_accepted_in_every_version_and_two_of_its_layers_exchanged_in_none(
+    tmp_path: Path, record_property: Callable[[str, object], None]
+) -> None:
+    """COLOCATED_RL_SEEDS is the number of versions. Each is a step of 1e-6 to 1e-3 an element away from the model."""
+    shutil.copytree(CHECKOUT.trained_model, tmp_path / "model")
+    noise, found = judged(*both(tmp_path / "model"), None), []
+    for seed in range(int(os.environ.get("COLOCATED_RL_SEEDS", "5"))):
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_pretrained(CHECKOUT.trained_model, dtype=torch.float32)
+        size = float(10 ** (-6 + 3 * torch.rand(())))
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(size * torch.randn_like(parameter).sign())
+        model.to(torch.bfloat16).save_pretrained(tmp_path / "model")
+        right, other = both(tmp_path / "model")
+        noise = judged(right, other, noise)
+        found.append(noise)
+        layers = other.model.layers
+        layers[9], layers[10] = layers[10], layers[9]
+        with pytest.raises(ProbeDisagrees):
+            judged(right, other, noise)
+    record_property("nats", (min(found), max(found)))

@@ -17,6 +17,7 @@ from contract.peer import run_peer
 from contract.trainer_in_process import RankInProcess
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 
 from colocated_rl_api.job import OverlongPenalty
 from colocated_rl_rollout.rules.overlong import overlong_penalty
@@ -251,3 +252,46 @@ def test_overlong_penalty_is_that_of_trl(folder: Path) -> None:
 
     ours = [-overlong_penalty(length, limit=30, rule=rule) for length in range(41)]
     torch.testing.assert_close(torch.tensor(ours), punishment)
+
+
+# ---------------------------------------------------------------------------------------------------------------- RLOO
+def sampled_by(model: Path) -> list[Example]:
+    """The samples with the log-probabilities of the model itself, all of whose tokens it wrote."""
+    policy = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+    samples = []
+    for sample in make_samples():
+        ids = torch.tensor([[*sample.prompt, *sample.response]])
+        with torch.no_grad():
+            logp = torch.log_softmax(policy(ids).logits[0, :-1], dim=-1).gather(1, ids[0, 1:, None])[:, 0]
+        written = logp[len(sample.prompt) - 1 :].tolist()
+        samples.append(Example(sample.prompt, sample.response, written, sample.reward, sample.group, 0))
+    return samples
+
+
+def test_rloo_of_samples_of_the_policy_itself_is_that_of_trl(tmp_path: Path) -> None:
+    """trl's ratio is that of a whole sample, ours of a token: both are 1 here. trl sums over a sample, and ours divides
+    that by the limit.
+    """
+    model = write_tiny_model(tmp_path / "model")
+    samples = sampled_by(model)
+    (tmp_path / "ours").mkdir()
+    ours = RankInProcess(
+        tmp_path / "ours", model, advantage="LeaveOneOut", average="Limit", gradientClip=1e9, microBatchTokens=40
+    )
+    gradients: list[dict[str, Tensor]] = []
+    ours.at_update = lambda: gradients.append(ours.gradients)
+    ours.train(samples)
+    rows = [{"prompt": each.prompt, "response": each.response, "reward": each.reward} for each in samples]
+    case = {"model": str(model), "groupSize": GROUP_SIZE, "samples": rows}
+    (tmp_path / "case.json").write_text(json.dumps(case))
+    run_peer("trl_rloo.py", tmp_path)
+    trl = load_file(tmp_path / "rloo.safetensors")
+
+    (shard,) = write_shards(tmp_path, samples, step=1, split=1)
+    advantages = Shard.read(shard, step=1, shard=0, shards=1, use=Use(advantage="LeaveOneOut")).advantage
+    torch.testing.assert_close(advantages, trl["advantages"], rtol=1e-5, atol=1e-5)
+    theirs = {name.removeprefix("gradient."): each for name, each in trl.items() if name.startswith("gradient.")}
+    assert theirs.keys() == gradients[0].keys()
+    apart = sum(float((tensor - LIMIT * gradients[0][name]).square().sum()) for name, tensor in theirs.items())
+    whole = sum(float(tensor.square().sum()) for tensor in theirs.values())
+    assert apart**0.5 < 1e-5 * whole**0.5
