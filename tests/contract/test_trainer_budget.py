@@ -136,6 +136,21 @@ def test_trainer_and_its_step_take_what_the_budget_says(
     assert budget.host - budget.exports == pytest.approx(found, rel=NEAR)
 
 
+@pytest.mark.slow
+def test_step_of_samples_of_32768_tokens_trains_within_its_budget(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Scores of all tokens with each other would be 4 GiB for each head."""
+    monkeypatch.setenv("HF_DEACTIVATE_ASYNC_LOAD", "1")  # what other threads allocate is not counted
+    tokens = 32_768
+    model = write_tiny_model(tmp_path / "model", positions=tokens)
+
+    found, budget = peak_and_budget(tmp_path, model, {}, tokens=tokens)
+
+    assert budget.host - budget.exports == pytest.approx(found, rel=NEAR)
+    assert found < 2**28
+
+
 def test_model_that_computes_by_values_is_not_rehearsed() -> None:
     config = transformers.Qwen3MoeConfig(**EXPERTS, experts_implementation="eager")
     assert pass_bytes(config, Pass(10, torch.float32)) is None
@@ -153,7 +168,12 @@ def test_few_layers_tell_of_many(shared_by: int, recomputes: bool, monkeypatch: 
     assert pass_bytes(config, of) == estimate
 
 
-@pytest.mark.parametrize("name", ["Qwen3-0.6B", "Qwen3-30B-A3B"])
+QUICK = ("Qwen3-0.6B", "Qwen3-30B-A3B")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in MODELS]
+)
 def test_table_of_sizes_is_as_made(name: str) -> None:
     text = (CHECKOUT.root / PAGE).read_text()
 

@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, Qwen2Config
 
+from bench.sizes import FILLED, MEMORY, TOKENS
 from colocated_rl_api.rungs import WeightVersion
 from colocated_rl_api.weights import finished_model
 from colocated_rl_trainer.conformance.shards import Example, write_shards
@@ -27,6 +28,7 @@ from colocated_rl_trainer.protocol.manifest import Exported, write_manifest
 from colocated_rl_trainer.protocol.settings import ConfigError, LoraConfig
 from colocated_rl_trainer.state.export import ADAPTERS
 from colocated_rl_trainer.state.lora import A, B
+from colocated_rl_trainer.state.rehearsal import Pass, pass_bytes
 from colocated_rl_trainer.state.residency import GRADIENTS, PARAMETERS, Residency
 from colocated_rl_trainer.state.weights import count_parameters, load_model
 from fakes.tiny_model import write_tiny_model
@@ -402,7 +404,8 @@ def test_a_name_that_no_linear_layer_has_is_refused_with_those_that_there_are(tm
 # --------------------------------------------------------------------------------------------------------------- budget
 def test_seven_billion_parameters_take_of_one_device_what_the_documentation_says(tmp_path: Path) -> None:
     shape = {"hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28, "num_attention_heads": 28}
-    Qwen2Config(vocab_size=152064, num_key_value_heads=4, tie_word_embeddings=False, **shape).save_pretrained(tmp_path)
+    config = Qwen2Config(vocab_size=152064, num_key_value_heads=4, tie_word_embeddings=False, **shape)
+    config.save_pretrained(tmp_path)
 
     parameters, adapters, _ = count_parameters(tmp_path, LoraConfig())
     with_adapters, with_all = (Budget.of(parameters, on_cpu=False, adapters=each) for each in (adapters, None))
@@ -414,6 +417,12 @@ def test_seven_billion_parameters_take_of_one_device_what_the_documentation_says
         f"one device holds {gib(with_adapters.device)} of this state while it trains, and of all weights "
         f"{gib(with_all.device)}. Off the device, {gib(with_adapters.host)} of it are in host memory." in page
     )
+    one_pass = pass_bytes(config, Pass(TOKENS, torch.bfloat16, recomputes=True, lora=LoraConfig()))
+    assert one_pass is not None
+    whole = Budget.of(parameters, on_cpu=False, adapters=adapters, one_pass=one_pass)
+    assert whole.device is not None
+    assert f"With a pass of {TOKENS:,} tokens the device holds {gib(whole.device)} at its peak" in page
+    whole.refuse_what_never_fits(device_has=int(FILLED * MEMORY["80 GB"] * 2**30), host_has=None)
 
 
 # ---------------------------------------------------------------------------------------------------------------- moves
