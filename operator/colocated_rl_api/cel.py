@@ -74,6 +74,9 @@ def _compiled(node: ast.expr) -> Expression:
         case ast.Attribute(owner, name):
             part = _compiled(owner)
             return lambda scope: _member(part(scope), name)
+        case ast.Subscript(owner, ast.Name() as key):  # of a map, by what a macro goes through
+            entries, chosen = _compiled(owner), _compiled(key)
+            return lambda scope: entries(scope)[chosen(scope)]
         case ast.UnaryOp(ast.Invert(), operand):
             denied = _compiled(operand)
             return lambda scope: not denied(scope)

@@ -74,10 +74,19 @@ def _no_owned(what: str) -> Rule:
     return Rule(what, f"!has(self.{what}) || !self.{what}.exists(key, {owned})", words)
 
 
+def _no_empty_queue() -> Rule:
+    return Rule(
+        "labels",
+        f"!has(self.labels) || !self.labels.exists(key, key in {_cel(QUEUE_LABELS)} && self.labels[key] == '')",
+        f"{' and '.join(QUEUE_LABELS)} have a name as their value: leave the label out; for a rollout pod that waits "
+        "in no queue set scheduling.queuedPods to WithDevices",
+    )
+
+
 class PodMetadata(Part):
     """Labels and annotations of a pod."""
 
-    RULES = (_no_owned("labels"), _no_owned("annotations"))
+    RULES = (_no_owned("labels"), _no_owned("annotations"), _no_empty_queue())
 
     labels: Labels = Field(
         default_factory=dict,

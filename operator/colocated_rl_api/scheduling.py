@@ -17,6 +17,11 @@ class Gang(StrEnum):
     COSCHEDULING = "Coscheduling"  # of scheduler-plugins: PodGroup of scheduling.x-k8s.io
 
 
+class QueuedPods(StrEnum):
+    ALL = "All"  # the rollout pod too, as one group with the others
+    WITH_DEVICES = "WithDevices"  # the rollout pod waits in no queue
+
+
 _is_label, _label_rule = should_match(
     r"([a-z0-9]([-a-z0-9.]*[a-z0-9])?/)?[A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?",
     "should be a label of nodes: topology.kubernetes.io/zone",
@@ -40,7 +45,7 @@ class Topology(Part):
 
 
 class Scheduling(Part):
-    """Placement of the job's pods with devices as one gang."""
+    """Placement of the job's pods with devices as one gang, and who waits in a queue."""
 
     gang: Gang | None = Field(
         default=None,
@@ -49,3 +54,8 @@ class Scheduling(Part):
         "itself. The cluster's choice when absent.",
     )
     topology: Topology | None = Field(default=None, description="Where they are near one another.")
+    queued_pods: QueuedPods = Field(
+        default=QueuedPods.ALL,
+        strict=False,
+        description="Pods that wait in the job's queue: All; WithDevices: the rollout pod starts without it.",
+    )

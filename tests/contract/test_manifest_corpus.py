@@ -186,6 +186,7 @@ MAY_CHANGE_WHILE_SUSPENDED = {
     "podTemplates.gpu.spec.nodeSelector": {"zone": "b"},
     "podTemplates.gpu.spec.affinity": {"podAffinity": {"renamed": []}},
     "scheduling.gang": "Volcano",
+    "scheduling.queuedPods": "WithDevices",
 }
 MAY_NOT_CHANGE = {
     "mode": "RolloutOnly",

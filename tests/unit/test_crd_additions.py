@@ -26,6 +26,12 @@ KEPT = (
 )
 
 DECIDED: dict[str, str] = {
+    **{
+        f".spec.podTemplates.{role}.metadata.labels: a rule more: kueue.x-k8s.io/queue-name and "
+        "kueue.x-k8s.io/priority-class have a name as their value: leave the label out; for a rollout pod that waits "
+        "in no queue set scheduling.queuedPods to WithDevices": "an empty string meant something, before any release"
+        for role in ("engine", "gpu", "reference", "rollout")
+    },
     ".spec.reference.placement: a rule more: reference.placement WithRollout needs engines with devices of their own "
     "(rollout.placement OwnDevices): these are the trainer's devices, use WithTrainer": "it is about a new value",
     ".spec.replicas: a rule more: replicas can't change from one to more while the job has pods, nor before it has "

@@ -62,13 +62,33 @@ def test_all_pods_of_a_job_in_a_queue_are_one_group_of_known_size() -> None:
     assert not any(key.startswith("kueue") for key in pod(make_job(), gpu_seat(0))["metadata"]["labels"])
 
 
-@pytest.mark.parametrize("queue", ["", "small"])
-def test_a_rollout_pod_with_a_queue_of_its_own_or_none_is_not_in_the_group(queue: str) -> None:
-    own = {"metadata": {"labels": {"kueue.x-k8s.io/queue-name": queue}}}
-    job = make_job(podTemplates={"gpu": IN_QUEUE, "rollout": own})
-    rollout, gpu = (pod(job, seat)["metadata"] for seat in (ROLLOUT_SEAT, gpu_seat(0)))
-    assert {KUEUE + "queue-name": queue} == {key: rollout["labels"][key] for key in rollout["labels"] if KUEUE in key}
+OF_ITS_OWN = {"metadata": {"labels": {"kueue.x-k8s.io/queue-name": "small"}}}
+
+
+@pytest.mark.parametrize(
+    ("rollout", "scheduling", "expected"),
+    [
+        (OF_ITS_OWN, {}, {KUEUE + "queue-name": "small"}),
+        (OF_ITS_OWN, {"queuedPods": "WithDevices"}, {KUEUE + "queue-name": "small"}),
+        ({}, {"queuedPods": "WithDevices"}, {}),
+        (IN_QUEUE, {"queuedPods": "WithDevices"}, {KUEUE + "queue-name": "research"}),
+    ],
+    ids=["another queue", "another queue by itself", "none", "the same queue by itself"],
+)
+def test_a_rollout_pod_with_a_queue_of_its_own_or_none_is_not_in_the_group(
+    rollout: dict[str, Any], scheduling: dict[str, Any], expected: dict[str, str]
+) -> None:
+    job = make_job(podTemplates={"gpu": IN_QUEUE, "rollout": rollout}, scheduling=scheduling)
+    made, gpu = (pod(job, seat)["metadata"] for seat in (ROLLOUT_SEAT, gpu_seat(0)))
+    assert expected == {key: made["labels"][key] for key in made["labels"] if KUEUE in key}
+    assert not any(KUEUE in key for key in made.get("annotations", {}))
     assert "2" == gpu["annotations"][KUEUE + "pod-group-total-count"]
+
+
+def test_a_job_may_say_that_all_pods_wait_in_its_queue_as_by_default() -> None:
+    said, unsaid = (make_job(podTemplates={"gpu": IN_QUEUE}, scheduling=each) for each in ({"queuedPods": "All"}, {}))
+    assert pod(said, ROLLOUT_SEAT) == pod(unsaid, ROLLOUT_SEAT)
+    assert "research" == pod(said, ROLLOUT_SEAT)["metadata"]["labels"][KUEUE + "queue-name"]
 
 
 def test_the_job_s_own_label_puts_its_pods_into_the_queue() -> None:

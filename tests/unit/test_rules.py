@@ -62,6 +62,8 @@ def errors(manifest: str) -> list[ErrorDetails]:
         ("self.kinds.exists(kind, kind.startsWith('t'))", True),
         ("self.kinds.exists(kind, self.kinds.all(other, other == kind))", False),
         ("['a', 'b'].all(kind, kind in self.kinds)", False),
+        ("self.byName.exists(name, self.byName[name] == 3)", True),
+        ("self.byName.exists(name, name == 'ice' && self.byName[name] == 3)", False),
         ("[true, false, true].filter(given, given).size()", 2),
         ("'a && !b'", "a && !b"),
         ("'%s of %d'.format(['tea', self.fullSize])", "tea of 4"),

@@ -24,8 +24,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from colocated_rl_api import names
-from colocated_rl_api.pod_template import QUEUE_LABEL, QUEUE_LABELS
-from colocated_rl_api.scheduling import Gang, Topology
+from colocated_rl_api.pod_template import QUEUE_LABELS
+from colocated_rl_api.scheduling import Gang, QueuedPods, Topology
 from colocated_rl_operator.planner.observation import Job
 
 Object = dict[str, Any]
@@ -169,10 +169,12 @@ def is_in_gang(pod: Object) -> bool:
 def in_queue(job: Job, role: str) -> bool:
     """Return whether pods of the role are in the group that a queue of Kueue admits.
 
-    A rollout pod whose template names another queue, or "", is not.
+    A rollout pod is not if its template names another queue, or if the job leaves it out.
     """
-    rollout = job.spec.pod_templates.rollout.metadata.labels
-    return bool(job.queue) and (role != names.ROLE_ROLLOUT or rollout.get(QUEUE_LABEL, job.queue) == job.queue)
+    if role != names.ROLE_ROLLOUT:
+        return bool(job.queue)
+    is_named = job.spec.pod_templates.rollout.queue in (None, job.queue)
+    return bool(job.queue) and is_named and job.spec.scheduling.queued_pods is QueuedPods.ALL
 
 
 def _in_queue(job: Job, role: str) -> tuple[dict[str, str], dict[str, str]]:
