@@ -545,7 +545,7 @@ class Evaluation(Part):
 class Reference(Part):
     """The frozen policy that KL is measured against, on the devices of another role or on its own."""
 
-    RULES = _own("reference")
+    RULES = (*_own("reference"), *fixed("placement"))
 
     placement: ReferencePlacement = Field(
         default=ReferencePlacement.WITH_TRAINER,
@@ -555,11 +555,15 @@ class Reference(Part):
         "their own, or in pods of its own.",
     )
     replicas: int | None = Field(
-        default=None, ge=1, le=100, description="Reference pods, where it has devices of its own."
+        default=None,
+        ge=1,
+        le=100,
+        description="Reference pods, where it has devices of its own. May change while the job is suspended.",
     )
     gpus: Gpus | None = Field(
         default=None,
-        description="Devices of each of them, of which each holds the whole model; spec.gpus when absent.",
+        description="Devices of each of them, of which each holds the whole model; spec.gpus when absent. May change "
+        "while the job is suspended.",
     )
 
     @property
@@ -841,6 +845,19 @@ _BESIDE_ENGINES = Rule(
     message="reference.placement WithRollout needs engines with devices of their own (rollout.placement OwnDevices): "
     "these are the trainer's devices, use WithTrainer",
 )
+_HAS_REFERENCE = Rule(
+    field="reference",
+    rule="has(self.reference) == has(oldSelf.reference)",
+    message="reference can't change once the job exists: make a new job with the new value",
+)
+_REFERENCE_GPUS = Rule(  # of which only the pods depend: scores are those of spec.model on any devices
+    field="reference.gpus",
+    rule="(has(oldSelf.suspend) && oldSelf.suspend) || !has(self.reference) || !has(oldSelf.reference) || "
+    "has(self.reference.gpus) == has(oldSelf.reference.gpus) && "
+    "(!has(self.reference.gpus) || self.reference.gpus == oldSelf.reference.gpus)",
+    message="reference.gpus can't change while the job runs: set suspend to true, change it, and set suspend to false "
+    "again",
+)
 _RESTORED = Rule(
     field="restoreFrom",
     rule=f"!has(self.restoreFrom) || !has(self.mode) || self.mode != '{Mode.ROLLOUT_ONLY}'",
@@ -874,6 +891,8 @@ class ColocatedRLJobSpec(Part):
         _EVALUATED,
         _ADDED_SETS,
         _BESIDE_ENGINES,
+        _HAS_REFERENCE,
+        _REFERENCE_GPUS,
         _RESTORED,
         IN_RANGE,
         COUNTS,
@@ -881,7 +900,7 @@ class ColocatedRLJobSpec(Part):
         *_DIVIDED,
         *APART,
         *fixed(
-            *("mode", "recorded", "model", "restoreFrom", "reference", "trainer", "storage", "managedBy"),
+            *("mode", "recorded", "model", "restoreFrom", "trainer", "storage", "managedBy"),
             *(f"{gpus}.{field}" for gpus in ("gpus", "rollout.gpus?") for field in DEVICES),
             *("weightSync.volume", "checkpoint.volume"),
         ),
@@ -940,7 +959,8 @@ class ColocatedRLJobSpec(Part):
     reference: Reference | None = Field(
         default=None,
         description="Frozen policy that KL is measured against: the initial model scores everything before it is "
-        "trained. No reference when absent.",
+        "trained. No reference when absent. The devices and the number of pods of its own may change while the job is "
+        "suspended.",
     )
     trainer: Trainer = Field(default_factory=Trainer, description="Training on them.")
     weight_sync: WeightSync = Field(default_factory=WeightSync, description="How new weights reach the engines.")
@@ -1124,6 +1144,14 @@ _REPLICAS = Rule(
 )
 
 
+_REFERENCE_REPLICAS = Rule(
+    field="spec.reference.replicas",
+    rule="!has(self.spec.reference) || !has(self.spec.reference.replicas) || !has(oldSelf.spec.reference) || "
+    "!has(oldSelf.spec.reference.replicas) || self.spec.reference.replicas == oldSelf.spec.reference.replicas || "
+    f"{_HAS_NO_PODS}",
+    message="reference.replicas can't change while the job has pods: set suspend to true, change it once condition "
+    "Suspended is true, and set suspend to false again",
+)
 _SPARES = Rule(
     field="spec.spares",
     rule="!has(self.spec.spares) || self.spec.spares == 0 || "
@@ -1160,6 +1188,7 @@ class ColocatedRLJob(BaseModel):
         _JOB_NAME,
         _REPLICAS,
         _SPARES,
+        _REFERENCE_REPLICAS,
     )  # the first is checked by `Metadata`, the others on changes
     model_config = ConfigDict(alias_generator=to_camel, validate_by_name=True, extra="forbid")
 

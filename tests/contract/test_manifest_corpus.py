@@ -315,6 +315,36 @@ def test_a_job_keeps_its_placement(api: ApiServer, stored_job: Document) -> None
     assert {"spec.rollout.placement", "spec.rollout.replicas"} == {*answer.fields}
 
 
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        ("reference.replicas", 7),
+        ("reference.gpus.count", 7),
+        ("reference.gpus.image", "registry.example.com/rl/gpu:1.1"),
+        ("reference.gpus.resources", {"limits": {"memory": "96Gi"}}),
+        ("reference.gpus", None),
+    ],
+)
+def test_pods_of_a_reference_may_change_while_there_are_none(api: ApiServer, path: str, value: object) -> None:
+    """Its scores are those of spec.model on any devices."""
+    job = yaml.safe_load(GOOD["reference-own-devices"].text)
+    job["spec"]["suspend"] = True
+    resting = changed_later(api, job, {"phase": "Suspended"}, path, value)
+    assert resting.is_accepted, resting.message
+    running = changed_later(api, job | {"spec": job["spec"] | {"suspend": False}}, {"phase": "Rollout"}, path, value)
+    assert [".".join(["spec", *path.split(".")[:2]])] == running.fields
+    assert re.search("set suspend to true, change it.*, and set suspend to false again", running.message)
+
+
+def test_where_the_reference_computes_never_changes(api: ApiServer) -> None:
+    """Batches that are sealed have its scores already, or wait for the trainers to score them."""
+    job = yaml.safe_load(GOOD["reference-own-devices"].text)
+    job["spec"]["suspend"] = True
+    answer = changed_later(api, job, {"phase": "Suspended"}, "reference", {"placement": "WithTrainer"})
+    assert ["spec.reference.placement"] == answer.fields
+    assert "placement can't change once the job exists" in answer.message
+
+
 @pytest.mark.parametrize("path", MAY_CHANGE)
 def test_change_that_can_be_honoured_is_accepted(api: ApiServer, stored_job: Document, path: str) -> None:
     name = stored_job["metadata"]["name"]

@@ -704,6 +704,22 @@ async def test_a_suspended_job_has_no_pods_and_goes_on_where_it_was_under_the_ne
     assert "startTime" in world.status
 
 
+@pytest.mark.parametrize("world", [SPEC | {"reference": {"placement": "OwnDevices", "replicas": 1}}], indirect=True)
+async def test_a_suspended_job_is_resumed_with_other_pods_of_its_reference(world: FakeWorld) -> None:
+    stay_in_rollout(world)
+    async with world.operator():
+        await world.until(lambda: world.status.get("phase") == "Rollout")
+        await suspended(world)
+        gpus = {"image": "registry.example.com/rl/gpu:1.1"}
+        change(world, reference={"placement": "OwnDevices", "replicas": 2, "gpus": gpus}, suspend=False)
+        await world.until(lambda: world.status.get("reference", {}).get("readyReplicas") == 2)
+        pods = [pod["spec"] for pod in world.api.all("pods") if "-reference-" in pod["metadata"]["name"]]
+        world.kubelet.release("rollout")
+        await world.until(lambda: world.status.get("phase") == "Complete")
+    assert [gpus["image"]] * 2 == [pod["containers"][0]["image"] for pod in pods]
+    assert 0 == world.status["restarts"]
+
+
 async def test_a_job_that_is_made_suspended_has_no_pods_until_it_is_resumed(world: FakeWorld) -> None:
     change(world, suspend=True)
     async with world.operator():

@@ -39,6 +39,17 @@ DECIDED: dict[str, str] = {
         "it takes the place of one that allowed less"
     ),
     **{
+        f".spec.reference{field}: a rule more: {words}": "it takes the place of one by which nothing there could change"
+        for field, words in {
+            "": "reference can't change once the job exists: make a new job with the new value",
+            ".placement": "placement can't change once the job exists: make a new job with the new value",
+            ".gpus": "reference.gpus can't change while the job runs: set suspend to true, change it, and set suspend "
+            "to false again",
+            ".replicas": "reference.replicas can't change while the job has pods: set suspend to true, change it once "
+            "condition Suspended is true, and set suspend to false again",
+        }.items()
+    },
+    **{
         f".spec.podTemplates.{role}.spec.volumes[].name: a rule more: name is a volume of the operator's: choose "
         "another, such as one with a word of yours before it": "of jobs with a volume `mirrors`, which is new"
         for role in ("engine", "gpu", "reference", "rollout")

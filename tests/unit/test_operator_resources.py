@@ -16,6 +16,7 @@ from colocated_rl_api.rungs import Placement
 from colocated_rl_api.seats import ROLLOUT_SEAT, gpu_seat
 from colocated_rl_operator.manifests import belongings, resources
 from colocated_rl_operator.manifests.resources import PodImages
+from setup.layout import CHECKOUT
 
 IMAGES = PodImages(agent="agent:1", rollout="rollout:1", gpu="gpu:1", pull_policy="IfNotPresent")
 
@@ -147,6 +148,17 @@ def test_the_runner_empties_shared_memory_and_temporary_files_of_its_own_contain
     volumes = {mount["name"] for mount in gpu["volumeMounts"] if mount["mountPath"] in wiped}
     others = [each for each in containers(body) if each is not gpu]
     assert not [each for each in others if volumes & {mount["name"] for mount in each["volumeMounts"]}]
+
+
+def test_of_each_volume_that_a_gpu_container_may_fill_and_the_runner_leaves_the_page_says_why() -> None:
+    page = (CHECKOUT.root / "docs/sizing.md").read_text()
+    rows = page.partition("A volume of a pod outlives its containers")[2].partition("A limit reserves nothing")[0]
+    body = pod("gpu-0", reference={}, checkpoint={"inMemory": {"sizeLimit": "7Gi"}})
+    of_pod = {volume["name"] for volume in body["spec"]["volumes"] if "emptyDir" in volume}
+    gpu = container(body, names.GPU_CONTAINER)
+    filled = {mount["name"] for mount in gpu["volumeMounts"] if not mount.get("readOnly")} & of_pod
+    assert {"sock", "batches", "scratch", "weights", "mirrors"} == filled - {"shm", "gpu-tmp"}
+    assert not [name for name in filled - {"shm", "gpu-tmp"} if f"`{name}`" not in rows]
 
 
 @pytest.mark.parametrize(("limit", "expected"), [(None, "64Gi"), ("8Gi", str(4 << 30)), ("1500M", "750000000")])

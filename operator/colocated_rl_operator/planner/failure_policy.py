@@ -502,9 +502,12 @@ def came_back(seen: Observation, pod: Member) -> bool:
 
 def taints(seen: Observation, climb: Climb) -> tuple[TaintNode, ...]:
     """Return the taint of each node that the job avoids and on which it has a pod with a bad device."""
-    avoids, ill = climb.tally.avoids, FailureCause.BAD_DEVICE
-    bad = (pod for pod in seen.members if pod.bad_device or (pod.notice and pod.notice.cause is ill))
-    return tuple(TaintNode(pod.node, pod.uid) for pod in bad if pod.node and pod.node in avoids)
+    return tuple(
+        TaintNode(node, pod.uid)
+        for node in climb.tally.avoids
+        for pod in seen.members
+        if pod.node == node and (pod.bad_device or (pod.notice and pod.notice.cause is FailureCause.BAD_DEVICE))
+    )
 
 
 def leaves_at(seen: Observation, notice: Notice, seat: str) -> float:

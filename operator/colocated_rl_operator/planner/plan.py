@@ -87,7 +87,7 @@ def plan(seen: Observation) -> Plan:
     if seen.is_over and after_failure(seen) is None:
         return _keep(seen)
     found = _carry_on(seen)
-    return replace(found, taints=taints(seen, found.climb)) if found.climb and found.climb.tally.avoids else found
+    return replace(found, taints=taints(seen, found.climb)) if found.climb else found
 
 
 def _carry_on(seen: Observation) -> Plan:
