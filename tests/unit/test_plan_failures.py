@@ -730,19 +730,6 @@ def test_a_lost_pod_is_answered_by_its_rule(cause: FailureCause, signs: dict[str
     assert not lose("FailJob", seat=2).raises, "the rollout controller's pod has no rules"
 
 
-def test_the_successor_of_a_silent_pod_prefers_other_nodes() -> None:
-    """The scheduler did not know yet that the node was lost, and put the successor into the room that it saw there.
-
-    Where a rule makes nodes forbidden, that rule decides.
-    """
-    for_ever = policy(rule("PodFailed", action="ReplacePodElsewhere"))
-    for rules, avoids in ((None, ("node-1",)), (for_ever, ())):
-        seen = climbing(Rung.SERVING, Rung.SERVING, failure_policy=rules)
-        silent = changed(seen, 1, facts=None, silent_since=100.0 - SILENCE_S, ends_at=160.0)
-        assert (CreatePod("gpu-1", 1, avoids=avoids),) == plan(silent).pods
-        assert (CreatePod("gpu-1", 1),) == plan(changed(seen, 1, facts=None, ends_at=160.0)).pods, "deleted"
-
-
 def test_a_loss_without_a_rule_keeps_no_other_from_its_own() -> None:
     seen = climbing(Rung.SERVING, Rung.SERVING, failure_policy=policy(rule("PodEvicted", action="FailJob")))
     seen = changed(seen, 0, facts=None, fate=FailureCause.POD_FAILED, phase=PodPhase.FAILED)

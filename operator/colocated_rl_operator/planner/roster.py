@@ -22,7 +22,6 @@ can send it new keys, so its pod is replaced for them, one after the other.
 from __future__ import annotations
 
 from colocated_rl_api.back_off import doubled_s
-from colocated_rl_api.failure import FailureAction
 from colocated_rl_api.seats import ROLLOUT_SEAT, is_spare
 from colocated_rl_operator.planner.actions import CreatePod, DeletePod, PodAction
 from colocated_rl_operator.planner.observation import Member, Observation, PodPhase
@@ -175,7 +174,7 @@ def _may_run(pod: Member) -> bool:
 
 def _fill(seat: str, pods: list[Member], seen: Observation, actions: list[PodAction], wake: list[float]) -> None:
     last = seen.memory.attempts.get(seat)
-    avoids = _avoided(pods, seen) if seat != ROLLOUT_SEAT else ()
+    avoids = seen.climb.tally.avoids if seen.climb and seat != ROLLOUT_SEAT else ()
     if last is None:
         actions.append(CreatePod(seat, attempt=0, avoids=avoids))
         return
@@ -187,16 +186,3 @@ def _fill(seat: str, pods: list[Member], seen: Observation, actions: list[PodAct
         actions.append(CreatePod(seat, attempt=attempt, avoids=avoids))
     else:
         wake.append(due)
-
-
-def _avoided(pods: list[Member], seen: Observation) -> tuple[str, ...]:
-    """Return the nodes that the next pod of a GPU seat avoids: those of the job, and where a pod of the seat is silent.
-
-    The scheduler hears of a lost node later than this operator does, and would choose it for the room that the pod
-    leaves there. It only prefers others: where a rule of the job makes it avoid nodes strictly, that rule decides.
-    """
-    avoids = seen.climb.tally.avoids if seen.climb else ()
-    if any(rule.action is FailureAction.REPLACE_POD_ELSEWHERE for rule in seen.job.spec.failure_policy.rules):
-        return avoids
-    silent = (pod.node for pod in pods if pod.node and is_silent(seen, pod))
-    return (*avoids, *(node for node in silent if node not in avoids))
