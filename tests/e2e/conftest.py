@@ -68,19 +68,23 @@ def installed(
     options: of `localcluster up`. cordoned: nodes on which nothing is put, the operator neither. values: further ones
     of the chart, as `--set` takes them.
     """
-    further = [f"--set={each}" for each in values]
     with Cluster.up(place, images=images, options=options) as cluster:
         for node in cordoned:
             cluster.kubectl("cordon", node)
         prepare(cluster)
-        chart = CHECKOUT.root / "charts/colocated-rl"
-        cluster.helm(
-            *("install", "colocated-rl", chart, "--namespace", OPERATOR_NAMESPACE, "--wait"),
-            *("--values", chart / "ci/local-values.yaml"),
-            *further,
-            deadline_s=HELM_S,
-        )
+        release(cluster, "install", values=values)
         yield cluster
+
+
+def release(cluster: Cluster, verb: str, *, values: Iterable[str] = ()) -> None:
+    """Install the chart of this checkout, or upgrade to it, and wait until its operator runs."""
+    chart = CHECKOUT.root / "charts/colocated-rl"
+    cluster.helm(
+        *(verb, "colocated-rl", chart, "--namespace", OPERATOR_NAMESPACE, "--wait"),
+        *("--values", chart / "ci/local-values.yaml"),
+        *(f"--set={each}" for each in values),
+        deadline_s=HELM_S,
+    )
 
 
 def prepare(cluster: Cluster) -> None:

@@ -2,9 +2,10 @@
 
 So it does when a second part is hit while the first is still coming back, and when the network between two pods loses
 packets, cuts them off, is slow or delays. What it trained is then checked by an oracle. Faults follow from a seed, so
-that a run can be had again: COLOCATED_RL_KILLS is their number, COLOCATED_RL_SEED the seed. `make soak` goes on for an
-hour, and it alone has the faults of the network, which need root, nft and tc; with ONLY=network it has no others. All
-need the local cluster: a container can't kill its own first process, nor its node's kubelet.
+that a run can be had again: COLOCATED_RL_KILLS is their number, COLOCATED_RL_SEED the seed. `make soak ONLY=kills` goes
+on for an hour, and has the faults of the network, which need root, nft and tc; with ONLY=network there are no others.
+All need the local cluster: a container can't kill its own first process, nor its node's kubelet. What happens to nodes,
+volumes and the chart besides is in `test_soak.py`.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import subprocess
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -43,7 +44,7 @@ ONLY_NETWORK = os.environ.get("COLOCATED_RL_ONLY") == "network"
 SEED = int(os.environ.get("COLOCATED_RL_SEED", "139"))  # an agent, the rollout controller, an engine, a trainer
 START_S = 900  # two engines and two trainers start on two cores
 NEXT_STEP_S = 400  # after a kill: all of them may have to start again
-RUNG_S = 60  # until a rung is reached; not every step of a job that recovers reaches each
+RUNG_S = 60.0  # until a rung is reached; not every step of a job that recovers reaches each
 STILL_S = 8.0
 NETWORK_S = 20.0
 LOOK_S = 0.2
@@ -52,18 +53,20 @@ OF_NETWORK = 5  # and one of the network follows
 BATCH = 16 * 4
 MAX_STALENESS = 1
 
-IN_CONTAINERS = {  # by a part of the command line
-    "operator": "-m colocated_rl_operator",
-    "agent": "-m colocated_rl_agent",
-    "runner": f"{names.BIN_DIR}/runner",
-    "engine": "sglang.launch_server",
-    "engine's scheduler": "sglang::scheduler",
-    "engine's detokenizer": "sglang::detokenizer",
-    "trainer rank": "-m colocated_rl_trainer",
-    "rollout controller": "-m colocated_rl_rollout ",
-    "reward server or process": "colocated_rl_rollout.tasks",
+IN_CONTAINERS = {  # by a part of the command line; engines and trainers may be those of the tests
+    "operator": ("-m colocated_rl_operator",),
+    "agent": ("-m colocated_rl_agent",),
+    "runner": (f"{names.BIN_DIR}/runner",),
+    "engine": ("sglang.launch_server",),
+    "engine's scheduler": ("sglang::scheduler",),
+    "engine's detokenizer": ("sglang::detokenizer",),
+    "trainer rank": ("-m colocated_rl_trainer", "-m fakes.trainer"),
+    "rollout controller": ("-m colocated_rl_rollout ",),
+    "reward server or process": ("colocated_rl_rollout.tasks",),
 }
-COMPONENTS = ("etcd", "kube-apiserver", "kubelet-node1", "cri-node1")
+RUNTIME = "container runtime"
+COMPONENTS = {"etcd": "etcd", "API server": "kube-apiserver", "kubelet": "kubelet", RUNTIME: "cri"}  # of any node
+KINDS = (*IN_CONTAINERS, *COMPONENTS)
 RUNGS = (Rung.SERVING, Rung.SEALED, Rung.CLOSED, Rung.DRAINED, Rung.RELEASED, Rung.TRAINED, Rung.EXPORTED, Rung.UPDATED)
 
 
@@ -125,12 +128,12 @@ def chosen_faults(seed: int) -> Iterator[KillFault | Between]:
     return network_faults(seed) if ONLY_NETWORK else faults(seed, of_network=FOR_S > 0)
 
 
-def faults(seed: int, *, of_network: bool) -> Iterator[KillFault | Between]:
+def faults(seed: int, *, of_network: bool, kinds: Sequence[str] = KINDS) -> Iterator[KillFault | Between]:
     further = random.Random(f"{seed}: what is beside them")
     between = network_faults(seed)
-    for number, fault in enumerate(single_faults(seed), 1):
+    for number, fault in enumerate(single_faults(seed, kinds), 1):
         if number % WITH_SECOND == 0:
-            yield replace(fault, second=next(single_faults(further.random())))
+            yield replace(fault, second=next(single_faults(further.random(), kinds)))
         else:
             yield fault
         if of_network and number % OF_NETWORK == 0:
@@ -146,13 +149,13 @@ def network_faults(seed: int) -> Iterator[Between]:
             yield Between(fault, rng.choice(RUNGS), pods)
 
 
-def single_faults(seed: float) -> Iterator[KillFault]:
+def single_faults(seed: float, kinds: Sequence[str]) -> Iterator[KillFault]:
     rng = random.Random(seed)
     while True:
-        kinds = [*IN_CONTAINERS, *COMPONENTS]
-        rng.shuffle(kinds)
-        for kind in kinds:
-            number = signal.SIGKILL if kind == "cri-node1" else rng.choice((signal.SIGKILL, signal.SIGSTOP))
+        shuffled = [*kinds]
+        rng.shuffle(shuffled)
+        for kind in shuffled:
+            number = signal.SIGKILL if kind == RUNTIME else rng.choice((signal.SIGKILL, signal.SIGSTOP))
             yield KillFault(kind, number, rng.choice(RUNGS))
 
 
@@ -253,12 +256,12 @@ def test_whatever_is_killed_or_stands_still_the_job_goes_on_and_trains_each_samp
     assert_trained_once(job, witness)
 
 
-def await_rung(cluster: Cluster, job: RunningJob, rung: Rung) -> None:
-    """Wait until a pod's agent reports the rung, or RUNG_S have passed: then any moment will do."""
+def await_rung(cluster: Cluster, job: RunningJob, rung: Rung, *, deadline_s: float = RUNG_S) -> None:
+    """Wait until a pod's agent reports the rung, or so many seconds have passed: then any moment will do."""
     words = ("-n", job.namespace, "logs", "--follow", "--tail=0", job.gpu_pods[0], "-c", names.AGENT_CONTAINER)
     with subprocess.Popen([*cluster.command("kubectl"), *words], stdout=subprocess.PIPE, bufsize=0) as follow:
         assert follow.stdout is not None
-        heard, until = b"", time.monotonic() + RUNG_S
+        heard, until = b"", time.monotonic() + deadline_s
         while f'"rung":"{rung}"'.encode() not in heard:
             ready, _, _ = select.select([follow.stdout], [], [], max(0.0, until - time.monotonic()))
             more = follow.stdout.read(1 << 16) if ready else b""
@@ -286,17 +289,19 @@ def await_successor(cluster: Cluster, kind: str, before: set[Process]) -> set[Pr
 
 
 def victims_of(cluster: Cluster, kind: str) -> set[Process]:
-    pids = {part["name"]: part["pid"] for part in cluster.status()["components"]}
+    component = COMPONENTS.get(kind, COMPONENTS[RUNTIME])
+    pids = {pid for name, pid in cluster.processes().items() if name.partition("-node")[0] == component}
+    found = {process for pid in pids for process in family(pid)}
     if kind in COMPONENTS:
-        return {process for process in family(pids[kind]) if process.pid == pids[kind]}
-    return {process for process in family(pids["cri-node1"]) if IN_CONTAINERS[kind] in f"{process.words} "}
+        return {process for process in found if process.pid in pids}
+    return {one for one in found if any(words in f"{one.words} " for words in IN_CONTAINERS[kind])}
 
 
 # ---------------------------------------------------------------------------------------------------------- the oracle
 READ = """
-import json, pathlib, sqlite3
+import json, pathlib, sqlite3, sys
 from safetensors.numpy import load_file
-place = pathlib.Path('/var/lib/colocate')
+place = pathlib.Path(sys.argv[1])
 db = sqlite3.connect(f'file:{place}/store.sqlite3?mode=ro', uri=True, timeout=60)
 db.execute('BEGIN')  # before the files: those of a batch are there before its row
 one = lambda sql: db.execute(sql).fetchone()[0] or 0
@@ -329,24 +334,30 @@ print(json.dumps(found))
 
 
 def assert_trained_once(job: RunningJob, witness: Witness, *, given_up: int = 0) -> None:
+    """Check a job of two pods that runs."""
+    step = job.step
+    found = json.loads(job.python(job.rollout_pod, names.ROLLOUT_CONTAINER, READ, names.STATE_DIR))
+    assert_accounted(found, witness, step=step, ranks=2, given_up=given_up)
+
+
+def assert_accounted(found: dict[str, Any], witness: Witness, *, step: int, ranks: int, given_up: int = 0) -> None:
     """Check this by the files of all batches, the store's rows and the agents' logs, not by what the job reports.
 
-    given_up: samples that may have failed, at most: those whose rewards were under way.
+    found: what READ printed. step: that the job has reached. given_up: samples that may have failed, at most: those
+    whose rewards were under way.
     """
-    step = job.step
-    found: dict[str, Any] = json.loads(job.python(job.rollout_pod, names.ROLLOUT_CONTAINER, READ))
     batches: list[dict[str, Any]] = found["batches"]
     assert [*range(1, len(batches) + 1)] == found["kept"], "a batch for each step"
     assert step <= len(batches)
     samples = [sample for batch in batches for sample in batch["samples"]]
     assert len(samples) == len(set(samples)), "no sample is in two batches"
-    for step, batch in enumerate(batches, 1):
-        assert (BATCH, BATCH // 4) == (len(batch["samples"]), len(set(batch["groups"]))), f"batch {step}"
-        assert step - 1 - MAX_STALENESS <= batch["oldest"] <= batch["newest"] <= step - 1, f"batch {step}"
-        assert (0, 0) == (batch["backwards"], batch["bad_logp"]), f"batch {step}"
+    for number, batch in enumerate(batches, 1):
+        assert (BATCH, BATCH // 4) == (len(batch["samples"]), len(set(batch["groups"]))), f"batch {number}"
+        assert number - 1 - MAX_STALENESS <= batch["oldest"] <= batch["newest"] <= number - 1, f"batch {number}"
+        assert (0, 0) == (batch["backwards"], batch["bad_logp"]), f"batch {number}"
     assert found["admitted"] == found["samples"], "every sample is in one state"
     assert given_up >= found["failed"], "no more samples were given up"
-    assert {rank for _, rank in witness.trained} == {0, 1}
+    assert {rank for _, rank in witness.trained} == {*range(ranks)}
     by_any: defaultdict[int, set[int]] = defaultdict(
         set
     )  # an agent that is away meanwhile says nothing of its own rank
@@ -355,3 +366,4 @@ def assert_trained_once(job: RunningJob, witness: Witness, *, given_up: int = 0)
         by_any[lineage].update(steps)
     for lineage, trained in by_any.items():
         assert [*range(min(trained), max(trained) + 1)] == sorted(trained), f"lineage {lineage}"
+    assert {*range(1, step + 1)} <= set().union(*by_any.values()), "every step was trained"
