@@ -56,8 +56,9 @@ test-slow: ## what is too slow for test: larger searches, further moments of a k
 .PHONY: soak
 soak: export COLOCATED_RL_KILLS_S = $(or $(FOR_S),3600)
 soak: export COLOCATED_RL_ONLY = $(ONLY)
+soak: export COLOCATED_RL_SOAK = $(or $(ENGINES),real)
 soak: export COLOCATED_RL_SEED := $(or $(SEED),$(shell date +%s))
-soak: ## an hour of kills, of everything that a running job needs, at any rung; FOR_S=600, SEED=7, ONLY=network; no part of test
+soak: ## an hour of drains, lost nodes, upgrades, bad devices, full volumes, kills; FOR_S=600, SEED=7, ENGINES=simulated, ONLY=kills, ONLY=network; no part of test
 	@$(SETUP) --then all soak-layer
 
 # --- parts of them
@@ -324,7 +325,7 @@ slow-layer:
 
 .PHONY: soak-layer
 soak-layer:
-	@pytest tests/e2e/test_kills.py
+	@pytest $(if $(ONLY),tests/e2e/test_kills.py,tests/e2e/test_soak.py)
 
 .PHONY: trained-model-layer
 trained-model-layer:
