@@ -54,6 +54,7 @@ from e2e.test_kills import (
 from full_disk import FILL
 
 from colocated_rl_api import names
+from colocated_rl_api.failure import FailureCause
 from fakes.device import FakeDevice
 from setup.layout import CHECKOUT
 
@@ -139,8 +140,11 @@ def break_device(there: Installation, rng: random.Random) -> None:
         report_devices(there.cluster, node, "False")
     else:
         job.python(pod, names.GPU_CONTAINER, f"open('{DEVICE}/ecc.0', 'w').write('1')")
-    wait_for(f"{pod} to leave", lambda: pod not in job.nodes, deadline_s=NEXT_STEP_S, explain=job.describe)
-    assert "BadDevice" == job.status["failures"]["cause"]
+
+    def has_left() -> bool:
+        return pod not in job.nodes and job.status.get("failures", {}).get("cause") == FailureCause.BAD_DEVICE
+
+    wait_for(f"{pod} to leave for its device", has_left, deadline_s=NEXT_STEP_S, explain=job.describe)
     if IS_REAL:
         report_devices(there.cluster, node, "True")
 
@@ -152,11 +156,17 @@ def report_devices(cluster: Cluster, node: str, are_healthy: str) -> None:
 
 def fill_weights(there: Installation, rng: random.Random) -> None:
     """Fill the volume of new weights of one pod."""
-    pod = there.some_pod(rng)
-    with suppress(CommandFailed):  # its container, or its pod, may end meanwhile
-        there.job.python(pod, names.GPU_CONTAINER, FILL, names.WEIGHTS_DIR, "0")
-        time.sleep(FULL_S)  # it is the fault
-        there.job.kubectl("exec", pod, "-c", names.GPU_CONTAINER, "--", "rm", f"{names.WEIGHTS_DIR}/filler")
+    job, pod = there.job, there.some_pod(rng)
+    with suppress(CommandFailed):  # its container may end meanwhile
+        job.python(pod, names.GPU_CONTAINER, FILL, names.WEIGHTS_DIR, "0")
+    time.sleep(FULL_S)  # it is the fault
+
+    def has_room() -> bool:
+        if pod in job.nodes:
+            job.kubectl("exec", pod, "-c", names.GPU_CONTAINER, "--", "rm", "-f", f"{names.WEIGHTS_DIR}/filler")
+        return True
+
+    wait_for(f"room in {pod}, or another in its place", has_room, deadline_s=NEXT_STEP_S, explain=job.describe)
 
 
 def fill_claims(there: Installation, rng: random.Random) -> None:
