@@ -30,6 +30,7 @@ from fakes.watched_trainer import forking
 
 BFLOAT16 = 2  # bytes
 HIDDEN, LAYERS = 256, 12
+OBJECTS = 4_000_000  # bytes that Python takes for itself while it loads a model
 
 
 # ------------------------------------------------------------------------------------------- weights while they compute
@@ -127,6 +128,18 @@ def test_each_rank_loads_its_part_of_each_tensor_and_no_more(tmp_path: Path) -> 
 
     for grown, parameters in in_ranks(3, tmp_path, tmp_path / "model", load_again):
         assert grown < 4 * parameters / 3 + 2 * parameters < 4 * parameters
+
+
+def test_ranks_that_load_a_model_of_many_files_map_one_of_them_at_a_time(tmp_path: Path) -> None:
+    """All were mapped until the model was loaded, so that each rank's memory held the whole model beside its part."""
+    origin = write_tiny_model(tmp_path / "origin", hidden=512, layers=16)
+    whole = AutoModelForCausalLM.from_pretrained(origin, dtype=torch.bfloat16)
+    whole.save_pretrained(tmp_path / "model", max_shard_size="8MB")
+    files = [path.stat().st_size for path in (tmp_path / "model").glob("*.safetensors")]
+    assert len(files) > 8
+
+    for grown, parameters in in_ranks(3, tmp_path, tmp_path / "model", load_again):
+        assert grown < 4 * parameters / 3 + max(files) + OBJECTS < 2 * parameters
 
 
 def differing_tensors(trainer: UnwatchedTrainer) -> list[str]:

@@ -117,13 +117,7 @@ def _load_part(
         ignore_mismatched_sizes=True,
         weight_mapping=conversions,
     )
-    with contextlib.ExitStack() as stack:
-        slices: dict[str, Any] = {}
-        for file in _weight_files(directory):
-            content = stack.enter_context(safe_open(file, framework="pt"))
-            names = content.keys()
-            slices |= {name: _Stored(content.get_slice(name), dtype) for name in names}
-        found, _ = convert_and_load_state_dict_in_model(model, slices, how)
+    found, _ = convert_and_load_state_dict_in_model(model, _stored(_weight_files(directory), dtype), how)
     loading = {
         "missing_keys": found.missing_keys - model.all_tied_weights_keys.keys(),
         "mismatched_keys": found.mismatched_keys,
@@ -134,22 +128,54 @@ def _load_part(
     return model, loading
 
 
+class _OpenFile:
+    """Keeps the file open that was read last, and no other: what is mapped of a file counts as memory of the process.
+
+    Files are read one after another, but for what a layer has in two. Threads may read at once, each what it asked for.
+    """
+
+    def __init__(self) -> None:
+        self._open: tuple[Path, Any] | None = None
+
+    def of(self, file: Path) -> Any:
+        """Return the file's content. A thread that still reads from another one keeps that."""
+        if (known := self._open) is None or known[0] != file:
+            self._open = None  # before the next is there
+            known = self._open = file, safe_open(file, framework="pt")
+        return known[1]
+
+
 @dataclass(frozen=True)
 class _Stored:
     """Reads a tensor of a file, into memory of its own and as `dtype`; safetensors gives views of the file."""
 
-    content: Any
+    files: _OpenFile
+    file: Path
+    name: str
+    shape: Sequence[int]
+    stored_as: str
     dtype: torch.dtype
 
     def __getitem__(self, part: Any) -> Tensor:
-        view: Tensor = self.content[part]
+        view: Tensor = self.files.of(self.file).get_slice(self.name)[part]
         return view.to(self.dtype, copy=True) if view.is_floating_point() else view.clone()
 
     def get_shape(self) -> list[int]:
-        return list(self.content.get_shape())
+        return list(self.shape)
 
     def get_dtype(self) -> str:
-        return str(self.content.get_dtype())
+        return self.stored_as
+
+
+def _stored(files: Sequence[Path], dtype: torch.dtype) -> dict[str, Any]:
+    """Return the tensors of all files by name, to be read later. Raises OSError."""
+    opened, found = _OpenFile(), dict[str, Any]()
+    for file in files:
+        content = opened.of(file)
+        for name in content.keys():  # noqa: SIM118 - it is no mapping
+            each = content.get_slice(name)
+            found[name] = _Stored(opened, file, name, each.get_shape(), str(each.get_dtype()), dtype)
+    return found
 
 
 def _weight_files(directory: Path) -> Sequence[Path]:
