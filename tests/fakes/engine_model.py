@@ -32,13 +32,18 @@ EXPERTS = {
 }  # fmt: skip
 
 
-def write_engine_export(directory: Path, *, version: WeightVersion, seed: int, mixture: bool = False) -> Path:
-    """float32, with the log-probabilities of PROBE as transformers computes them."""
+def write_engine_export(
+    directory: Path, *, version: WeightVersion, seed: int, mixture: bool = False, norms: float = 1.0
+) -> Path:
+    """float32, with the log-probabilities of PROBE as transformers computes them. norms: weight of each."""
     torch.manual_seed(seed)
     tokenizer = _tokenizer()
     ends = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
     config = Qwen3MoeConfig(**SHAPE | EXPERTS, **ends) if mixture else Qwen3Config(**SHAPE, **ends)
     model = AutoModelForCausalLM.from_config(config).eval()
+    for name, parameter in model.named_parameters():
+        if "norm" in name:
+            parameter.data.fill_(norms)
     model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
     with torch.no_grad():
