@@ -54,7 +54,7 @@ class SpanPod:
     def seen(self) -> PodView:
         """Return the pod as its agent sees it."""
         span = self.target.span if self.target else None
-        return as_part(self.view, span) if self.index else as_first(self.view, span, pods=2)
+        return (as_part if self.index else as_first)(self.view, span, pods=2)
 
     @property
     def facts(self) -> PodFacts:

@@ -91,7 +91,17 @@ def test_part_of_a_pod_that_ends_waits_for_no_request_of_another() -> None:
     assert target is not None
     assert part.seen.gate_open
     ends: PodView = replace(part.view, terminating=True)
-    assert not spans.as_part(ends, target.span).gate_open
+    assert not spans.as_part(ends, target.span, pods=2).gate_open
+
+
+def test_no_part_joins_an_engine_that_lacks_a_pod() -> None:
+    """Its rank is its place among the pods that are there."""
+    job = SpanningJob(1, **PLACED[Placement.TIME_SLICED])
+    while job.pods[1].seen.joins_on is None:
+        job.move()
+    part = job.pods[1]
+    assert part.target is not None
+    assert spans.as_part(part.view, part.target.span, pods=3).joins_on is None
 
 
 @pytest.mark.parametrize("pods", [("uid-gpu-0-0",), ("uid-gpu-0-0", "another"), ("uid-gpu-1-0", "uid-gpu-0-0")])

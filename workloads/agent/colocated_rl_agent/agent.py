@@ -241,10 +241,8 @@ class Agent:
         ]
         if (pods := self._settings.pods_per_engine) == 1:
             return views
-        return [
-            as_part(view, self._span) if self._settings.has_part else as_first(view, self._span, pods=pods)
-            for view in views
-        ]
+        sees = as_part if self._settings.has_part else as_first
+        return [sees(view, self._span, pods=pods) for view in views]
 
     @property
     def _span(self) -> EngineSpan | None:

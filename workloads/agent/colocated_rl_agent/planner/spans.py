@@ -22,11 +22,14 @@ from colocated_rl_api.ladder import Ladder
 from colocated_rl_api.member_wire import EngineSpan, Goal, PodTarget
 
 
-def as_part(pod: PodView, span: EngineSpan | None) -> PodView:
-    """Return the pod with a part of another pod's engine, as if that engine were its own. pod: with its process."""
+def as_part(pod: PodView, span: EngineSpan | None, *, pods: int) -> PodView:
+    """Return the pod with a part of another pod's engine, as if that engine were its own.
+
+    pod: with its own process. pods: of the engine.
+    """
     engine, gate = (span.engine, span.gate) if span else (None, None)
     is_new = engine is not None and engine.is_starting and engine.incarnation != pod.engine.part_of  # joined once
-    joins_on = engine.starts_on if engine is not None and is_new else None
+    joins_on = engine.starts_on if engine and is_new and _is_complete(span, pods) else None
     seen = replace(pod, engine=_engine_of(pod.engine, engine), share=Share.FOLLOWS, joins_on=joins_on)
     if gate is None or pod.terminating or seen.engine.state is not EngineState.READY:
         return seen  # a pod that ends does not wait for another's requests
@@ -57,7 +60,11 @@ def _engine_of(process: EngineView, engine: EngineFacts | None) -> EngineView:
 
 def as_first(pod: PodView, span: EngineSpan | None, *, pods: int) -> PodView:
     """Return the pod with the first part of its engine. pods: of the engine."""
-    return replace(pod, share=Share.LEADS if span is not None and len(span.pods) == pods else Share.LACKS)
+    return replace(pod, share=Share.LEADS if _is_complete(span, pods) else Share.LACKS)
+
+
+def _is_complete(span: EngineSpan | None, pods: int) -> bool:
+    return span is not None and len(span.pods) == pods
 
 
 def lost(engine: EngineView, span: EngineSpan | None, pods: tuple[str, ...]) -> str:
