@@ -109,6 +109,12 @@ def test_checkpoint_is_saved_beside_an_engine_that_waits_for_its_next_start() ->
     assert [EngineChoice(0, do.Save(2))] == chosen(*pod, at=at, rung=Rung.SERVING)
 
 
+def test_old_exports_go_beside_an_engine_that_waits_for_its_next_start() -> None:
+    dead = replace(ABSENT, start_after=NOW + 30)
+    pod = [replace(view, stale_exports=True) for view in views(ready(), dead, opened=(0,))]
+    assert [EngineChoice(0, do.RemoveExports(V0))] == chosen(*pod, at=V0, rung=Rung.SERVING)
+
+
 @pytest.mark.parametrize("ladder", [TIME_SLICED, RESIDENT])
 def test_checkpoint_is_saved_beside_an_engine_that_starts_again(ladder: Ladder) -> None:
     at = WeightVersion(2, 1)

@@ -303,9 +303,9 @@ def test_a_step_without_a_checkpoint_is_kept_in_memory_once() -> None:
     before = WeightVersion(0, 1)
     ahead = replace(pod, ranks=(mirroring(V2),), engine=make_engine(V2))
     assert do.Save(2) == next_action(ahead, make_target(V2, Rung.SERVING), RULES), "its checkpoint is due"
-    assert do.Wait() == next_action(
-        make_pod(gate_open=True, rank=mirroring(before)), make_target(V0, Rung.SERVING), RULES
-    )
+    for saved in (0, None):
+        start = make_pod(gate_open=True, rank=mirroring(before, saved=saved))
+        assert do.Wait() == next_action(start, make_target(V0, Rung.SERVING), RULES), "the job's model is there anyway"
 
 
 @pytest.mark.parametrize(

@@ -1135,10 +1135,13 @@ def test_attempts_at_one_seat_never_end() -> None:
     assert (CreatePod("gpu-1", 5001),) == plan(later(seen, MAX_DELAY_S)).pods
 
 
-def test_an_attempt_of_somebody_else_with_the_highest_number_is_followed_by_one_that_is_ours() -> None:
+@pytest.mark.parametrize(("last", "follows"), [(10**9 - 2, 10**9 - 1), (10**9 - 1, 0)])
+def test_an_attempt_of_somebody_else_with_the_highest_number_is_followed_by_one_that_is_ours(
+    last: int, follows: int
+) -> None:
     """The next number had a digit more than the operator reads: it made such a pod again and again."""
-    seen = without(climbing(Rung.SERVING, Rung.SERVING), 1, phase=PodPhase.FAILED, created_at=100.0, attempt=10**9 - 1)
-    assert (CreatePod("gpu-1", 0),) == plan(later(seen, MAX_DELAY_S)).pods
+    seen = without(climbing(Rung.SERVING, Rung.SERVING), 1, phase=PodPhase.FAILED, created_at=100.0, attempt=last)
+    assert (CreatePod("gpu-1", follows),) == plan(later(seen, MAX_DELAY_S)).pods
 
 
 def test_silence_of_everybody_replaces_nobody() -> None:

@@ -691,6 +691,8 @@ def test_a_pod_that_came_back_to_its_bad_device_is_left_there() -> None:
     seen = replace(seen, climb=replace(climb_of(decided), group="of others"), members=(*seen.members[:1], again))
     assert [] == gone(plan(remember(seen)))
     assert ["sums-gpu-1-1"] == gone(plan(changed(seen, 1, node="another")))
+    first = replace(seen, members=(*seen.members[:1], replace(again, attempt=0)))
+    assert [again.name] == gone(plan(remember(first))), "it was there before the job avoided the node for another pod"
 
 
 def test_a_pod_that_its_node_ended_for_a_bad_device_is_made_again_elsewhere() -> None:
