@@ -21,6 +21,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 from transformers import AutoModelForCausalLM
+from waiting import until
 
 from colocated_rl_agent.drivers.sglang import SGLang
 from colocated_rl_agent.gate.data_port import DataPort
@@ -31,7 +32,7 @@ from colocated_rl_api.rungs import WeightVersion
 from engines import ADMIN_KEY, engine_process
 from fakes.engine_model import EXPERTS_OF_TOKEN, LAYERS, write_engine_export
 from fakes.gateway import controller_running, extra
-from fakes.rollout import JobOnDisk, make_spec, until
+from fakes.rollout import JobOnDisk, make_spec
 from fakes.sse import events
 
 FLAG = "--enable-return-routed-experts"

@@ -16,13 +16,13 @@ from typing import Any
 
 import aiohttp
 import pytest
+from waiting import until
 
 from colocated_rl_agent.drivers.base import CallRefused
 from colocated_rl_agent.drivers.sglang import SGLang
 from colocated_rl_api.rungs import WeightVersion
 from engines import ADMIN_KEY, EngineProcess, engine_process
 from fakes.engine_model import write_engine_export
-from fakes.rollout import until
 from fakes.sse import events
 
 pytestmark = pytest.mark.slow

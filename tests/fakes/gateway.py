@@ -17,6 +17,7 @@ import httpx
 import openai
 from openai.types.chat import ChatCompletion, ChatCompletionMessageParam, ChatCompletionToolParam
 from prometheus_client import CollectorRegistry
+from waiting import DEADLINE_S, until
 
 from colocated_rl_api.member_wire import Endpoint
 from colocated_rl_api.rungs import WeightVersion
@@ -25,7 +26,7 @@ from colocated_rl_rollout.rewards.rewards import TaskProcesses
 from colocated_rl_rollout.settings import read_settings
 from fakes.gate import FakeGate
 from fakes.interface import Checked
-from fakes.rollout import DEADLINE_S, JobOnDisk, OperatorEnd, ScriptedConversation, SilentProcesses, make_spec, until
+from fakes.rollout import JobOnDisk, OperatorEnd, ScriptedConversation, SilentProcesses, make_spec
 from fakes.tasks import task_processes
 
 QUESTION: ChatCompletionMessageParam = {"role": "user", "content": "Where is it?"}

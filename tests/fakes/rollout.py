@@ -13,6 +13,7 @@ from typing import Any
 
 import aiohttp
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from waiting import DEADLINE_S
 
 from colocated_rl_api import names
 from colocated_rl_api.facts import RolloutFacts
@@ -33,7 +34,6 @@ from fakes.authority import FakeAuthority
 
 JOB_UID = names.JobUid("6f0d1c52-8a35-4a7c-9d55-0c8a3f1b2e4d")
 TOKEN = "d" * 32
-DEADLINE_S = 60.0
 MARK = "Answer: "
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
@@ -122,13 +122,6 @@ class WorkedSums:
         value = eval(found[1])
         wrong = len(question) % 3 == 0
         return "." * self._tail + MARK + str(value + wrong)
-
-
-async def until(condition: Callable[[], object], deadline_s: float = DEADLINE_S) -> None:
-    """Returns when the condition holds; AssertionError past the deadline."""
-    async with asyncio.timeout(deadline_s):
-        while not condition():  # noqa: ASYNC110 - a condition over several objects has no event
-            await asyncio.sleep(0.002)
 
 
 class OperatorEnd:

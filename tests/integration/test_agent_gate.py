@@ -23,6 +23,7 @@ from aiohttp import web
 from aiohttp.test_utils import BaseTestServer, TestServer
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from waiting import until
 from yarl import URL
 
 from colocated_rl_agent.drivers.sglang import SGLang
@@ -61,7 +62,6 @@ from colocated_rl_api.rungs import WeightVersion
 from fakes import serving
 from fakes.engine import VOCABULARY, EngineRequest, FakeEngine
 from fakes.exhausted import no_descriptors
-from fakes.rollout import until
 from fakes.sse import events
 from fakes.weights import write_export
 

@@ -6,12 +6,12 @@ import signal
 from collections.abc import AsyncIterator
 
 import pytest
+from waiting import until
 
 from builders import PLACED
 from colocated_rl_api.facts import EngineState, TrainerState
 from colocated_rl_api.rungs import Placement, Rung, WeightVersion
 from fakes.pod import Network, PodGroup, PodProcesses, make_job, network, pod
-from fakes.rollout import until
 from fakes.weights import write_export
 
 V0, V1, V2, V3 = (WeightVersion(step, 1) for step in range(4))

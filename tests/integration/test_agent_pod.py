@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from waiting import until
 
 from colocated_rl_api.facts import (
     EngineState,
@@ -22,7 +23,6 @@ from colocated_rl_api.ladder import TIME_SLICED
 from colocated_rl_api.rungs import Rung, WeightVersion
 from fakes.device import GIB, TOTAL_BYTES, FakeDevice
 from fakes.pod import DEADLINE_S, Network, PodGroup, PodProcesses, make_job, network, pod
-from fakes.rollout import until
 
 V0, V1 = WeightVersion(0, 1), WeightVersion(1, 1)
 PROMPT = [5, 6, 7]

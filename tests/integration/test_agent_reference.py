@@ -6,13 +6,13 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
+from waiting import until
 
 from builders import TOGETHER
 from colocated_rl_api.facts import TrainerState
 from colocated_rl_api.ladder import ladder_for
 from colocated_rl_api.rungs import Placement, Rung, WeightVersion
 from fakes.pod import Network, PodGroup, PodProcesses, make_job, network, pod
-from fakes.rollout import until
 
 V0, V1, V2 = (WeightVersion(step, 1) for step in range(3))
 ROLLOUTS: dict[Placement, dict[str, Any]] = {Placement.TIME_SLICED: {}, Placement.RESIDENT: {"offload": []}}

@@ -8,13 +8,13 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
+from waiting import until
 
 from colocated_rl_api.facts import EngineState, PodFacts, TrainerState
 from colocated_rl_api.ladder import RESIDENT
 from colocated_rl_api.rungs import Rung, WeightVersion
 from fakes.device import FakeDevice
 from fakes.pod import Network, PodGroup, PodProcesses, make_job, network, pod
-from fakes.rollout import until
 
 V0, V1, V2, V3 = (WeightVersion(step, 1) for step in range(4))
 PROMPT = [5, 6, 7]

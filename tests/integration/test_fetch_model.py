@@ -10,13 +10,13 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
+from waiting import until
 
 from builders import make_job
 from colocated_rl_api import names
 from colocated_rl_api.member_wire import JobFile
 from colocated_rl_rollout.fetch_model import COMPLETE
 from fakes.hub import COMMIT, FakeHub
-from fakes.rollout import until
 from fakes.serving import listening
 
 NAME = "us/small"

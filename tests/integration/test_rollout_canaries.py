@@ -23,6 +23,7 @@ import openai
 import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
+from waiting import until
 
 from builders import make_manifest
 from colocated_rl_api import names
@@ -39,7 +40,7 @@ from fakes.cluster_api import ClusterApi, page
 from fakes.gate import FakeGate, GateFault
 from fakes.gateway import controller_running
 from fakes.kubectl import play_kubectl
-from fakes.rollout import JOB_UID, JobOnDisk, OperatorEnd, ScriptedConversation, make_spec, until
+from fakes.rollout import JOB_UID, JobOnDisk, OperatorEnd, ScriptedConversation, make_spec
 from fakes.tasks import task_processes
 
 PATIENCE_S = 120.0

@@ -27,6 +27,7 @@ import pytest_asyncio
 from numpy.typing import NDArray
 from prometheus_client import CollectorRegistry
 from safetensors.numpy import load
+from waiting import DEADLINE_S, until
 
 from colocated_rl_api import names
 from colocated_rl_api.batch import HEADER_KEY, BatchHeader
@@ -47,18 +48,7 @@ from colocated_rl_rollout.store.store import Store
 from colocated_rl_rollout.tasks.task_wire import PromptContent, RewardAnswer
 from fakes.gate import FakeGate, GateFault, experts_of, logp_of
 from fakes.interface import Interface, rollout_interface, routes_of
-from fakes.rollout import (
-    DEADLINE_S,
-    JOB_UID,
-    MARK,
-    JobOnDisk,
-    OperatorEnd,
-    SilentProcesses,
-    WorkedSums,
-    make_spec,
-    of_one_set,
-    until,
-)
+from fakes.rollout import JOB_UID, MARK, JobOnDisk, OperatorEnd, SilentProcesses, WorkedSums, make_spec, of_one_set
 from fakes.tasks import are_up, task_processes
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")

@@ -20,6 +20,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 from safetensors.numpy import load
+from waiting import until
 
 from colocated_rl_api.facts import RolloutFacts
 from colocated_rl_api.rungs import WeightVersion
@@ -27,7 +28,6 @@ from colocated_rl_rollout.rules.samples import SampleState
 from colocated_rl_rollout.tasks.task_server import COMMAND
 from fakes.gate import logp_of
 from fakes.gateway import TOOLS_TEMPLATE, GatewayScene, gateway_running
-from fakes.rollout import until
 from setup.environments import FRAMEWORKS
 from setup.layout import CHECKOUT
 from setup.toolchain import clean_environment

@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from prometheus_client import CollectorRegistry
+from waiting import until
 
 from colocated_rl_api.job import EvaluationSet
 from colocated_rl_api.prompts import Environment, Mix, Prompts, ReasoningGym, WeightedSource
@@ -31,7 +32,7 @@ from colocated_rl_rollout.rules.samples import (
     Trajectory,
 )
 from colocated_rl_rollout.store.store import Store
-from fakes.rollout import JOB_UID, until
+from fakes.rollout import JOB_UID
 from fakes.tasks import task_server
 
 REWARDED, FAILING, SILENT, STUBBORN, DYING, NOT_A_NUMBER = range(6)

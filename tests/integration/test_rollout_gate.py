@@ -12,6 +12,7 @@ from pathlib import Path
 
 import aiohttp
 import pytest
+from waiting import until
 
 from colocated_rl_agent.gate.data_port import DataPort
 from colocated_rl_agent.gate.entrance import Backend
@@ -37,7 +38,7 @@ from colocated_rl_rollout.engines.engine_client import (
 from colocated_rl_rollout.rules.samples import Finish, Span, Tokens
 from fakes.engine import CONTEXT, END_TOKEN, FakeEngine
 from fakes.exhausted import no_descriptors
-from fakes.rollout import JOB_UID, JobOnDisk, make_spec, until
+from fakes.rollout import JOB_UID, JobOnDisk, make_spec
 from fakes.serving import listen
 from fakes.weights import logprob, write_export
 

@@ -23,6 +23,7 @@ import openai
 import pytest
 from documents.blocks import blocks
 from openai.types.chat import ChatCompletion, ChatCompletionChunk, ChatCompletionMessageParam
+from waiting import DEADLINE_S, until
 
 from colocated_rl_api import names
 from colocated_rl_api.rungs import WeightVersion
@@ -36,12 +37,7 @@ from fakes.gate import GateFault, logp_of
 from fakes.gateway import ANSWER, QUESTION, TOOLS, TOOLS_TEMPLATE, extra, gateway_running, text_of
 from fakes.gateway import GatewayScene as Scene
 from fakes.interface import Checked, Interface, rollout_interface, routes_of
-from fakes.rollout import (
-    DEADLINE_S,
-    JOB_UID,
-    TOKEN,
-    until,
-)
+from fakes.rollout import JOB_UID, TOKEN
 
 BATCH_S = 25.0
 V0, V1, V2 = WeightVersion(0, 1), WeightVersion(1, 1), WeightVersion(2, 1)

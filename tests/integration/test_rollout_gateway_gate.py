@@ -16,6 +16,7 @@ import numpy as np
 import openai
 import pytest
 from openai.types import Completion
+from waiting import DEADLINE_S, until
 
 from colocated_rl_agent.gate.data_port import DataPort
 from colocated_rl_agent.gate.entrance import Backend
@@ -24,7 +25,7 @@ from colocated_rl_api.member_wire import Endpoint
 from colocated_rl_api.rungs import WeightVersion
 from fakes.engine import EngineRequest, FakeEngine
 from fakes.gateway import controller_running, extra
-from fakes.rollout import DEADLINE_S, JobOnDisk, make_spec, until
+from fakes.rollout import JobOnDisk, make_spec
 from fakes.serving import listen
 from fakes.weights import experts_of, logprob, write_export
 

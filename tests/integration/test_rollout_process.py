@@ -19,12 +19,13 @@ import pytest
 import refusing_kernel
 from aiohttp import web
 from aiohttp.test_utils import TestServer
+from waiting import until
 
 from colocated_rl_api.rungs import WeightVersion
 from fakes.authority import FakeAuthority
 from fakes.gate import FakeGate
 from fakes.preloaded import preload
-from fakes.rollout import JobOnDisk, OperatorEnd, ScriptedConversation, WorkedSums, make_spec, until
+from fakes.rollout import JobOnDisk, OperatorEnd, ScriptedConversation, WorkedSums, make_spec
 from fakes.silent import silence
 from fakes.tasks import task_server
 

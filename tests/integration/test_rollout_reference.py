@@ -15,13 +15,14 @@ import torch
 from integration.test_rollout_controller import BATCH, V0, Batch, ControllerScene, processes, running
 from numpy.typing import NDArray
 from real_reference import RunningReference
+from waiting import until
 
 from colocated_rl_api.job import Reference
 from colocated_rl_api.rungs import ReferencePlacement
 from colocated_rl_rollout.rewards.rewards import TaskProcesses
 from colocated_rl_trainer.state.weights import load_model
 from fakes.reference import FakeReference, reference_logp
-from fakes.rollout import JobOnDisk, make_spec, until
+from fakes.rollout import JobOnDisk, make_spec
 from fakes.tiny_model import write_tiny_model
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")

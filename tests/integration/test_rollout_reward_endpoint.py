@@ -14,13 +14,14 @@ import aiohttp
 import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
+from waiting import until
 
 from colocated_rl_api.member_wire import JobFile
 from colocated_rl_api.prompts import HttpReward
 from colocated_rl_rollout.rewards.reward_endpoint import MAX_REPLY_BYTES, MAX_REQUEST_BYTES, RewardEndpoint
 from colocated_rl_rollout.rewards.rewards import RewardFailed
 from colocated_rl_rollout.tasks.task_wire import RewardAnswer
-from fakes.rollout import JOB_UID, make_spec, until
+from fakes.rollout import JOB_UID, make_spec
 
 Answer = Callable[[web.Request], Awaitable[web.StreamResponse]]
 

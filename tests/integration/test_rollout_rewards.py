@@ -11,13 +11,13 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
+from waiting import until
 
 from colocated_rl_api.prompts import Prompts, ReasoningGym
 from colocated_rl_rollout.rewards.rewards import RewardFailed, TaskProcesses
 from colocated_rl_rollout.rewards.task_connection import TaskUnusable
 from colocated_rl_rollout.tasks.gym import answer_in
 from colocated_rl_rollout.tasks.tasks import is_held_out
-from fakes.rollout import until
 from fakes.tasks import task_processes, task_server
 
 PROMPTS = Prompts(reasoning_gym=ReasoningGym(name="chain_sum", size=100), reward_deadline_seconds=60)

@@ -17,13 +17,14 @@ import openai
 import pytest
 from openai.types.chat import ChatCompletion, ChatCompletionMessageParam
 from safetensors.numpy import load
+from waiting import DEADLINE_S, until
 
 from colocated_rl_api.rungs import WeightVersion
 from colocated_rl_rollout.tasks.task_wire import RewardAnswer
 from fakes.gate import FakeGate, experts_of, logp_of
 from fakes.gateway import QUESTION, TOOLS, TOOLS_TEMPLATE, GatewayScene, extra, gateway_running, text_of
 from fakes.interface import Checked
-from fakes.rollout import CHAT_TEMPLATE, DEADLINE_S, ScriptedConversation, until
+from fakes.rollout import CHAT_TEMPLATE, ScriptedConversation
 
 V0, V1 = WeightVersion(0, 1), WeightVersion(1, 1)
 AND: ChatCompletionMessageParam = {"role": "user", "content": "And then?"}

@@ -17,6 +17,7 @@ import aiohttp
 import pytest
 from few_processes import few_processes
 from prometheus_client import CollectorRegistry
+from waiting import until
 
 from colocated_rl_api.rungs import WeightVersion
 from colocated_rl_rollout.controller import Controller
@@ -24,7 +25,7 @@ from colocated_rl_rollout.rewards.rewards import TaskProcesses
 from colocated_rl_rollout.rewards.task_connection import ProcessLost, TaskConnection
 from colocated_rl_rollout.settings import read_settings
 from fakes.gate import FakeGate
-from fakes.rollout import JobOnDisk, WorkedSums, make_spec, until
+from fakes.rollout import JobOnDisk, WorkedSums, make_spec
 
 DEADLINE_S = 120.0
 TIMEOUTS = int(os.environ.get("COLOCATED_RL_TIMEOUTS", "1000"))  # of the slow form

@@ -25,6 +25,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 import yaml
+from waiting import until
 
 from colocated_rl_api.facts import Problem
 from colocated_rl_api.job import EvaluationSet
@@ -53,7 +54,7 @@ from colocated_rl_rollout.tasks.task_server import COMMAND
 from colocated_rl_rollout.tasks.task_wire import Greeting, PromptContent, RewardAnswer
 from examples.own_prompts.judge import JudgeHandler
 from fakes.hub import FakeHub
-from fakes.rollout import make_spec, until
+from fakes.rollout import make_spec
 from fakes.serving import listening
 from fakes.tasks import task_processes, task_server
 from setup.layout import CHECKOUT

@@ -13,13 +13,14 @@ import aiohttp
 import pytest
 from integration.test_rollout_process import lines, running
 from real_world import open_real_world
+from waiting import until
 
 from colocated_rl_api.rungs import WeightVersion
 from colocated_rl_operator.clients.cluster import ClusterAccess
 from fakes.gate import FakeGate
 from fakes.pod import PodGroup, make_job, network, pod
 from fakes.preloaded import HOUR_S, WallClock
-from fakes.rollout import JobOnDisk, WorkedSums, make_spec, until
+from fakes.rollout import JobOnDisk, WorkedSums, make_spec
 from fakes.tasks import task_server
 from real_operator import JOBS
 

@@ -17,6 +17,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
+from waiting import until
 
 from colocated_rl_api.facts import EvaluationResult
 from colocated_rl_api.job import Evaluation as Rules
@@ -42,7 +43,7 @@ from colocated_rl_rollout.rules.samples import (
 )
 from colocated_rl_rollout.store.store import Store
 from fakes.episodes import ScriptedEpisodes
-from fakes.rollout import JOB_UID, JobOnDisk, make_spec, of_one_set, until
+from fakes.rollout import JOB_UID, JobOnDisk, make_spec, of_one_set
 
 V = WeightVersion
 

@@ -16,6 +16,7 @@ import aiohttp
 import pytest
 from aiohttp import web
 from unit.test_rollout_store import JOB, S, completed_group, prompt, recorded, seal, segment
+from waiting import until
 
 from colocated_rl_api.facts import RolloutFacts
 from colocated_rl_rollout.pages.exports import SampleExports
@@ -24,7 +25,6 @@ from colocated_rl_rollout.pages.pages import pages
 from colocated_rl_rollout.rules.samples import Finish
 from colocated_rl_rollout.store.store import Store
 from fakes.interface import rollout_interface
-from fakes.rollout import until
 from fakes.serving import end
 
 DEADLINE_S = 60.0

@@ -8,11 +8,12 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+from waiting import until
 
 from colocated_rl_api.names import PromptPosition
 from colocated_rl_rollout.rewards.prompts import LeftOut, PromptSource
 from colocated_rl_rollout.rules.chat import Chat
-from fakes.rollout import JobOnDisk, make_spec, until
+from fakes.rollout import JobOnDisk, make_spec
 from fakes.tasks import task_processes
 
 FAILS_TWICE = """

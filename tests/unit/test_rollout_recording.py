@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.numpy import save_file
+from waiting import until
 
 from builders import PLACED, make_job
 from colocated_rl_api import names
@@ -36,7 +37,6 @@ from colocated_rl_rollout.rules.samples import (
 from colocated_rl_rollout.store.batches import BatchRecord, shard_path, write_batch
 from colocated_rl_rollout.store.recording import RecordingUnusable, take_batch
 from colocated_rl_rollout.store.store import Store
-from fakes.rollout import until
 
 JOB = names.JobUid("6f0d1c52-8a35-4a7c-9d55-0c8a3f1b2e4d")
 Row = tuple[object, ...]

@@ -12,6 +12,7 @@ import aiohttp
 import numpy as np
 import pytest
 from prometheus_client import CollectorRegistry
+from waiting import until
 
 from colocated_rl_api.member_wire import Endpoint
 from colocated_rl_api.names import PromptPosition
@@ -35,7 +36,7 @@ from colocated_rl_trainer.conformance.ranks import free_port
 from fakes.authority import FakeAuthority
 from fakes.reference import FakeReference, reference_logp
 from fakes.relay import relayed
-from fakes.rollout import JOB_UID, TOKEN, until
+from fakes.rollout import JOB_UID, TOKEN
 
 
 @dataclass

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from prometheus_client import CollectorRegistry
 from safetensors.numpy import load_file
+from waiting import DEADLINE_S, until
 
 from colocated_rl_api.job import AtMaxStaleness, IncompleteBatch
 from colocated_rl_api.member_wire import Endpoint, JobFile
@@ -47,7 +48,7 @@ from colocated_rl_rollout.store.store import SPARE_BYTES, Store
 from colocated_rl_rollout.tasks.task_wire import RewardAnswer
 from colocated_rl_rollout.worker import Worker
 from fakes.episodes import ScriptedEpisodes
-from fakes.rollout import DEADLINE_S, JOB_UID, JobOnDisk, make_spec, until
+from fakes.rollout import JOB_UID, JobOnDisk, make_spec
 
 
 @dataclass
