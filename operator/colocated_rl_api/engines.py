@@ -64,7 +64,7 @@ SGLANG = Server(
         "--data-parallel-size", "--tokenizer-worker-num", "--incremental-streaming-output",
         "--delete-ckpt-after-loading", "--weight-cache-mode", "--max-queued-requests", "--skip-tokenizer-init",
         "--enable-hierarchical-cache", "--disaggregation-mode", "--config", "--quantization", "--enable-lora",
-        "--nnodes", "--allow-auto-truncate",
+        "--nnodes", "--node-rank", "--dist-init-addr", "--nccl-init-addr", "--allow-auto-truncate",
     ),
     room=("--mem-fraction-static", "--max-total-tokens"),
     speculation="--speculative-algorithm",

@@ -193,7 +193,8 @@ async def test_engine_that_leaves_devices_of_its_pod_idle_is_refused(fake: tuple
 
 
 def test_every_flag_that_the_agent_sets_is_closed_to_the_job_or_gives_way_to_it() -> None:
-    ours = {word for word in make_command(2, pool_tokens=4096).argv if word.startswith("--")}
+    place = PartPlace(rank=1, pods=2, address="10.0.0.1", port=29600, interface="eth0")
+    ours = {word for word in make_command(2, pool_tokens=4096, place=place).argv if word.startswith("--")}
     assert ours <= {*SGLANG.owned, PREFILL_GRAPHS, POOL, *PARALLELISM}
     assert 1 == make_command(1, PREFILL_GRAPHS, "full").argv.count(PREFILL_GRAPHS)
 

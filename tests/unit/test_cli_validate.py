@@ -317,6 +317,9 @@ HAS_A_FIELD = {
     "--api-key",
     "--dp",
     "--dp-size",
+    "--nnodes",
+    "--node-rank",
+    "--dist-init-addr",
 }  # of a job
 
 
