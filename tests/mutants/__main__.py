@@ -44,6 +44,7 @@ TARGETS: dict[str, tuple[str, ...]] = {  # file of the core -> the tests that mu
     f"{_AGENT}/lanes/update_check.py": ("unit/test_agent_update_check.py",),
     f"{_AGENT}/planner/engines.py": _OF_AGENT,
     f"{_AGENT}/planner/next_actions.py": _OF_AGENT,
+    f"{_AGENT}/planner/spans.py": ("unit/test_agent_spans.py",),
     f"{_ROLLOUT}/rules/filters.py": ("unit/test_rollout_filters.py",),
     f"{_ROLLOUT}/rules/overlong.py": ("unit/test_rollout_overlong.py",),
     f"{_ROLLOUT}/rules/resume.py": ("unit/test_rollout_resume.py",),

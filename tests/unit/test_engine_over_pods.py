@@ -8,13 +8,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from builders import PLACED, make_job
+from builders import PLACED
 from colocated_rl_agent.planner import next_actions, spans
 from colocated_rl_agent.planner.views import PodView
 from colocated_rl_api import ladder
-from colocated_rl_api.ladder import TIME_SLICED
 from colocated_rl_api.member_wire import EngineSpan
-from colocated_rl_api.rungs import Placement, Rung
+from colocated_rl_api.rungs import Placement
 from fakes.model_pod import InvariantBroken
 from fakes.spanning import SpanningJob
 
@@ -62,23 +61,6 @@ def test_engine_that_outlives_a_part_is_noticed(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr("fakes.spanning.lost", lambda *_: "")
     with pytest.raises(AssertionError, match=r"no end|nobody moves"):
         run_some(Placement.RESIDENT, deaths=2)
-
-
-def test_only_the_first_pod_of_each_engine_serves() -> None:
-    job = make_job(replicas=4, rollout=PLACED[Placement.TIME_SLICED]["rollout"] | {"engine": {"pods": 2}})
-    assert ("gpu-0", "gpu-2") == job.serving_seats
-    assert {"gpu-0": ("gpu-0", "gpu-1"), "gpu-3": ("gpu-2", "gpu-3")} == {
-        seat: job.spans[seat] for seat in ("gpu-0", "gpu-3")
-    }
-    assert job.compares_engines
-    assert not make_job(replicas=2, rollout=job.spec.rollout.model_dump(by_alias=True, mode="json")).compares_engines
-
-
-def test_no_memory_comes_back_before_every_pod_of_such_an_engine_is_free() -> None:
-    spec = make_job(rollout=PLACED[Placement.TIME_SLICED]["rollout"] | {"engine": {"pods": 2}}).spec
-    assert Rung.OFFLOADED in spec.ladder.barriers
-    assert Rung.OFFLOADED not in TIME_SLICED.barriers
-    assert spec.ladder is spec.ladder, "one value"
 
 
 def test_part_of_a_pod_that_ends_waits_for_no_request_of_another() -> None:
