@@ -98,6 +98,16 @@ def test_the_first_pod_alone_is_told_that_a_part_of_its_engine_has_ended(
     }
 
 
+def test_pods_are_told_apart_by_their_place_and_not_by_the_letters_of_their_seat() -> None:
+    job = make_job(replicas=12, rollout=PLACED[Placement.TIME_SLICED]["rollout"] | {"engine": {"pods": 3}})
+    pods: list[PodFacts | None] = [facts_of(job, index, part_of=None) for index in range(12)]
+    pods[10] = facts_of(job, 10, state=EngineState.ABSENT, version=None, part_of="process-9")
+    climb = make_climb(1, cause=Cause.NEXT_STEP)
+    told = spans(make_observation(job, pods, climb=climb, rollout=rollout_facts(sealed=1, trained=1)), stops=True)
+    assert ("process-9", None, None) == tuple(told[f"gpu-{index}"].lost for index in (9, 10, 11))
+    assert engine_of(facts_of(job, 9, part_of=None)) == told["gpu-10"].engine == told["gpu-11"].engine
+
+
 def test_no_part_is_lost_of_an_engine_that_is_not_there() -> None:
     job = spanning()
     absent = {"state": EngineState.ABSENT, "version": None, "part_of": None, "incarnation": None}
