@@ -30,6 +30,7 @@ from colocated_rl_api.facts import PodFacts
 from colocated_rl_api.failure import FailureCause
 from colocated_rl_api.job_status import ColocatedRLJobStatus
 from colocated_rl_api.member_wire import PodTarget
+from colocated_rl_api.names import PodUid
 from colocated_rl_api.rungs import Placement, Rung, WeightVersion
 from colocated_rl_operator.manifests.belongings import claims, config, disruption_budget
 from colocated_rl_operator.manifests.resources import PodImages, pod
@@ -453,6 +454,19 @@ def test_pods_beside_the_group_that_end_again_and_again_leave_one_each(seat: str
         seen = later(replace(seen, members=(*(pod for pod in seen.members if pod.uid not in gone), *new)), 10)
     assert made_ones > 60
     assert len([pod for pod in seen.members if pod.seat == seat]) <= 2
+
+
+def test_pods_that_have_ended_are_kept_for_their_logs_but_beside_the_group_older_ones() -> None:
+    """What a group's seat leaves behind is limited by how often the job may fail."""
+    seen = group_of(2, asked=3)
+    ended = [make_member("gpu-1", attempt, phase=PodPhase.FAILED) for attempt in (0, 1)]
+    again = replace(seen.members[1], attempt=2, name="sums-gpu-1-2", uid=PodUid("uid-gpu-1-2"))
+    waits = [make_member("gpu-2", 0, phase=PodPhase.FAILED), make_member("gpu-2", 1, facts=BLANK)]
+    members = (seen.members[0], again, *seen.members[2:], *ended, *waits)
+    seen = remember(replace(seen, members=members))
+    assert [] == deleted(plan(seen))
+    older = replace(waits[0], attempt=2, name="sums-gpu-2-2", uid=PodUid("uid-gpu-2-2"))
+    assert ["sums-gpu-2-0"] == deleted(plan(remember(replace(seen, members=(*members, older)))))
 
 
 def test_one_lost_pod_makes_a_group_smaller_by_one() -> None:
