@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import socket
 import threading
 
@@ -45,3 +46,26 @@ def test_what_is_closed_in_order_is_waited_for() -> None:
         loop.close()
         reader.join(timeout=30)
     assert SIZE == len(received)
+
+
+def test_what_is_accepted_while_its_server_closes_is_closed() -> None:
+    """Hundreds of such connections failed whichever test ran when they were collected."""
+
+    async def close_between_accepting_and_making() -> list[socket.socket]:
+        server = await asyncio.get_running_loop().create_server(asyncio.Protocol, "127.0.0.1", 0)
+        callers = [socket.create_connection(server.sockets[0].getsockname()) for _ in range(3)]
+        await asyncio.sleep(0)  # the loop hears of them, and will accept in the rest of its turn
+        await asyncio.sleep(0)
+        server.close()
+        await server.wait_closed()
+        return callers
+
+    loop = TidyLoop()
+    callers = loop.run_until_complete(close_between_accepting_and_making())
+    loop.run_until_complete(asyncio.sleep(0))
+    gc.collect()
+    for caller in callers:
+        with caller:
+            caller.settimeout(30)
+            assert b"" == caller.recv(1)
+    loop.close()
