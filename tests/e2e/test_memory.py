@@ -69,7 +69,6 @@ def test_a_container_that_runs_out_of_memory_costs_no_batch_and_trains_no_sample
         job.wait_for_step(step + 2, deadline_s=NEXT_STEP_S)
         if container == names.GPU_CONTAINER:
             assert "OutOfMemory" == job.status["failures"]["cause"]
-    witness.look()
     assert_trained_once(job, witness, given_up=CONCURRENCY)
 
 
