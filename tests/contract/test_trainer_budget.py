@@ -137,6 +137,7 @@ def test_trainer_and_its_step_take_what_the_budget_says(
 
 
 @pytest.mark.slow
+@pytest.mark.release
 def test_step_of_samples_of_32768_tokens_trains_within_its_budget(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -168,12 +169,11 @@ def test_few_layers_tell_of_many(shared_by: int, recomputes: bool, monkeypatch: 
     assert pass_bytes(config, of) == estimate
 
 
+RARELY = (pytest.mark.slow, pytest.mark.release)
 QUICK = ("Qwen3-0.6B", "Qwen3-30B-A3B")
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in MODELS]
-)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in QUICK else RARELY) for name in MODELS])
 def test_table_of_sizes_is_as_made(name: str) -> None:
     text = (CHECKOUT.root / PAGE).read_text()
 

@@ -94,6 +94,7 @@ def test_in_bfloat16_what_is_right_is_accepted_for_every_seed_and_two_layers_exc
 
 
 @pytest.mark.slow
+@pytest.mark.release
 def test_a_trained_model_is_accepted_in_every_version_and_two_of_its_layers_exchanged_in_none(
     tmp_path: Path, record_property: Callable[[str, object], None]
 ) -> None:
