@@ -176,9 +176,10 @@ def _write_kubeconfig(access: ClusterAccess, path: Path) -> Path:
 
 async def _clean(api: AdminApi) -> None:
     for job in await api.all(JOBS):
+        await api.call("DELETE", f"{JOBS}/{job['metadata']['name']}")
+    for job in await api.all(JOBS):  # once it is being deleted, no late call of an operator adds one again
         path = f"{JOBS}/{job['metadata']['name']}"
         await api.call("PATCH", path, {"metadata": {"finalizers": None}}, "application/merge-patch+json")
-        await api.call("DELETE", path)
     for secret in await api.all(SECRETS):  # of pods, which no collector of garbage looks after here
         await api.call("DELETE", f"{SECRETS}/{secret['metadata']['name']}")
     for pod in await api.all(PODS):
