@@ -1,4 +1,4 @@
-"""What the operator tells each pod of an engine over several pods, and of whom it tells the others."""
+"""The operator tells each pod of an engine over several pods of the others."""
 
 from __future__ import annotations
 
