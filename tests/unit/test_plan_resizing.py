@@ -457,7 +457,7 @@ def test_pods_beside_the_group_that_end_again_and_again_leave_one_each(seat: str
 
 
 def test_pods_that_have_ended_are_kept_for_their_logs_but_beside_the_group_older_ones() -> None:
-    """How often the job may fail limits those of the group's seats."""
+    """The group's own seats leave no more of them behind than failures are allowed."""
     seen = group_of(2, asked=3)
     ended = [make_member("gpu-1", attempt, phase=PodPhase.FAILED) for attempt in (0, 1)]
     again = replace(seen.members[1], attempt=2, name="sums-gpu-1-2", uid=PodUid("uid-gpu-1-2"))
