@@ -53,7 +53,8 @@ class EngineLaunch(Wire):
 
 
 class EngineFacts(Wire):
-    """These facts describe one engine. Everything but `state`, `name` and `rejected` belongs to one incarnation.
+    """These facts describe one engine. Everything but `state`, `name`, `rejected` and `part_of` belongs to one
+    incarnation.
 
     A pod that runs a part of another pod's engine reports that engine's facts for as long as its part lives.
     """

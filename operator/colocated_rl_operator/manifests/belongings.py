@@ -160,9 +160,9 @@ def network_policy(job: Job, *, operator_namespace: str) -> Object:
 
     The trainers' process group authenticates nobody: its ports, some of them picked by the kernel, are open only among
     the job's pods with trainers, and to pods with engines if an engine is over several of those. The rollout pod, where
-    rewards run, is none of them. A reference has a policy of its
-    own: one policy can't forbid what another one allows. A pod that has the network of its node is no pod to a policy:
-    where the job has one, anybody reaches data ports, and still needs the job's token there.
+    rewards run, is none of them. A reference has a policy of its own: one policy can't forbid what another one allows.
+    A pod that has the network of its node is no pod to a policy: where the job has one, anybody reaches data ports, and
+    still needs the job's token there.
     """
     operator = {
         "namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": operator_namespace}},

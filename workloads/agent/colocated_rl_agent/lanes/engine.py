@@ -133,17 +133,17 @@ class Engine:
     async def start(self, version: WeightVersion, span: EngineSpan | None = None) -> None:
         """Start the engine, or its part in this pod. span: its pods, if it is over several."""
         settings, admin_key = self._settings, new_admin_key()
+        part = self._part_in(span)
+        if part is None:
+            return  # the pods have changed since this was chosen: the planner chooses again
         model, extra = settings.weights_of(version), settings.job.spec.rollout.engine_flags
         exported = {tensor.dtype for tensor in self._exported().get(version, {}).values()}
         gpus = len(self._on) * settings.pods_per_engine
         if impossible := overflowing(dtype_of(extra), exported) or await asyncio.to_thread(
             undivided_heads, model, gpus=gpus, of=settings.gpus, extra=extra
         ):
-            self._lost(impossible)
+            self._lost(impossible, part_of=part.of)
             return
-        part = self._part_in(span)
-        if part is None:
-            return  # the pods have changed since this was chosen: the planner chooses again
         await asyncio.to_thread(_write_config, self._config, admin_key)
         command = engine_command(
             model=model,

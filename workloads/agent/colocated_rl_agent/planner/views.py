@@ -257,7 +257,7 @@ class Share(StrEnum):
     """Names what a pod may do about an engine over several pods."""
 
     LEADS = "Leads"  # as about any engine: the first pod, all others are there
-    LACKS = "Lacks"  # the same, but start it: another pod is missing
+    LACKS = "Lacks"  # the same, except starting it, because another pod is missing
     FOLLOWS = "Follows"  # start and end a part of it, as another pod does
 
 
