@@ -22,7 +22,7 @@ settings.load_profile("unhurried")  # how long an example takes says how busy th
 LONGEST = (  # of the files with few tests
     *("test_plan_states_pods.py", "test_plan_states_engines.py", "test_gpu_kit.py", "test_rollout_environments.py"),
     *("test_trainer_probe.py", "test_bench_gpu.py", "test_trainer_trl.py", "test_rollout_soak.py"),
-    *("test_two_pods.py", "test_trained_model.py", "test_kills.py", "test_soak.py"),
+    *("test_two_pods.py", "test_trained_model.py", "test_kills.py", "test_soak.py", "test_engine_over_pods.py"),
 )
 
 

@@ -8,12 +8,14 @@ import subprocess
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from colocated_rl_agent.drivers.sglang import engine_command, engine_config
+import aiohttp
+
+from colocated_rl_agent.drivers.sglang import SGLang, engine_command, engine_config
 from colocated_rl_api.rungs import WeightVersion
 from colocated_rl_trainer.conformance.ranks import free_port
 from setup.layout import CHECKOUT
@@ -43,6 +45,17 @@ class EngineProcess:
             except (urllib.error.URLError, OSError):
                 time.sleep(0.1)
         raise RuntimeError(f"the engine did not start:\n{self.output.read_text()[-4000:]}")
+
+
+@asynccontextmanager
+async def paused_engine(url: str, export: Path, version: WeightVersion, *, call_s: float) -> AsyncIterator[SGLang]:
+    """Give an engine's driver while it is paused and holds this export."""
+    async with aiohttp.ClientSession() as session:
+        client = SGLang(session, url=url, admin_key=ADMIN_KEY, call_s=call_s)
+        await client.pause()
+        await client.update(export, version)
+        yield client
+        await client.continue_()
 
 
 @contextmanager

@@ -10,7 +10,6 @@ import shutil
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
-import aiohttp
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -20,7 +19,7 @@ from colocated_rl_agent.files.exports import read_tensor_file, verify_export
 from colocated_rl_agent.lanes.probe import ProbeDisagrees, require_agreement
 from colocated_rl_agent.lanes.update_check import Checksums, UpdateDoubted, require_changes
 from colocated_rl_api.rungs import WeightVersion
-from engines import ADMIN_KEY, engine_process
+from engines import engine_process, paused_engine
 from fakes.engine_model import LAYERS, write_engine_export
 
 OLD, NEW = WeightVersion(0, 1), WeightVersion(1, 1)
@@ -53,12 +52,8 @@ def url(tmp_path_factory: pytest.TempPathFactory, exports: Path) -> Iterator[str
 @pytest.fixture
 async def engine(url: str, exports: Path) -> AsyncIterator[SGLang]:
     """It is paused and holds the old version."""
-    async with aiohttp.ClientSession() as session:
-        client = SGLang(session, url=url, admin_key=ADMIN_KEY, call_s=CALL_S)
-        await client.pause()
-        await client.update(exports / str(OLD), OLD)
-        yield client
-        await client.continue_()
+    async with paused_engine(url, exports / str(OLD), OLD, call_s=CALL_S) as paused:
+        yield paused
 
 
 def judge(exports: Path, held: Checksums, found: Checksums) -> int:

@@ -14,7 +14,6 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import aiohttp
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -26,7 +25,7 @@ from colocated_rl_agent.lanes.update_check import Checksums, UpdateDoubted, requ
 from colocated_rl_api.rungs import WeightVersion
 from colocated_rl_api.weights import Probe
 from colocated_rl_trainer.state.weights import load_model, probe
-from engines import ADMIN_KEY, engine_process
+from engines import engine_process, paused_engine
 from setup.layout import CHECKOUT
 
 OLD, NEW = WeightVersion(0, 1), WeightVersion(1, 1)
@@ -79,12 +78,8 @@ def url(tmp_path_factory: pytest.TempPathFactory, versions: TwoVersions) -> Iter
 @pytest.fixture
 async def engine(url: str, versions: TwoVersions) -> AsyncIterator[SGLang]:
     """It is paused and holds the old version."""
-    async with aiohttp.ClientSession() as session:
-        client = SGLang(session, url=url, admin_key=ADMIN_KEY, call_s=CALL_S)
-        await client.pause()
-        await client.update(versions.old, OLD)
-        yield client
-        await client.continue_()
+    async with paused_engine(url, versions.old, OLD, call_s=CALL_S) as paused:
+        yield paused
 
 
 async def judge(engine: SGLang, versions: TwoVersions, *, loads: Path) -> tuple[int, Checksums]:

@@ -156,6 +156,13 @@ class RunningJob:
         found = [line for pod in self.gpu_pods for line in self.lines(pod, names.AGENT_CONTAINER)]
         return sorted((line for line in found if event in (None, line.event)), key=lambda line: line.ts)
 
+    def checksums(self) -> dict[str, list[str]]:
+        """Return the checksums of their weights that engines gave, by version."""
+        held: dict[str, list[str]] = {}
+        for line in self.agent_lines("weights checksummed"):
+            held.setdefault(line.fields["version"], []).append(line.fields["checksum"])
+        return held
+
     def rollout_lines(self, event: str) -> list[Line]:
         return [line for line in self.lines(self.rollout_pod, names.ROLLOUT_CONTAINER) if line.event == event]
 

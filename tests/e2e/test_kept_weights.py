@@ -42,9 +42,7 @@ def test_its_engines_keep_their_weights_and_the_job_completes(job: RunningJob) -
 
 
 def test_its_engines_held_the_same_weights_in_each_version(job: RunningJob) -> None:
-    held: dict[str, set[str]] = {}
-    for line in job.agent_lines("weights checksummed"):
-        held.setdefault(line.fields["version"], set()).add(line.fields["checksum"])
+    held = {version: {*checksums} for version, checksums in job.checksums().items()}
     assert {f"{step}-1" for step in range(job.step + 1)} == {*held}
     assert {1} == {len(checksums) for checksums in held.values()}
     assert len(held) == len(set.union(*held.values())), "training changed them"

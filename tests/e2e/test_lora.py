@@ -97,9 +97,7 @@ def test_it_completes_and_both_engines_take_each_version_and_hold_the_same(job: 
     assert (STEPS, f"{STEPS}-1", 0) == (job.step, job.status["weightVersion"], job.status["restarts"])
     actions = [line.fields["action"] for line in job.agent_lines("action ended")]
     assert [2, 2 * STEPS] == [actions.count(name) for name in ("StartEngine", "Update")]
-    held: dict[str, set[str]] = {}
-    for line in job.agent_lines("weights checksummed"):
-        held.setdefault(line.fields["version"], set()).add(line.fields["checksum"])
+    held = {version: {*checksums} for version, checksums in job.checksums().items()}
     assert {f"{step}-1" for step in range(STEPS + 1)} == {*held}
     assert STEPS + 1 == len(set.union(*held.values())), "each version has weights of its own, alike in both engines"
 

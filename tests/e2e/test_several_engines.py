@@ -55,9 +55,7 @@ def test_it_trains_on_while_one_of_its_engines_is_killed_and_comes_back(job: Run
 
 
 def test_its_engines_held_the_same_weights_in_each_version(job: RunningJob) -> None:
-    held: dict[str, list[str]] = {}
-    for line in job.agent_lines("weights checksummed"):
-        held.setdefault(line.fields["version"], []).append(line.fields["checksum"])
+    held = job.checksums()
     assert {f"{step}-1" for step in range(job.step + 1)} == {*held}
     assert {1} == {len({*checksums}) for checksums in held.values()}
     assert 2 <= max(len(checksums) for checksums in held.values()), "each engine is asked"

@@ -11,10 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import torch
-from datasets import Dataset
-from safetensors.torch import save_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from given_batch import rows_of, save, trainer_of  # type: ignore[import-not-found]  # beside this program
 from trl import RLOOConfig, RLOOTrainer
 
 
@@ -25,44 +22,17 @@ class SamplesOfRloo(RLOOTrainer):  # type: ignore[misc]  # untyped where we are 
         return *([sample[name] for sample in self.samples] for name in ("prompt", "response")), ["" for _ in prompts]
 
 
-def given_reward(prompts: list[Any], completions: list[Any], given: list[float], **_: object) -> list[float]:
-    return given
-
-
 def main(folder: Path) -> None:
     case = json.loads((folder / "case.json").read_bytes())
-    samples = case["samples"]
-    rows = [{"prompt": "w3", "given": sample["reward"]} for sample in samples]
-    trainer = SamplesOfRloo(
-        model=AutoModelForCausalLM.from_pretrained(case["model"], dtype=torch.float32),
-        reward_funcs=given_reward,
-        args=RLOOConfig(
-            output_dir=str(folder / "out"),
-            per_device_train_batch_size=len(samples),
-            num_generations=case["groupSize"],
-            temperature=1.0,
-            beta=0.0,
-            gradient_checkpointing=False,
-            bf16=False,
-            use_cpu=True,
-            report_to=[],
-        ),
-        train_dataset=Dataset.from_list(rows),
-        processing_class=AutoTokenizer.from_pretrained(case["model"]),
-    )
-    trainer.samples = samples
-    trainer.current_gradient_accumulation_steps = 1
+    trainer = trainer_of(SamplesOfRloo, RLOOConfig, folder, case, temperature=1.0, beta=0.0)
     model = trainer.model
-    model.train()
-    batch = trainer._generate_and_score_completions(rows)
+    batch = trainer._generate_and_score_completions(rows_of(case["samples"]))
     model.zero_grad()
     loss = trainer._compute_loss(model, batch)
     loss.backward()
     results = {"advantages": batch["advantages"], "loss": loss.detach()}
     results |= {f"gradient.{name}": parameter.grad for name, parameter in model.named_parameters()}
-    save_file(
-        {name: tensor.detach().clone().contiguous() for name, tensor in results.items()}, folder / "rloo.safetensors"
-    )
+    save(results, folder / "rloo.safetensors")
 
 
 if __name__ == "__main__":

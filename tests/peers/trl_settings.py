@@ -1,4 +1,4 @@
-"""Settings of trl that all programs which time it have."""
+"""Settings of trl that all programs which run it have."""
 
 from __future__ import annotations
 

@@ -15,10 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from datasets import Dataset
+from given_batch import rows_of, save, trainer_of  # type: ignore[import-not-found]  # beside this program
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import GRPOConfig, GRPOTrainer
 from trl.rewards import get_soft_overlong_punishment
 
@@ -33,41 +32,17 @@ class GivenCompletions(GRPOTrainer):  # type: ignore[misc]  # untyped where we a
         return of("prompt"), of("response"), of("written"), ["" for _ in prompts], of("logp"), {}, None, None
 
 
-def given_reward(prompts: list[Any], completions: list[Any], given: list[float], **_: object) -> list[float]:
-    return given
-
-
 def run(folder: Path, case: dict[str, Any], variant: dict[str, Any]) -> dict[str, Tensor]:
-    samples = case["samples"]
-    rows = [{"prompt": "w3", "given": sample["reward"]} for sample in samples]
-    trainer = GivenCompletions(
-        model=AutoModelForCausalLM.from_pretrained(case["model"], dtype=torch.float32),
-        reward_funcs=given_reward,
-        args=GRPOConfig(
-            output_dir=str(folder / "out"),
-            per_device_train_batch_size=len(samples),
-            num_generations=case["groupSize"],
-            temperature=case["temperature"],
-            gradient_checkpointing=False,
-            bf16=False,
-            use_cpu=True,
-            report_to=[],
-            **{
-                "use_bias_correction_kl": False,
-                "vllm_importance_sampling_mode": "token_truncate",
-                "vllm_importance_sampling_clip_max": case["importanceCap"],
-                **variant["trl"],
-            },
-        ),
-        train_dataset=Dataset.from_list(rows),
-        processing_class=AutoTokenizer.from_pretrained(case["model"]),
-    )
-    trainer.samples = samples
+    usual = {
+        "temperature": case["temperature"],
+        "use_bias_correction_kl": False,
+        "vllm_importance_sampling_mode": "token_truncate",
+        "vllm_importance_sampling_clip_max": case["importanceCap"],
+    }
+    trainer = trainer_of(GivenCompletions, GRPOConfig, folder, case, **usual | variant["trl"])
     trainer.use_vllm = True  # from here on: behaviour log-probabilities count, nothing is generated
-    trainer.current_gradient_accumulation_steps = 1
     model = trainer.model
-    model.train()
-    batch = trainer._generate_and_score_completions(rows)
+    batch = trainer._generate_and_score_completions(rows_of(case["samples"]))
     mask = (batch["completion_mask"] * batch["tool_mask"]).bool()
     if variant["bypass"]:  # the policy that sampled is the one that ratios are to
         batch["old_per_token_logps"] = batch["sampling_per_token_logps"] * mask
@@ -96,11 +71,7 @@ def main(folder: Path) -> None:
     save_file({"punishment": torch.tensor(of_each)}, folder / "overlong.safetensors")
     case = json.loads((folder / "case.json").read_bytes())
     for variant in case["variants"]:
-        results = run(folder, case, variant)
-        save_file(
-            {name: tensor.detach().clone().contiguous() for name, tensor in results.items()},
-            folder / f"{variant['name']}.trl.safetensors",
-        )
+        save(run(folder, case, variant), folder / f"{variant['name']}.trl.safetensors")
 
 
 if __name__ == "__main__":
