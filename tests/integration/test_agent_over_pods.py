@@ -22,7 +22,11 @@ LAUNCH = EngineLaunch(port=29600)
 
 @asynccontextmanager
 async def over_pods(*, replica: int, **changes: Any) -> AsyncIterator[SmallPod]:
-    over_both = {"replicas": 2, "rollout": {"engine": {"pods": 2}}, "model": {"claim": {"name": "m", "path": "small"}}}
+    over_both: dict[str, Any] = {
+        "replicas": 2,
+        "rollout": {"engine": {"pods": 2}},
+        "model": {"claim": {"name": "m", "path": "small"}},
+    }
     async with small_pod(replica=replica, mode="RolloutOnly", **over_both, **changes) as pod:
         write_export(pod.directories.model / "small", version=str(V0), weight=5)
         yield pod
