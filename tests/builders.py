@@ -240,7 +240,7 @@ def make_observation(
     members = [make_member(seat, facts=facts) for seat, facts in zip(job.gpu_seats, pods, strict=False)]
     members.append(make_member(ROLLOUT_SEAT, facts=rollout))
     epoch = climb.epoch if climb else 0
-    memory = Memory(epoch=epoch, raised=raised, epoch_at=now, progress_at=now)
+    memory = Memory(epoch=epoch, raised=raised, epoch_at=now, progress_at=now, heard_since=0.0)
     seen = Observation(now=now, job=job, members=tuple(members), climb=climb, memory=memory)
     if climb is not None:
         seen = replace(seen, climb=replace(climb, group=seen.group or ""))

@@ -60,6 +60,7 @@ _OF_A_STEP = (
     *(FailureAction.REPLACE_POD_ELSEWHERE, FailureAction.FAIL_JOB),
 )
 _OF_A_POD = FailureAction.RESTART_POD, FailureAction.REPLACE_POD_ELSEWHERE, FailureAction.FAIL_JOB
+_OF_A_NODE = FailureAction.REPLACE_POD_ELSEWHERE, FailureAction.RESTART_POD, FailureAction.FAIL_JOB
 
 
 class FailureCause(StrEnum):
@@ -127,7 +128,7 @@ class FailureCause(StrEnum):
         "MemberSilent",
         "A running GPU pod's agent does not answer the operator for 30 s while others do, or for 300 s while its "
         "containers start, or kubelet starts them again: so looks a lost node.",
-        _OF_A_POD,
+        _OF_A_NODE,
         False,
     )
     POD_EVICTED = (
@@ -144,7 +145,7 @@ class FailureCause(StrEnum):
         "the feature gate ResourceHealthStatus before); or its driver tells of errors of its memory that can't be "
         "corrected, of a row that can't be remapped, that it is lost, or of an XID by which it or a link is bad; or "
         "its node has one of nodes.badConditions of the chart.",
-        (FailureAction.REPLACE_POD_ELSEWHERE, FailureAction.RESTART_POD, FailureAction.FAIL_JOB),
+        _OF_A_NODE,
         False,
     )
     POD_FAILED = (

@@ -88,7 +88,7 @@ def test_an_elastic_job_goes_on_without_the_node_and_with_both_pods_once_it_is_b
     cluster: Cluster, kubectl: KubectlCall
 ) -> None:
     """The other node takes no pods yet. Each batch has the samples that it should, whoever trains it."""
-    job = apply(kubectl, "elastic", elasticPolicy={"minReplicas": 1}, failurePolicy={})  # no node is avoided
+    job = apply(kubectl, "elastic", elasticPolicy={"minReplicas": 1}, failurePolicy={})
     job.wait_for_step(2, deadline_s=START_S)
     assert [HOME, LOST] == sorted(job.nodes.values())
     with cluster.silenced(LOST):
@@ -99,6 +99,8 @@ def test_an_elastic_job_goes_on_without_the_node_and_with_both_pods_once_it_is_b
             deadline_s=SILENCE_S,
             explain=job.describe,
         )
+        lost = job.status["failures"]
+        assert ("MemberSilent", "ReplacePodElsewhere", [LOST]) == (lost["cause"], lost["action"], lost["avoidedNodes"])
     wait_for(
         "the job to go on with both",
         lambda: job.status["groupReplicas"] == 2,
@@ -118,7 +120,7 @@ def test_a_job_goes_on_in_the_room_of_its_spare_which_comes_back_with_the_node(
     cluster: Cluster, kubectl: KubectlCall
 ) -> None:
     """No other node has a device left, nor takes a second pod of the job."""
-    job = apply(kubectl, "spared", spares=1, failurePolicy={})  # no node is avoided
+    job = apply(kubectl, "spared", spares=1, failurePolicy={})
     job.wait_for_step(1, deadline_s=START_S)
     kubectl("uncordon", SPARE)
     spare = f"{job.name}-gpu-{FIRST_SPARE}"

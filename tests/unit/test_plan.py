@@ -635,8 +635,19 @@ def test_an_operator_that_is_cut_off_from_a_whole_job_fails_it_neither_then_nor_
         assert not plan(deaf).raises
         assert () == plan(deaf).pods
     one_back = remember(replace(deaf, members=(seen.members[0], *deaf.members[1:])))
-    assert not plan(later(one_back, 59)).raises
-    climb = plan(later(one_back, 60)).climb
+    waits = later(one_back, SILENCE_S - 1)
+    assert (False, (), waits.now + 1) == (plan(waits).raises, plan(waits).pods, plan(waits).wake_at), "others follow"
+    alone = plan(later(one_back, SILENCE_S))
+    assert {each.name for each in seen.members[1:]} == {each.name for each in alone.pods if isinstance(each, DeletePod)}
+    assert "no answer from pod sums-gpu-1-0" in alone.message
+
+
+def test_whoever_is_never_heard_after_the_operator_was_cut_off_leads_to_a_new_start() -> None:
+    seen = climbing(Rung.SERVING, Rung.SERVING, job=make_job(podsReadyDeadlineSeconds=20))
+    deaf = later(cut_off(seen), 600)
+    one_back = remember(replace(deaf, members=(seen.members[0], *deaf.members[1:])))
+    assert not plan(later(one_back, 19)).raises
+    climb = plan(later(one_back, 20)).climb
     assert climb is not None
     assert Cause.PODS_NOT_READY is climb.cause
 

@@ -94,13 +94,9 @@ def judge(seen: Observation, failure: Failure) -> Verdict:
 
 def _off_its_node(seen: Observation, failure: Failure, verdict: Verdict) -> Verdict:
     """Return the verdict; a pod whose node gives notice is made again on another node, if at all."""
-    if _is_noticed(seen, failure) and verdict.action is FailureAction.RESTART_POD:
+    if verdict.action is FailureAction.RESTART_POD and any(pod in seen.noticed for pod in failure.pods):
         return replace(verdict, action=FailureAction.REPLACE_POD_ELSEWHERE)
     return verdict
-
-
-def _is_noticed(seen: Observation, failure: Failure) -> bool:
-    return any(pod in seen.noticed for pod in failure.pods)
 
 
 def _judge_in_a_row(seen: Observation, climb: Climb, failure: Failure) -> Verdict:
@@ -184,18 +180,18 @@ def after_difference(seen: Observation, climb: Climb, message: str) -> Decision 
 
 
 def after_loss(seen: Observation, climb: Climb) -> Decision | Hold | None:
-    """Answer the loss of engines and pods, where a rule asks for more than agents and roster do anyway."""
+    """Answer the loss of engines and pods, where more is to be done than agents and roster do anyway."""
     has_rules = bool(seen.job.spec.failure_policy.rules)
-    if not (has_rules or seen.noticed or any(member.bad_device for member in seen.members)):
+    is_troubled = any(member.bad_device or member.silent_since is not None for member in seen.members)
+    if not (has_rules or seen.noticed or is_troubled):
         return None
     failures = [*lost_pods(seen, tries=climb.tally.tries_at(climb.step))]
     if has_rules and seen.all_answer:
         failures += lost_engines(seen)
     for failure in failures:
         verdict = judge(seen, failure)
-        is_extra = failure.cause is FailureCause.BAD_DEVICE or _is_noticed(seen, failure)
-        is_usual = verdict.rule is None and not is_extra
-        if is_usual or verdict.action is FailureAction.RESTART_ENGINE:
+        is_left_to_roster = verdict.rule is None and verdict.action is FailureAction.RESTART_POD
+        if is_left_to_roster or verdict.action is FailureAction.RESTART_ENGINE:
             continue
         if _avoids_more(climb, failure, verdict) or _is_due(seen, climb, failure, verdict):
             return _carry_out(seen, climb, Cause.POD_REPLACED, failure)

@@ -385,6 +385,7 @@ class Memory:
     progress: int = 0  # digest of what counts as progress
     progress_at: float = 0.0
     was_up: bool = False  # at the last look: a group that rests has no deadline, however long
+    heard_since: float | None = None  # since when some member or other is heard; None: none is
     unready_since: float | None = None  # since when not all members answer; None: they do
     awaited_since: float | None = None  # the same, while that may be their fault: podsReadyDeadlineSeconds runs
     unplaced_since: float | None = None  # since when a pod of the lineage is not placed, or room came free for one
@@ -779,6 +780,8 @@ def _remember_rungs(seen: Observation, memory: Memory) -> Memory:
 
 def _remember_absence(seen: Observation, memory: Memory) -> Memory:
     """Record since when members are awaited. Their deadline does not run while the operator or a queue is at fault."""
+    heard_since = seen.now if memory.heard_since is None else memory.heard_since
+    memory = replace(memory, heard_since=heard_since if seen.hears_anybody else None)
     holders = frozenset(pod.uid for pod in seen.beside)
     if memory.holders - holders:  # the scheduler has not given it to anybody yet
         memory = replace(memory, freed_at=seen.now, unplaced_since=None)

@@ -3,8 +3,9 @@
 A pod that ended, or whose member stays silent, is replaced by a pod with the next attempt number; one that ended keeps
 its logs. Where kubelet reports that a container does not run, the pod is left to kubelet's restarts for longer: another
 pod would most likely fail in the same way, and the log would go with this one. If no member answers at all, the fault
-is more likely in the operator's own network: then silence replaces no pod, and podsReadyDeadlineSeconds decides. That
-deadline does not run while every node reports its pod of the job as ready.
+is more likely in the operator's own network: then silence replaces no pod, and counts only from when some member is
+heard again. Meanwhile podsReadyDeadlineSeconds decides, which does not run while every node reports its pod of the job
+as ready.
 
 A GPU pod's seat is filled again at once, even while the old pod is still ending: epoch, lineage and pod UID fence the
 old pod, and it owns no exclusive volume. In a queue's pod group the old pod counts until it has failed, and the queue
@@ -134,13 +135,14 @@ def _force_delete(pod: Member, ends_at: float, now: float, actions: list[PodActi
 
 
 def is_silent(seen: Observation, pod: Member, wake: list[float] | None = None) -> bool:
-    """Return whether the pod has been silent for too long while another member is heard.
+    """Return whether the pod has been silent for too long while others were heard.
 
     wake: receives the moment at which the silence becomes too long.
     """
-    if pod.phase is not PodPhase.RUNNING or pod.silent_since is None or not seen.hears_anybody:
+    heard_since = seen.memory.heard_since
+    if pod.phase is not PodPhase.RUNNING or pod.silent_since is None or heard_since is None:
         return False
-    until = pod.silent_since + (RESTARTS_S if pod.trouble or pod.is_starting else SILENCE_S)
+    until = max(pod.silent_since, heard_since) + (RESTARTS_S if pod.trouble or pod.is_starting else SILENCE_S)
     if seen.now < until and wake is not None:
         wake.append(until)
     return seen.now >= until
