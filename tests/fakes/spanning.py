@@ -1,18 +1,24 @@
-"""A job of two pods with one engine over both: the real plan, the real action table and the real views, in one process.
+"""A job with one engine over two pods as one value, and every value that can follow: the real plan, table and views.
 
-What an action does to an engine it does to both of its parts; the truth about their memory stands beside what the
-agents believe, and is what is checked:
+What an action does to the engine it does to both of its parts. The truth about their memory stands beside what agents
+believe, and is what is checked:
 
 * no trainer is on its pod's device while a part of the engine maps memory there, and none comes back while one is
-* an update finds its export in both pods, and only the first pod's agent makes calls
+* an engine loads an export that is there in both pods, and only the first pod's agent makes calls
+
+Nothing moves by itself: a report or a target arrives when it arrives, each by itself, and the newest in the place of
+those before it. The operator answers at once to what it hears. A part of the engine may end at any time, as often as
+`deaths` says. Pods and trainers don't: `fakes.model` looks at those.
 """
 
 from __future__ import annotations
 
 import random
+from collections import Counter, deque
+from collections.abc import Iterator
 from dataclasses import replace
-from itertools import count
-from typing import Any
+from functools import cache
+from typing import Any, NamedTuple, TypeVar
 
 from builders import make_job, make_observation, rollout_facts
 from colocated_rl_agent.planner import actions as do
@@ -23,23 +29,121 @@ from colocated_rl_agent.settings import rules_for
 from colocated_rl_api.facts import EngineLaunch, PodFacts, TrainerState
 from colocated_rl_api.member_wire import Goal, PodTarget
 from colocated_rl_api.names import PodUid
-from colocated_rl_operator.planner.observation import Climb, Job, Observation
+from colocated_rl_api.rungs import WeightVersion
+from colocated_rl_operator.planner.observation import Climb, Observation
 from colocated_rl_operator.planner.plan import plan
-from fakes.model_pod import must
+from fakes.explore import Explored
+from fakes.model_pod import InvariantBroken, must
+from fakes.values import Hashed
 
+T = TypeVar("T")
 ON_DEVICE = (TrainerState.ONLOADED, TrainerState.SCORING, TrainerState.TRAINING)
+MOST_MOVES = 3000  # of one walk
+DEATHS_AT = 0.03  # of the moves of a walk
 
 
-class SpanPod:
-    """One of the two pods. maps: whether its part of the engine maps memory that a trainer needs."""
+class Frozen(dict[Any, Any]):
+    """A mapping that nobody changes any more."""
 
-    def __init__(self, index: int, job: Job) -> None:
-        self.index, self.rules = index, rules_for(job.spec)
-        self.target: PodTarget | None = None
-        self.pods: tuple[PodUid, ...] = ()  # that the engine was started with
-        self.maps = False
-        self.failures = 0
-        self.view = PodView(
+    def __hash__(self) -> int:  # type: ignore[override]  # of a dict, which has none
+        return hash(frozenset(self.items()))
+
+
+class _SpanPod(NamedTuple):
+    index: int
+    place: int | None
+    view: PodView
+    target: PodTarget | None = None
+    pods: tuple[PodUid, ...] = ()
+    maps: bool = False
+    failures: int = 0
+    starts: int = 0
+    exports: frozenset[WeightVersion] = frozenset()
+
+
+class SpanPod(Hashed, _SpanPod):
+    """A pod with a part of the engine, with trainers, or with both.
+
+    place: of its part in the engine; None: it has none. maps: whether its part maps memory that a trainer needs. pods:
+    that its part was started with.
+    """
+
+    @property
+    def seen(self) -> PodView:
+        """Return the pod as its agent sees it."""
+        span = self.target.span if self.target else None
+        if self.place is None:
+            return self.view
+        return (as_part if self.place else as_first)(self.view, span, pods=2)
+
+    @property
+    def is_on_device(self) -> bool:
+        return any(rank.state in ON_DEVICE for rank in self.view.ranks)
+
+    def change(self, **changes: Any) -> SpanPod:
+        return self._replace(view=replace(self.view, **changes))
+
+    def with_engine(self, engine: EngineView) -> SpanPod:
+        return self.change(engine=replace(engine, tags=Frozen(engine.tags)))
+
+    def with_rank(self, **changes: Any) -> SpanPod:
+        return self.change(ranks=tuple(replace(rank, **changes) for rank in self.view.ranks))
+
+    def without_part(self, *, fault: bool) -> SpanPod:
+        after = self._replace(maps=False, failures=self.failures + (fault and not self.place))
+        return after.with_engine(self.view.engine.gone()).change(gate_open=False)
+
+
+class _Record(NamedTuple):
+    known: tuple[PodFacts | None, ...]
+    sent: tuple[PodTarget | None, ...]
+    climb: Climb | None = None
+    trained_step: int = 0
+    served: WeightVersion | None = None
+    has_served: bool = False
+    is_over: bool = False
+
+
+class Record(Hashed, _Record):
+    """The operator's: what it has heard of each pod, the targets that it sent last, and what is in the job's status."""
+
+
+class SpanState(NamedTuple):
+    pods: tuple[SpanPod, ...]
+    record: Record
+    deaths: int = 0
+
+    def with_pod(self, pod: SpanPod) -> SpanState:
+        return self._replace(pods=(*self.pods[: pod.index], pod, *self.pods[pod.index + 1 :]))
+
+
+class SpanningJob:
+    """The job, with rules for all moves. It remembers what it has planned. deaths: of parts of its engine."""
+
+    def __init__(self, *, steps: int = 1, **spec: Any) -> None:
+        rollout = spec.pop("rollout") | {"engine": {"pods": 2}}
+        is_apart = "replicas" in rollout
+        rollout |= {"replicas": 2} if is_apart else {}
+        self.job = make_job(steps=steps, replicas=1 if is_apart else 2, rollout=rollout, **spec)
+        self.rules = rules_for(self.job.spec)
+        self._looked, self._choices, self._facts = cache(self._look), cache(self._choose), cache(self._facts_of)
+        self._kept: dict[Any, Any] = {}
+
+    def start(self, deaths: int) -> SpanState:
+        """Every pod runs, and nobody knows anybody."""
+        pods = tuple(self._new_pod(index, seat) for index, seat in enumerate(self.job.gpu_seats))
+        nobody = (None,) * len(pods)
+        return SpanState(pods, Record(nobody, nobody), deaths)
+
+    def _keep(self, value: T) -> T:
+        """Return the first of equal values: comparing it with itself costs nothing."""
+        kept: T = self._kept.setdefault(value, value)
+        return kept
+
+    def _new_pod(self, index: int, seat: str) -> SpanPod:
+        span = self.job.spans.get(seat)
+        trains = self.rules.ladder.trains and seat in self.job.trainer_seats
+        view = PodView(
             now=0.0,
             runner_known=True,
             terminating=False,
@@ -47,149 +151,136 @@ class SpanPod:
             in_flight=0,
             closed_at=0.0,
             engine=EngineView(),
-            ranks=(RankView(index),) if self.rules.ladder.trains else (),
+            ranks=(RankView(index),) if trains else (),
+            has_engine=span is not None,
         )
+        return SpanPod(index, None if span is None else span.index(seat), view).with_engine(EngineView())
 
-    @property
-    def seen(self) -> PodView:
-        """Return the pod as its agent sees it."""
-        span = self.target.span if self.target else None
-        return (as_part if self.index else as_first)(self.view, span, pods=2)
+    # ---------------------------------------------------------------------------------------------------------- moves
+    def successors(self, state: SpanState) -> list[tuple[str, SpanState]]:
+        """Return the possible moves, each with the state that follows. Raises InvariantBroken."""
+        found = [] if has_ended(state) else [*self._moves(state), *self._deaths(state)]
+        return [(what, self._with_kept(after)) for what, after in found]
 
-    @property
-    def facts(self) -> PodFacts:
-        epoch = self.target.epoch if self.target else 0
-        return pod_facts((self.seen,), epoch=epoch, engine_failures=(self.failures,))
+    def _with_kept(self, state: SpanState) -> SpanState:
+        return state._replace(pods=tuple(map(self._keep, state.pods)))
 
-    @property
-    def is_on_device(self) -> bool:
-        return any(rank.state in ON_DEVICE for rank in self.view.ranks)
+    def _moves(self, state: SpanState) -> Iterator[tuple[str, SpanState]]:
+        record = state.record
+        for pod, sent, known in zip(state.pods, record.sent, record.known, strict=True):
+            if sent is not None and sent != pod.target and not pod.view.stopped:
+                yield f"target {pod.index} arrives", state.with_pod(self._told(pod, sent))
+            if known is not (facts := self._facts(pod)):
+                heard = (*record.known[: pod.index], facts, *record.known[pod.index + 1 :])
+                after = self._looked(record._replace(known=heard))
+                yield f"report {pod.index} arrives", state._replace(record=after)
+            for action in self._choices(pod):
+                if not isinstance(action, do.AwaitEngine) or _is_joined(state):
+                    yield f"{pod.index}: {type(action).__name__}", self._act(state, pod, action)
 
-    def change(self, **changes: object) -> None:
-        self.view = replace(self.view, **changes)  # type: ignore[arg-type]  # of its fields
+    def _deaths(self, state: SpanState) -> Iterator[tuple[str, SpanState]]:
+        if not state.deaths:
+            return
+        for pod in state.pods:
+            if not pod.view.engine.is_absent:
+                ended = state.with_pod(pod.without_part(fault=True))
+                yield f"part {pod.index} ends", ended._replace(deaths=state.deaths - 1)
 
-    def rank(self, **changes: object) -> None:
-        self.change(ranks=tuple(replace(rank, **changes) for rank in self.view.ranks))  # type: ignore[arg-type]
+    def _told(self, pod: SpanPod, target: PodTarget) -> SpanPod:
+        after = pod._replace(target=target)
+        reason = lost(pod.view.engine, target.span, pod.pods) if pod.place == 0 else ""
+        return after.with_engine(pod.view.engine.broke(reason)) if reason else after
 
-    def part_ends(self, *, fault: bool) -> None:
-        self.maps = False
-        self.failures += fault and not self.index
-        self.change(engine=self.view.engine.gone(), gate_open=False)
+    def _choose(self, pod: SpanPod) -> tuple[do.Action, ...]:
+        chosen = next_actions(pod.seen, pod.target, self.rules)
+        return tuple(action for action in chosen if not isinstance(action, do.Wait))
 
-
-class SpanningJob:
-    """The job, its operator and both pods. Nothing moves by itself: `move` lets one of them do one thing."""
-
-    def __init__(self, seed: int, **spec: Any) -> None:
-        self.random = random.Random(seed)
-        rollout = spec.pop("rollout") | {"engine": {"pods": 2}}
-        self.job = make_job(steps=2, replicas=2, rollout=rollout, **spec)
-        self.pods = [SpanPod(index, self.job) for index in range(2)]
-        self.climb: Climb | None = None
-        self.incarnations = count(1)
-        self.starts = 0
-        self.rollout_stopped = False
-        self.has_served = False
+    def _facts_of(self, pod: SpanPod) -> PodFacts:
+        """Return what the pod reports."""
+        epoch = pod.target.epoch if pod.target else 0
+        facts = pod_facts((pod.seen,), epoch=epoch, engine_failures=(pod.failures,))
+        return self._keep(facts.model_copy(update={"took_s": Frozen()}))
 
     # ------------------------------------------------------------------------------------------------------- operator
-    def observation(self, facts: list[PodFacts | None]) -> Observation:
-        step = self.climb.step if self.climb else 0
-        is_alone = not self.job.ladder.trains
-        rollout = rollout_facts(
-            sealed=(self.job.spec.steps if self.has_served else 0) if is_alone else step + 1,
-            trained=max(0, step - 1),
-            epoch=self.climb.epoch if self.climb else 0,
-            stopped=self.rollout_stopped,
-        )
-        seen = make_observation(self.job, facts, climb=self.climb, rollout=rollout)
-        return seen if self.climb is None else replace(seen, climb=self.climb)
+    def _look(self, record: Record) -> Record:
+        """Return the record once the operator has nothing more to do about it."""
+        while (after := self._decide(record)) != record:
+            record = after
+        return self._keep(record)
 
-    def operator_looks(self) -> None:
-        seen = self.observation([pod.facts for pod in self.pods])
-        decided = plan(seen)
+    def _decide(self, record: Record) -> Record:
+        decided = plan(self.observe(record))
         if decided.raises:
-            assert decided.climb is not None
-            self.climb = decided.climb
-            self.rollout_stopped = decided.climb.cause.goal is Goal.STOP
-            return
-        for member in seen.gpu_members:
-            target, pod = decided.targets.get(member.name), self.pods[int(member.seat[-1])]
-            if isinstance(target, PodTarget) and target != pod.target and not pod.view.stopped:
-                pod.target = target
-                if not pod.index and (reason := lost(pod.view.engine, target.span, pod.pods)):
-                    pod.change(engine=pod.view.engine.broke(reason))
+            return record._replace(climb=decided.climb)
+        sent = tuple(
+            self._keep(target) if isinstance(target := decided.targets.get(f"sums-{seat}-0"), PodTarget) else before
+            for seat, before in zip(self.job.gpu_seats, record.sent, strict=True)
+        )
+        record, ladder, climb = record._replace(sent=sent, is_over=decided.is_over), self.job.ladder, record.climb
+        if climb is not None and len(decided.standings) == len(self.job.gpu_seats) and climb.cause.goal is Goal.CLIMB:
+            slowest = ladder.slowest(decided.standings.values())
+            if ladder.reaches(slowest, ladder.finished_at):
+                record = record._replace(trained_step=max(record.trained_step, climb.step))
+            if slowest is ladder.top:
+                record = record._replace(served=climb.version, has_served=True)
+        return record
+
+    def observe(self, record: Record) -> Observation:
+        climb = record.climb
+        step, is_alone = climb.step if climb else 0, not self.job.ladder.trains
+        rollout = rollout_facts(
+            sealed=(self.job.spec.steps if record.has_served else 0) if is_alone else step + 1,
+            trained=max(0, step - 1),
+            epoch=climb.epoch if climb else 0,
+            stopped=climb is not None and climb.cause.goal is Goal.STOP,
+        )
+        recorded = {"trained_step": record.trained_step, "served": record.served, "is_over": record.is_over}
+        seen = make_observation(self.job, [*record.known], climb=climb, rollout=rollout, **recorded)
+        return seen if climb is None else replace(seen, climb=climb)
 
     # --------------------------------------------------------------------------------------------------------- agents
-    def choices(self) -> list[tuple[SpanPod, do.Action]]:
-        found = [
-            (pod, action)
-            for pod in self.pods
-            for action in next_actions(pod.seen, pod.target, pod.rules)
-            if not isinstance(action, do.Wait)
-        ]
-        return [(pod, action) for pod, action in found if not isinstance(action, do.AwaitEngine) or self.is_joined]
-
-    @property
-    def is_joined(self) -> bool:
-        """Return whether the parts of the newest engine have met."""
-        first, part = (pod.view.engine for pod in self.pods)
-        return not first.is_absent and not part.is_absent and part.part_of == first.incarnation
-
-    def move(self) -> bool:
-        """Let somebody do something; return whether anybody could."""
-        found = self.choices()
-        if found and self.random.random() < 0.7:
-            self.act(*self.random.choice(found))
-            return True
-        before = (self.climb, [pod.target for pod in self.pods])
-        self.operator_looks()
-        return bool(found) or before != (self.climb, [pod.target for pod in self.pods])
-
-    def act(self, pod: SpanPod, action: do.Action) -> None:
-        view, engine = pod.view, pod.view.engine
+    def _act(self, state: SpanState, pod: SpanPod, action: do.Action) -> SpanState:
+        engine = pod.view.engine
         match action:
             case do.CloseGate():
-                pod.change(gate_open=False, engine=engine.gate_closed())
+                return state.with_pod(pod.with_engine(engine.gate_closed()).change(gate_open=False))
             case do.OpenGate():
                 must(engine.is_whole, "the gate opens to an engine without its memory")
-                pod.failures = 0
-                self.has_served = True
-                pod.change(gate_open=True)
+                return state.with_pod(pod._replace(failures=0).change(gate_open=True))
             case do.StartEngine(version=version):
-                self._start(pod, version)
+                return state.with_pod(self._started(pod, version))
             case do.KillEngine():
-                pod.part_ends(fault=engine.broken is not None)
+                return state.with_pod(pod.without_part(fault=engine.broken is not None))
             case do.EndPod():
-                pod.change(stopped=True)
+                return state.with_pod(pod.change(stopped=True))
             case do.VerifyExport(version=version):
-                pod.change(whole=version)
-            case do.RemoveExports():
-                pod.change(stale_exports=False, crowded=False)
+                must(version in _exports(state, pod), "an export that nobody wrote is verified")
+                return state.with_pod(pod.change(whole=version))
             case action if action.lane is do.Lane.ENGINE:
-                self._call(pod, action)
+                return self._called(state, pod, action)
             case _:
-                self._train(pod, view.ranks[0], action)
+                return state.with_pod(self._trained(pod, action))
 
-    def _start(self, pod: SpanPod, version: object) -> None:
+    def _started(self, pod: SpanPod, version: WeightVersion) -> SpanPod:
         assert pod.target is not None
         span = pod.target.span
         assert span is not None
-        must(not pod.is_on_device or pod.rules.ladder.serves_on, "a part starts beside a trainer on the device")
-        incarnation = f"e{next(self.incarnations)}"
-        first = {"launch": EngineLaunch(port=1)} if not pod.index else {}
-        part = {"part_of": span.engine.incarnation} if pod.index and span.engine else {}
-        pod.pods = span.pods
-        pod.maps = True
-        self.starts += 1
-        pod.change(engine=pod.view.engine.started(incarnation, version, start_by=1e9, **first, **part))  # type: ignore[arg-type]
+        must(not pod.is_on_device or self.rules.ladder.serves_on, "a part starts beside a trainer on the device")
+        is_whole = pod.view.whole == version or not self.rules.ladder.trains
+        must(is_whole, "a part starts on an export that its pod has not compared")
+        first: dict[str, Any] = {"launch": EngineLaunch(port=1)} if not pod.place else {}
+        part: dict[str, Any] = {"part_of": span.engine.incarnation} if pod.place and span.engine else {}
+        incarnation = f"e{pod.index}.{pod.starts + 1}"
+        engine = pod.view.engine.started(incarnation, version, start_by=1e9, **first, **part)
+        return pod._replace(pods=span.pods, maps=True, starts=pod.starts + 1).with_engine(engine)
 
-    def _call(self, pod: SpanPod, action: do.Action) -> None:
+    def _called(self, state: SpanState, pod: SpanPod, action: do.Action) -> SpanState:
         """Carry out a call of the first pod's agent, which reaches both parts or fails."""
-        must(not pod.index, f"{action} in a pod without a gate")
-        engine = pod.view.engine
-        if not self.is_joined:
-            pod.change(engine=engine.broke(f"{action} failed"))
-            return
+        must(pod.place == 0, f"{type(action).__name__} in a pod without a gate")
+        engine, parts = pod.view.engine, [each for each in state.pods if each.place is not None]
+        if not _is_joined(state):
+            return state.with_pod(pod.with_engine(engine.broke(f"{type(action).__name__} failed")))
+        maps = pod.maps
         match action:
             case do.AwaitEngine():
                 assert engine.starts_on is not None
@@ -199,16 +290,12 @@ class SpanningJob:
             case do.Flush():
                 after = engine.was_flushed()
             case do.Release():
-                after = engine.was_released()
-                for each in self.pods:
-                    each.maps = False
+                after, maps = engine.was_released(), False
             case do.Resume(tags=tags):
-                after = engine.was_resumed(tags)
-                for each in self.pods:
-                    must(not each.is_on_device, "memory comes back beside a trainer on the device")
-                    each.maps = True
+                must(not any(each.is_on_device for each in parts), "memory comes back beside a trainer on the device")
+                after, maps = engine.was_resumed(tags), True
             case do.Update(version=version):
-                must(all(each.view.whole == version for each in self.pods), "a pod lacks the export")
+                must(all(version in _exports(state, each) for each in parts), "a pod lacks the export")
                 after = engine.was_updated(version, f"of {version}")
             case do.Continue():
                 after = engine.was_continued()
@@ -216,43 +303,103 @@ class SpanningJob:
                 after = engine.agreed()
             case _:
                 raise AssertionError(action)
-        pod.change(engine=after)
+        for each in parts:
+            state = state.with_pod(each._replace(maps=maps))
+        return state.with_pod(pod._replace(maps=maps).with_engine(after))
 
-    def _train(self, pod: SpanPod, rank: RankView, action: do.Action) -> None:
+    def _trained(self, pod: SpanPod, action: do.Action) -> SpanPod:
+        rank = pod.view.ranks[0]
         match action:
             case do.StartTrainers(lineage=lineage):
-                pod.change(ranks=(rank.started(f"t{next(self.incarnations)}", lineage, start_by=1e9),))
+                return pod.change(ranks=(rank.started(f"t{pod.index}", lineage, start_by=1e9),))
             case do.AwaitTrainers():
-                pod.rank(state=TrainerState.OFFLOADED, step=0, saved=0, can_finish=not pod.index)
+                return pod.with_rank(state=TrainerState.OFFLOADED, step=0, saved=0, can_finish=not pod.index)
             case do.StopTrainers():
-                pod.change(ranks=(rank.gone(0),))
+                return pod.change(ranks=(rank.gone(0),))
             case do.FetchShards(step=step):
-                pod.change(shards=step)
+                return pod.change(shards=step)
             case do.Onload():
-                must(not pod.maps or pod.rules.ladder.serves_on, "a trainer comes beside a part that maps memory")
-                pod.rank(state=TrainerState.ONLOADED)
+                must(not pod.maps or self.rules.ladder.serves_on, "a trainer comes beside a part that maps memory")
+                return pod.with_rank(state=TrainerState.ONLOADED)
             case do.Train(step=step):
-                pod.rank(step=step)
+                return pod.with_rank(step=step)
             case do.Export(version=version):
-                pod.rank(exported=version)
+                return pod._replace(exports=pod.exports | {version}).with_rank(exported=version)
             case do.Offload():
-                pod.rank(state=TrainerState.OFFLOADED)
+                return pod.with_rank(state=TrainerState.OFFLOADED)
             case do.Save(step=step):
-                pod.rank(saved=step)
+                return pod.with_rank(saved=step)
             case do.SaveModel(version=version):
-                pod.rank(finished=version)
+                return pod.with_rank(finished=version)
             case _:
                 raise AssertionError(action)
 
-    def runs_to_its_end(self, *, deaths: int = 0, moves: int = 3000) -> None:
-        """Move until everybody has stopped. deaths: of parts of the engine, whenever there is one."""
-        for _ in range(moves):
-            if all(pod.view.stopped for pod in self.pods):
+    # ------------------------------------------------------------------------------------------------ looking at them
+    def walk(self, seed: int, *, deaths: int = 0) -> Iterator[SpanState]:
+        """Yield the states of one way at random, until the job has ended. Raises InvariantBroken."""
+        rng, state = random.Random(seed), self.start(deaths)
+        for _ in range(MOST_MOVES):
+            yield state
+            if has_ended(state):
                 return
-            living = [pod for pod in self.pods if not pod.view.engine.is_absent]
-            if deaths and living and self.random.random() < 0.03:
-                deaths -= 1
-                self.random.choice(living).part_ends(fault=True)
-            elif not self.move() and not self.move():
-                raise AssertionError(f"nobody moves: {self.climb}, {[pod.facts for pod in self.pods]}")
-        raise AssertionError(f"no end: {self.climb}, {[pod.facts for pod in self.pods]}")
+            dies = [*self._deaths(state)] if rng.random() < DEATHS_AT else []
+            following = dies or [*self._moves(state)]
+            must(bool(following), f"nobody moves, and there is no end: {state}")
+            state = self._with_kept(rng.choice(following)[1])
+        raise InvariantBroken(f"no end: {state}")
+
+    def explore(self, *, deaths: int, limit: int) -> Explored:
+        """Look at every state that can be reached, or no more than `limit`.
+
+        Raises InvariantBroken, with the way that led there.
+        """
+        start = self.start(deaths)
+        numbers, found, came_from = {start: 0}, deque([start]), [(0, "")]
+        before: list[list[int]] = [[]]
+        ends: dict[int, str] = {}
+        while found and len(numbers) <= limit:
+            state = found.popleft()
+            number = numbers[state]
+            try:
+                following = self.successors(state)
+            except InvariantBroken as error:
+                raise InvariantBroken(f"{error}, after {'; '.join(_way(came_from, number))}") from error
+            if has_ended(state) and state.record.climb is not None:
+                ends[number] = state.record.climb.cause
+            for what, after in following:
+                if (known := numbers.setdefault(after, len(numbers))) == len(before):
+                    found.append(after)
+                    came_from.append((number, what))
+                    before.append([])
+                before[known].append(number)
+        hopeful, rest = set(ends), [*ends]
+        while rest:
+            fresh = [number for number in before[rest.pop()] if number not in hopeful]
+            hopeful.update(fresh)
+            rest += fresh
+        hopeless = [] if found else [number for number in range(len(before)) if number not in hopeful][:5]
+        ways = [_way(came_from, number) for number in hopeless]
+        return Explored(len(numbers), sum(map(len, before)), Counter(ends.values()), len(found), ways)
+
+
+def has_ended(state: SpanState) -> bool:
+    return state.record.is_over and all(pod.view.stopped for pod in state.pods)
+
+
+def _way(came_from: list[tuple[int, str]], number: int) -> list[str]:
+    way = []
+    while number:
+        number, what = came_from[number]
+        way.append(what)
+    return way[::-1]
+
+
+def _is_joined(state: SpanState) -> bool:
+    """Return whether the parts of the newest engine have met."""
+    first, part = (pod.view.engine for pod in state.pods if pod.place is not None)
+    return not first.is_absent and not part.is_absent and part.part_of == first.incarnation
+
+
+def _exports(state: SpanState, pod: SpanPod) -> frozenset[WeightVersion]:
+    """Return the exports that the pod reads: its own trainers', or those on the volume that pods share."""
+    return pod.exports if pod.view.ranks else state.pods[0].exports

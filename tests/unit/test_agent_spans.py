@@ -12,7 +12,7 @@ from colocated_rl_agent.planner import actions as do
 from colocated_rl_agent.planner.spans import as_first, as_part, lost, shares_of
 from colocated_rl_agent.planner.views import EngineView, PodView, Share
 from colocated_rl_api.facts import EngineFacts, EngineState, GateFacts, TagState
-from colocated_rl_api.ladder import RESIDENT, ROLLOUT_ONLY, TIME_SLICED, Ladder
+from colocated_rl_api.ladder import DISAGGREGATED, RESIDENT, ROLLOUT_ONLY, TIME_SLICED, Ladder
 from colocated_rl_api.member_wire import EngineSpan, Goal, PodTarget
 from colocated_rl_api.names import PodUid
 from colocated_rl_api.rungs import Rung, WeightVersion
@@ -168,7 +168,7 @@ def test_part_is_ended_by_its_own_pod(view: PodView, target: PodTarget) -> None:
 
 @pytest.mark.parametrize("ladder", [RESIDENT, ROLLOUT_ONLY])
 def test_where_trainers_stay_on_the_devices_a_part_starts_on_what_the_first_pod_started_on(ladder: Ladder) -> None:
-    joins = pod(share=Share.FOLLOWS, joins_on=V1)
+    joins = pod(share=Share.FOLLOWS, joins_on=V1, whole=V1)
     assert OF_POD | {do.StartEngine(V1)} == done(joins, ladder=ladder)
     assert [do.Wait(until=5.0), do.StartEngine(V1)] == [*shares_of([do.Wait(until=5.0)], joins, CLIMB, ladder)]
     for view, target in (
@@ -180,3 +180,16 @@ def test_where_trainers_stay_on_the_devices_a_part_starts_on_what_the_first_pod_
         (joins, None),
     ):
         assert do.StartEngine(V1) not in done(view, target, ladder)
+
+
+@pytest.mark.parametrize("ladder", [RESIDENT, DISAGGREGATED])
+@pytest.mark.parametrize("whole", [None, V0])
+def test_a_part_compares_the_weights_that_it_starts_on_with_their_manifest_first(
+    ladder: Ladder, whole: WeightVersion | None
+) -> None:
+    joins = pod(share=Share.FOLLOWS, joins_on=V1, whole=whole)
+    assert OF_POD | {do.VerifyExport(V1)} == done(joins, ladder=ladder)
+    later = replace(joins, verify_after=5.0)
+    assert [do.Wait(until=5.0)] == [*shares_of([], later, CLIMB, ladder)]
+    assert OF_POD | {do.StartEngine(V1)} == done(replace(joins, whole=V1), ladder=ladder)
+    assert OF_POD | {do.StartEngine(V1)} == done(joins, ladder=ROLLOUT_ONLY), "its model has no manifest"

@@ -15,11 +15,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from colocated_rl_agent.planner.actions import Action, KillEngine, Lane, StartEngine, Wait
+from colocated_rl_agent.planner.actions import Action, KillEngine, Lane, StartEngine, VerifyExport, Wait
 from colocated_rl_agent.planner.views import CUDA_GRAPH, KV_CACHE, WEIGHTS, EngineView, PodView, Share
 from colocated_rl_api.facts import EngineFacts, EngineState, TagState
 from colocated_rl_api.ladder import Ladder
 from colocated_rl_api.member_wire import EngineSpan, Goal, PodTarget
+from colocated_rl_api.rungs import WeightVersion
 
 
 def as_part(pod: PodView, span: EngineSpan | None, *, pods: int) -> PodView:
@@ -85,7 +86,14 @@ def shares_of(
         yield action if is_ours else Wait()
     is_climbing = target is not None and target.goal is Goal.CLIMB and pod.runner_known and not pod.terminating
     if is_climbing and pod.joins_on is not None and pod.engine.is_absent and not ladder.takes_turns:
-        yield StartEngine(pod.joins_on)  # on whatever the first pod has started: trainers are on the devices anyway
+        yield _join(pod, pod.joins_on, ladder)  # whatever the first pod has started: trainers are on the devices anyway
+
+
+def _join(pod: PodView, version: WeightVersion, ladder: Ladder) -> Action | Wait:
+    """Start a part on weights that this pod has compared too: it may hold them in files of its own."""
+    if pod.whole == version or not ladder.trains:
+        return StartEngine(version)
+    return VerifyExport(version) if pod.now >= pod.verify_after else Wait(until=pod.verify_after)
 
 
 def _is_ours(action: Action, pod: PodView, target: PodTarget | None, ladder: Ladder) -> bool:
