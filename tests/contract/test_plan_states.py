@@ -7,10 +7,12 @@ from typing import Any
 import pytest
 
 from builders import OWN_ROLLOUT, PLACED, RESIDENT_ROLLOUT, ROLLOUT, TOGETHER, make_job
+from colocated_rl_agent.planner import next_actions
 from colocated_rl_api.rungs import Placement
-from fakes.explore import check, must_walk_to_the_end
+from fakes.explore import MOST_STATES, check, explore, must_walk_to_the_end
 from fakes.left_out import must_mean_the_same, searched
 from fakes.model import FAULTS, GROWING, LEAVING, MORTAL, ROOMLESS, JobModel
+from fakes.model_pod import InvariantBroken
 
 RARELY = (pytest.mark.slow, pytest.mark.release)  # each placement takes most of a minute
 ELSEWHERE = [{"onCauses": ["PodFailed", "MemberSilent"], "action": "ReplacePodElsewhere"}]
@@ -165,6 +167,33 @@ def test_every_state_of_a_job_whose_trainers_start_again_when_they_grow_is_safe_
     spec: dict[str, Any] = {**PLACED[placement], "failurePolicy": {"maxTrainerGrowth": "20Gi"}}
     job = make_job(replicas=replicas, steps=steps, checkpoint={"everySteps": 1}, **spec)
     check(JobModel(job, deaths=deaths, of=of, suspensions=suspensions), capsys)
+
+
+@pytest.mark.parametrize(
+    ("placement", "steps", "every", "of"),
+    [
+        (Placement.TRAIN_ONLY, 2, 100, "pod"),
+        (Placement.TRAIN_ONLY, 3, 2, "trainer"),
+        pytest.param(Placement.TIME_SLICED, 2, 100, "trainer", marks=RARELY),
+        pytest.param(Placement.RESIDENT, 2, 100, "trainer", marks=RARELY),
+    ],
+)
+def test_every_state_of_a_job_that_keeps_steps_in_the_memory_of_two_pods_is_safe_and_leads_to_an_end(
+    placement: Placement, steps: int, every: int, of: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Steps between checkpoints are kept by all ranks together, and trainers go on from the newest that is there."""
+    checkpoint = {"everySteps": every, "inMemory": {"sizeLimit": "1Gi"}}
+    job = make_job(replicas=2, steps=steps, checkpoint=checkpoint, **PLACED[placement])
+    check(JobModel(job, deaths=1, of=(of,)), capsys)
+
+
+def test_a_rank_that_goes_on_while_another_keeps_a_step_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    lacks = next_actions._lacks_mirror
+    monkeypatch.setattr(next_actions, "_lacks_mirror", lambda pod, *rest: not pod.ranks[0].rank and lacks(pod, *rest))
+    checkpoint = {"everySteps": 100, "inMemory": {"sizeLimit": "1Gi"}}
+    job = make_job(replicas=2, steps=2, checkpoint=checkpoint, **PLACED[Placement.TRAIN_ONLY])
+    with pytest.raises(InvariantBroken, match="while others keep a step together"):
+        explore(JobModel(job, deaths=0), limit=MOST_STATES)
 
 
 ELASTIC: dict[str, Any] = {"elasticPolicy": {"minReplicas": 1}}

@@ -18,8 +18,8 @@ pytestmark = pytest.mark.slow
     ("placement", "deaths"),
     [
         (Placement.TIME_SLICED, 1),
-        (Placement.RESIDENT, 1),
-        (Placement.DISAGGREGATED, 1),
+        pytest.param(Placement.RESIDENT, 1, marks=pytest.mark.release),
+        pytest.param(Placement.DISAGGREGATED, 1, marks=pytest.mark.release),
         (Placement.ROLLOUT_ONLY, 2),
     ],
 )

@@ -192,6 +192,8 @@ class _ShownRank(NamedTuple):
     is_alive: bool
     lineage: int | None
     step: int | None
+    can_mirror: bool
+    mirrored: int | None
 
 
 class Shown(NamedTuple):
@@ -208,12 +210,15 @@ class Shown(NamedTuple):
     is_first: bool
     rank: _ShownRank
     leaves: bool
+    parts: tuple[tuple[str, int], ...]
+    about_to_keep: tuple[do.Action, ...]
 
     @classmethod
     def of(cls, pod: ModelPod) -> Shown:
-        rank = _ShownRank(pod.rank.is_alive, pod.rank.lineage, pod.rank.step)
+        rank = _ShownRank(pod.rank.is_alive, pod.rank.lineage, pod.rank.step, pod.rank.can_mirror, pod.rank.mirrored)
+        keeping = (pod.parts, pod.about_to_keep)
         place = (pod.attempt, pod.alive, pod.there, pod.epoch, pod.gate_open)
-        return cls(*place, pod.stood, pod.ladder, pod.exports, pod.is_first, rank, pod.leaves)
+        return cls(*place, pod.stood, pod.ladder, pod.exports, pod.is_first, rank, pod.leaves, *keeping)
 
 
 class Decided(NamedTuple):
@@ -259,7 +264,8 @@ class JobModel:
         self.retries = retries
         self.resizes = resizes
         self._is_resized = bool(resizes) or job.spec.elastic_policy is not None
-        in_all_orders = in_all_orders or self._is_resized
+        self._mirrors = job.spec.checkpoint.in_memory is not None
+        in_all_orders = in_all_orders or self._is_resized or self._mirrors  # parts are of seats
         self.in_all_orders = in_all_orders
         self.may_swap = not (in_all_orders or job.spec.failure_policy.rules or LEAVING in of)
         self._job_as = cache(
@@ -673,23 +679,47 @@ class JobModel:
     def _effect(self, state: ModelState, index: int, action: do.Action) -> ModelState | None:
         """None: it does not end yet, because others are not where it needs them."""
         before, rollout = state.pods[index], state.rollout
-        durable = Durable(rollout.dropped, rollout.sealed, state.saved)
+        durable = Durable(rollout.dropped, rollout.sealed, state.saved, self._kept(state, before))
         done = carried_out(before, action, peers=partial(self._peers, state, index), durable=durable, acted=self._act)
         if done is None:
             return None
         pod, saved = done
         after = state._replace(saved=saved).with_pod(index, pod)
+        if isinstance(action, do.Mirror):
+            after = self._mirrored(after, pod, action.step)
         served = state.operator.served
         group = self._group_of(state, pod)
         must_rise_together(group, before, pod, action, served=served, standing_of=self._standing_of)
         return after
 
+    def _trainers(self, state: ModelState, pod: ModelPod) -> list[tuple[int, str, ModelPod]]:
+        """Return the pods with trainers of a pod's group, each with its place and its seat."""
+        seats = zip(self.job.gpu_seats, self._group_of(state, pod), strict=False)
+        return [(at, seat, each) for at, (seat, each) in enumerate(seats) if seat in self.job.trainer_seats]
+
+    def _kept(self, state: ModelState, pod: ModelPod) -> int | None:
+        """Return the newest step of which the memory of pods has every part; None: the job keeps none there."""
+        if not self._mirrors:
+            return None
+        trainers = self._trainers(state, pod)
+        held = [dict(each.parts) for _, _, each in trainers if each.alive]
+        return min(max((parts.get(seat, 0) for parts in held), default=0) for _, seat, _ in trainers)
+
+    def _mirrored(self, state: ModelState, pod: ModelPod, step: int) -> ModelState:
+        """All ranks keep a step at once, each in its pod and in another, half of the group away."""
+        trainers = self._trainers(state, pod)
+        half, pods = max(1, len(trainers) // 2), list(state.pods)
+        for at, _, each in trainers:
+            pods[at] = each._replace(rank=each.rank._replace(mirrored=step))
+        for (at, seat, _), (following, _, _) in zip(trainers, trainers[half:] + trainers[:half], strict=True):
+            for holder in {at, following}:
+                parts = dict(pods[holder].parts) | {seat: step}
+                pods[holder] = pods[holder]._replace(parts=tuple(sorted(parts.items())))
+        return state._replace(pods=tuple(pods))
+
     def _peers(self, state: ModelState, index: int) -> Iterator[ModelPod]:
         """Other pods with trainers."""
-        group = self._group_of(state, state.pods[index])
-        for other, (seat, pod) in enumerate(zip(self.job.gpu_seats, group, strict=False)):
-            if other != index and seat in self.job.trainer_seats:
-                yield pod
+        return (pod for other, _, pod in self._trainers(state, state.pods[index]) if other != index)
 
     def _group_of(self, state: ModelState, pod: ModelPod) -> tuple[ModelPod, ...]:
         """Return the pods of the group that a pod's target is for: fewer than there are seats, or all."""

@@ -22,7 +22,6 @@ from fakes.model_pod import (
     ModelPod,
     ModelRank,
     act,
-    chosen,
     last_barrier,
     must,
     rank_view,
@@ -62,17 +61,15 @@ def carried_out(
     peers: the other pods with trainers.
     """
     rank, saved = before.rank, durable.saved
+    if (behind := _joined_behind(action)) is not None and not has_joined(rank, peers(), behind):
+        return None
     match action:
         case do.AwaitTrainers():
-            if not has_joined(rank, peers(), -1):
-                return None
             can_mirror, step = durable.kept is not None, max(saved, durable.kept or 0)
             pod = _with_rank(before, state=TrainerState.OFFLOADED, step=step, saved=saved, can_mirror=can_mirror)
         case do.Score(step=step) | do.Train(step=step):
             must(durable.has(step), f"batch {step} is not in the store")
             must(rank.step == step - 1, "a batch out of order")
-            if not has_joined(rank, peers(), step - 1):
-                return None
             keep = rank.can_mirror and any(mirrors(pod, step - 1) for pod in peers())
             must(not keep, "a rank trains while others keep a step together")
             if isinstance(action, do.Score):
@@ -86,10 +83,8 @@ def carried_out(
             saved = max(saved, step)
             pod = _with_rank(before, saved=step)
         case do.Mirror(step=step):
-            if not has_joined(rank, peers(), step):
-                return None
             must(not any(pod.rank.step != step for pod in peers()), "a step is kept that others are beyond")
-            must(not any(do.Save(step) in chosen(pod) for pod in peers()), "a step is kept that others save together")
+            must(not any(do.Save(step) in pod.about_to_keep for pod in peers()), "a step is kept that others save")
             if not all(pod.rank.mirrored == step or mirrors(pod, step) for pod in peers()):
                 return None
             pod = _with_rank(before, mirrored=step)
@@ -107,13 +102,26 @@ def carried_out(
     return pod, saved
 
 
+def _joined_behind(action: do.Action) -> int | None:
+    """Return the step behind which all ranks meet in the action; None: each takes it by itself."""
+    match action:
+        case do.AwaitTrainers():
+            return -1
+        case do.Score(step=step) | do.Train(step=step):
+            return step - 1
+        case do.Save(step=step) | do.Mirror(step=step):
+            return step
+        case _:
+            return None
+
+
 def _with_rank(pod: ModelPod, **changes: object) -> ModelPod:
     return pod._replace(rank=pod.rank._replace(**changes)).noted()  # type: ignore[arg-type]
 
 
 def mirrors(pod: ModelPod, step: int) -> bool:
     """Return whether the pod's ranks are about to keep a step in memory, which takes all ranks of the group."""
-    return pod.rank.can_mirror and do.Mirror(step) in chosen(pod)
+    return do.Mirror(step) in pod.about_to_keep
 
 
 def has_joined(rank: ModelRank, peers: Iterable[ModelPod], step: int) -> bool:

@@ -228,6 +228,7 @@ class _ModelPod(NamedTuple):
     spoilt: tuple[str, ...] = ()
     has_failed: bool = False
     leaves: bool = False
+    parts: tuple[tuple[str, int], ...] = ()
 
 
 class ModelPod(Hashed, _ModelPod):
@@ -239,6 +240,7 @@ class ModelPod(Hashed, _ModelPod):
     leaves: its node gives notice that it is about to go.
     spoilt: checksums of the engine's next loads, which leave other weights in memory than they say.
     has_failed: its engine has, since it last served; only where a pod has several (`fakes.several_engines`).
+    parts: of steps, in the memory of the pod: the newest of the trainers of each seat. They outlive processes.
     """
 
     @property
@@ -255,6 +257,12 @@ class ModelPod(Hashed, _ModelPod):
 
     def as_first(self) -> ModelPod:
         return self._replace(rank=self.rank.as_first())
+
+    @property
+    def about_to_keep(self) -> tuple[do.Action, ...]:
+        """Return what the agent does next to keep a step, of a job that keeps steps in memory."""
+        actions = chosen(self) if self.rank.can_mirror else ()
+        return tuple(action for action in actions if isinstance(action, do.Save | do.Mirror))
 
     @property
     def durable(self) -> Journal:

@@ -50,7 +50,7 @@ class Frozen(dict[Any, Any]):
 
 
 class _SpanPod(NamedTuple):
-    index: int
+    number: int
     place: int | None
     view: PodView
     target: PodTarget | None = None
@@ -114,7 +114,7 @@ class SpanState(NamedTuple):
     deaths: int = 0
 
     def with_pod(self, pod: SpanPod) -> SpanState:
-        return self._replace(pods=(*self.pods[: pod.index], pod, *self.pods[pod.index + 1 :]))
+        return self._replace(pods=(*self.pods[: pod.number], pod, *self.pods[pod.number + 1 :]))
 
 
 class SpanningJob:
@@ -169,14 +169,14 @@ class SpanningJob:
         record = state.record
         for pod, sent, known in zip(state.pods, record.sent, record.known, strict=True):
             if sent is not None and sent != pod.target and not pod.view.stopped:
-                yield f"target {pod.index} arrives", state.with_pod(self._told(pod, sent))
+                yield f"target {pod.number} arrives", state.with_pod(self._told(pod, sent))
             if known is not (facts := self._facts(pod)):
-                heard = (*record.known[: pod.index], facts, *record.known[pod.index + 1 :])
+                heard = (*record.known[: pod.number], facts, *record.known[pod.number + 1 :])
                 after = self._looked(record._replace(known=heard))
-                yield f"report {pod.index} arrives", state._replace(record=after)
+                yield f"report {pod.number} arrives", state._replace(record=after)
             for action in self._choices(pod):
                 if not isinstance(action, do.AwaitEngine) or _is_joined(state):
-                    yield f"{pod.index}: {type(action).__name__}", self._act(state, pod, action)
+                    yield f"{pod.number}: {type(action).__name__}", self._act(state, pod, action)
 
     def _deaths(self, state: SpanState) -> Iterator[tuple[str, SpanState]]:
         if not state.deaths:
@@ -184,7 +184,7 @@ class SpanningJob:
         for pod in state.pods:
             if not pod.view.engine.is_absent:
                 ended = state.with_pod(pod.without_part(fault=True))
-                yield f"part {pod.index} ends", ended._replace(deaths=state.deaths - 1)
+                yield f"part {pod.number} ends", ended._replace(deaths=state.deaths - 1)
 
     def _told(self, pod: SpanPod, target: PodTarget) -> SpanPod:
         after = pod._replace(target=target)
@@ -234,7 +234,11 @@ class SpanningJob:
             epoch=climb.epoch if climb else 0,
             stopped=climb is not None and climb.cause.goal is Goal.STOP,
         )
-        recorded = {"trained_step": record.trained_step, "served": record.served, "is_over": record.is_over}
+        recorded: dict[str, Any] = {
+            "trained_step": record.trained_step,
+            "served": record.served,
+            "is_over": record.is_over,
+        }
         seen = make_observation(self.job, [*record.known], climb=climb, rollout=rollout, **recorded)
         return seen if climb is None else replace(seen, climb=climb)
 
@@ -270,7 +274,7 @@ class SpanningJob:
         must(is_whole, "a part starts on an export that its pod has not compared")
         first: dict[str, Any] = {"launch": EngineLaunch(port=1)} if not pod.place else {}
         part: dict[str, Any] = {"part_of": span.engine.incarnation} if pod.place and span.engine else {}
-        incarnation = f"e{pod.index}.{pod.starts + 1}"
+        incarnation = f"e{pod.number}.{pod.starts + 1}"
         engine = pod.view.engine.started(incarnation, version, start_by=1e9, **first, **part)
         return pod._replace(pods=span.pods, maps=True, starts=pod.starts + 1).with_engine(engine)
 
@@ -311,9 +315,9 @@ class SpanningJob:
         rank = pod.view.ranks[0]
         match action:
             case do.StartTrainers(lineage=lineage):
-                return pod.change(ranks=(rank.started(f"t{pod.index}", lineage, start_by=1e9),))
+                return pod.change(ranks=(rank.started(f"t{pod.number}", lineage, start_by=1e9),))
             case do.AwaitTrainers():
-                return pod.with_rank(state=TrainerState.OFFLOADED, step=0, saved=0, can_finish=not pod.index)
+                return pod.with_rank(state=TrainerState.OFFLOADED, step=0, saved=0, can_finish=not pod.number)
             case do.StopTrainers():
                 return pod.change(ranks=(rank.gone(0),))
             case do.FetchShards(step=step):
