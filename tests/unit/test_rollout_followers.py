@@ -9,19 +9,21 @@ import sqlite3
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, closing
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 import pytest
 from aiohttp import web
-from unit.test_rollout_store import JOB, S, completed_group, prompt, recorded, seal, segment
+from unit.test_rollout_store import JOB, PlainDecoder, S, completed_group, prompt, recorded, seal, segment
 from waiting import until
 
 from colocated_rl_api.facts import RolloutFacts
 from colocated_rl_rollout.pages.exports import SampleExports
 from colocated_rl_rollout.pages.followers import LINES, Followers
 from colocated_rl_rollout.pages.pages import pages
+from colocated_rl_rollout.pages.words import in_words
 from colocated_rl_rollout.rules.samples import Finish
 from colocated_rl_rollout.store.store import Store
 from fakes.interface import rollout_interface
@@ -62,11 +64,11 @@ async def next_row(response: aiohttp.ClientResponse) -> dict[str, Any]:
 async def serving(
     store: Store, *, text: Callable[[list[int]], str] = str, model: Path = Path(), **options: Any
 ) -> AsyncIterator[FollowersScene]:
-    followers = Followers(store, text, pace_s=0, **options)
+    words = partial(in_words, decoder=PlainDecoder(text))
+    followers = Followers(store, words, pace_s=0, **options)
     application = web.Application()
-    application.add_routes(
-        pages(store, lambda: RolloutFacts(epoch=1), text, followers, SampleExports(store, model), dict)
-    )
+    facts = RolloutFacts(epoch=1)
+    application.add_routes(pages(store, lambda: facts, list, words, followers, SampleExports(store, model), dict))
     runner = web.AppRunner(application, handler_cancellation=True, shutdown_timeout=1)
     await runner.setup()
     site = web.TCPSite(runner, "127.0.0.1", 0)
@@ -164,6 +166,24 @@ async def test_only_samples_of_a_state_are_reported_and_with_words_where_they_ar
         scene.followers.end()
         [row] = await scene.whole("&after=0&state=completed&text=true")
         assert (2, "3 tokens", "2 tokens") == (row["ended"], row["prompt"], row["response"])
+        assert [{"step": 0, "trained": True, "tokens": 2, "text": "2 tokens"}] == row["spans"]
+
+
+async def test_batches_are_read_a_page_after_another(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("colocated_rl_rollout.pages.pages.BATCHES_AT_MOST", 2)
+    for _ in range(3):
+        seal(store, [completed_group(store)])
+        store.commit(store.next_step - 1)
+    store.forget(2)
+    await store.flushed()
+    async with serving(store) as scene:
+        pages = []
+        for after in (0, 2, 3):
+            async with scene.client.get(f"/v1/batches?after={after}") as response:
+                body = await response.read()
+            rollout_interface().check("GET", "/v1/batches", response.status, response.content_type, body)
+            pages.append([batch["step"] for batch in json.loads(body)["batches"]])
+        assert [[1, 2], [3], []] == pages
 
 
 async def test_who_comes_too_late_sees_the_gap(store: Store) -> None:

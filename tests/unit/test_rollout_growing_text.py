@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -15,6 +17,8 @@ from colocated_rl_rollout.gateway.growing_text import (
     WINDOW,
     GrowingText,
 )
+from colocated_rl_rollout.pages.words import spans
+from colocated_rl_rollout.store.transcripts import Transcript
 
 SPECIAL = ["<|end|>", "<|call|>"]
 BYTES = [f"<0x{value:02X}>" for value in range(256)]
@@ -125,6 +129,27 @@ def test_however_long_a_text_gets_only_a_few_tokens_are_decoded_at_a_time(word: 
     assert decoder.decoded <= WINDOW + 1
     assert decoder.text(ids) in (text, text + CUT_OFF)
     assert KEPT < WINDOW
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+@settings(max_examples=100)
+@given(data=st.data())
+def test_parts_of_a_response_by_the_weights_that_drew_them_add_up_to_it(name: str, data: st.DataObject) -> None:
+    """A character may have bytes of two of them."""
+    decoder = CountingTokenizer(TOKENIZERS[name])
+    size = data.draw(st.integers(1, 40))
+    ids = data.draw(st.lists(st.integers(0, decoder.size - 1), min_size=size, max_size=size))
+    steps = data.draw(st.lists(st.integers(-1, 2), min_size=size, max_size=size))
+    written = data.draw(st.lists(st.booleans(), min_size=size, max_size=size))
+    response = np.array(ids, np.int32)
+    prompt, logp = response[:0], np.zeros(size, np.float32)
+    found = spans(Transcript(prompt, response, np.array(written), logp, np.array(steps, np.int32)), decoder)
+    assert decoder.text(ids) == "".join(span["text"] for span in found)
+    drew = [
+        (step if step >= 0 else None, True) if own else (None, False) for step, own in zip(steps, written, strict=True)
+    ]
+    assert drew == [(span["step"], span["trained"]) for span in found for _ in range(span["tokens"])]
+    assert all((one["step"], one["trained"]) != (other["step"], other["trained"]) for one, other in pairwise(found))
 
 
 def test_a_row_of_bytes_is_reported_once_it_has_ended() -> None:

@@ -17,6 +17,8 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -32,6 +34,7 @@ from colocated_rl_api.checkpoint import CONTENTS, FORMAT, Contents, checkpoint_n
 from colocated_rl_api.facts import EvaluationResult
 from colocated_rl_api.names import PromptPosition
 from colocated_rl_api.rungs import WeightVersion
+from colocated_rl_rollout.pages.words import in_words
 from colocated_rl_rollout.rules.samples import (
     LIVE,
     NO_TOKENS,
@@ -882,8 +885,8 @@ async def test_the_room_that_is_kept_grows_with_the_batches(tmp_path: Path) -> N
     store.close()
 
 
-async def test_a_week_of_steps_takes_no_more_room_than_a_day(store: Store) -> None:
-    sizes = []
+async def test_a_week_of_steps_takes_no_more_room_than_a_day(tmp_path: Path) -> None:
+    store, sizes = Store(tmp_path, job_uid=JOB, records_at_most=50), []
     for _ in range(2):
         for _ in range(60):
             record = seal(store, [completed_group(store) for _ in range(8)])
@@ -898,7 +901,26 @@ async def test_a_week_of_steps_takes_no_more_room_than_a_day(store: Store) -> No
     store.close()
     with closing(sqlite3.connect(store.path)) as reader:
         tables = ("groups", "samples", "segments", "batches")
-        assert [0, 0, 0, 1] == [reader.execute(f"SELECT COUNT(*) FROM {table}").fetchone()[0] for table in tables]
+        assert [0, 0, 0, 50] == [reader.execute(f"SELECT COUNT(*) FROM {table}").fetchone()[0] for table in tables]
+
+
+async def test_records_of_batches_stay_for_the_learning_curve_without_digests_of_files_that_are_gone(
+    store: Store, tmp_path: Path
+) -> None:
+    sealed = []
+    for _ in range(4):
+        sealed.append(seal(store, [completed_group(store)]))
+        store.commit(sealed[-1].step)
+        store.forget(sealed[-1].step - 1)
+    await store.flushed()
+    without = [record.model_copy(update={"sha256": ()}) for record in sealed]
+    assert [*without[:3], sealed[3]] == store.records(after=0, limit=10)
+    assert without[1:3] == store.records(after=1, limit=2)
+    store.close()
+    again = Store(tmp_path, job_uid=JOB)
+    assert [*without[:3], sealed[3]] == again.records(after=0, limit=10)
+    assert (sealed[3], 5) == (again.sealed, again.next_step)
+    again.close()
 
 
 async def test_a_volume_that_hangs_is_not_waited_for_for_ever(store: Store) -> None:
@@ -918,19 +940,33 @@ async def test_people_see_the_newest_samples_first(store: Store) -> None:
     store.close()
 
 
+@dataclass
+class PlainDecoder:
+    """Decodes whole texts alone."""
+
+    text: Callable[[list[int]], str] = str
+    special_ids: frozenset[int] = frozenset()
+    byte_ids: frozenset[int] = frozenset()
+
+
+WORDS = partial(in_words, decoder=PlainDecoder())
+
+
 async def test_people_read_what_was_written_wherever_it_is_kept(store: Store) -> None:
     group = completed_group(store)
     store.admit(prompt(1), size=1)
     await store.flushed()
-    words = {row["id"]: (row["prompt"], row["response"]) for row in store.recent(None, limit=10, text=str)}
+    words = {row["id"]: (row["prompt"], row["response"]) for row in store.recent(None, limit=10, words=WORDS)}
     asked, answer = (str(list(group.prompt.ids)), str(group.samples[0].tokens.ids.tolist()))
     assert ((asked, answer), (str(list(prompt(1).ids)), None)) == (words[1], words[3])
     seal(store, [group])
     await store.flushed()
-    assert {(asked, answer)} == {(row["prompt"], row["response"]) for row in store.recent(S.SEALED, limit=9, text=str)}
+    assert {(asked, answer)} == {
+        (row["prompt"], row["response"]) for row in store.recent(S.SEALED, limit=9, words=WORDS)
+    }
     for file in store.batch_directory.iterdir():
         file.unlink()
-    assert {(None, None)} == {(row["prompt"], row["response"]) for row in store.recent(S.SEALED, limit=9, text=str)}
+    assert {(None, None)} == {(row["prompt"], row["response"]) for row in store.recent(S.SEALED, limit=9, words=WORDS)}
     store.close()
 
 

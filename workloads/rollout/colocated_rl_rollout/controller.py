@@ -42,12 +42,14 @@ from colocated_rl_rollout.metrics import RolloutMetrics, StoreGauges, TokenRate
 from colocated_rl_rollout.pages.exports import SampleExports
 from colocated_rl_rollout.pages.followers import Followers
 from colocated_rl_rollout.pages.interface import interface
-from colocated_rl_rollout.pages.pages import data_routes, pages
+from colocated_rl_rollout.pages.pages import EngineShown, data_routes, pages
+from colocated_rl_rollout.pages.words import in_words
 from colocated_rl_rollout.reference import ReferencePods
 from colocated_rl_rollout.replay import Replay
 from colocated_rl_rollout.rewards.prompts import PromptSource
 from colocated_rl_rollout.rewards.rewards import TaskProcesses
 from colocated_rl_rollout.rules.chat import Chat
+from colocated_rl_rollout.rules.holders import holder_behind
 from colocated_rl_rollout.rules.samples import SampleState, Tokens
 from colocated_rl_rollout.sealer import Sealer
 from colocated_rl_rollout.settings import RolloutSettings
@@ -78,6 +80,7 @@ class Controller:
     ) -> None:
         """Build the parts. Raises StoreFailed, ModelUnusable, and the errors of MemberTls.read."""
         job, spec = settings.job, settings.job.spec
+        self._placement = spec.placement
         self._drain_s = settings.drain_s
         self._filters = (*spec.rollout.filters, *spec.rollout.filter_functions)
         self._progress_s = settings.progress_s
@@ -201,7 +204,8 @@ class Controller:
             self._sealer = Replay(spec, store=store, recording=settings.recording, changed=self._dirty.set)
             self._beside, served, around = {}, [], []
         registry.register(StoreGauges(store, lambda: self._evaluation.results))
-        self._followers = Followers(store, chat.text)
+        words = partial(in_words, decoder=chat)
+        self._followers = Followers(store, words)
         self._facts = self._observe()
         self.member = MemberServer(
             hello=Hello(
@@ -222,7 +226,8 @@ class Controller:
                 *pages(
                     store,
                     lambda: self._facts,
-                    chat.text,
+                    self._engines_shown,
+                    words,
                     self._followers,
                     SampleExports(store, settings.model),
                     partial(interface, gateway=bool(served)),
@@ -363,6 +368,25 @@ class Controller:
             problem=self._problem(),
             stopped=self._stopped,
         )
+
+    def _engines_shown(self) -> list[EngineShown]:
+        """Return the engines as people see them, by pod."""
+        sealed, trained, shown = self._store.next_step - 1, self._store.trained_step, list[EngineShown]()
+        for engine in sorted(self._engines, key=lambda engine: engine.name):
+            is_open = engine.state.open if engine.state else None
+            holder, why = holder_behind(is_open, self._placement, sealed=sealed, trained=trained)
+            version = str(engine.version) if engine.version else None
+            shown.append(
+                {
+                    "pod": engine.name,
+                    "open": is_open,
+                    "version": version,
+                    "inFlight": engine.in_flight,
+                    "holder": holder,
+                    "why": why,
+                }
+            )
+        return shown
 
     def _problem(self) -> Problem | None:
         """Return why there is no progress, from the first part that has a problem."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import heapq
 from collections import Counter
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Iterable, Iterator
 from typing import Any
 
 from colocated_rl_api import descriptors
@@ -72,6 +72,10 @@ class Engines:
         if named != self._named:
             self._named = named
             self._renamed.set()
+
+    def __iter__(self) -> Iterator[EngineClient]:
+        """Iterate over all gates that are followed, open or not."""
+        return iter(self._clients.values())
 
     @property
     def open(self) -> list[EngineClient]:

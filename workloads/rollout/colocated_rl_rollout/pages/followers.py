@@ -19,7 +19,7 @@ from aiohttp import web
 
 from colocated_rl_rollout.clients import ClientGone, reading, wait_until_set
 from colocated_rl_rollout.rules.samples import SampleState
-from colocated_rl_rollout.store.store import Store
+from colocated_rl_rollout.store.store import Store, Words
 
 ReadT = TypeVar("ReadT")
 AT_MOST = 16
@@ -32,19 +32,19 @@ BEGINS_AFTER = "X-Begins-After"
 
 
 class Followers:
-    """Serves followers, at_most at a time. text: decodes tokens. pace_s: between reads. silence_s: to an empty line."""
+    """Serves followers, at_most at a time. words: of a sample. pace_s: between reads. silence_s: to an empty line."""
 
     def __init__(
         self,
         store: Store,
-        text: Callable[[list[int]], str],
+        words: Words,
         *,
         at_most: int = AT_MOST,
         pace_s: float = PACE_S,
         silence_s: float = SILENCE_S,
     ) -> None:
         self._store = store
-        self._text = text
+        self._words = words
         self._at_most = at_most
         self._pace_s, self._silence_s = pace_s, silence_s
         self._one_reads = asyncio.Lock()
@@ -68,7 +68,7 @@ class Followers:
         news = asyncio.Event()
         self._store.followers.add(news)
         try:
-            return await self._send(request, news, after, state, self._text if text else None)
+            return await self._send(request, news, after, state, self._words if text else None)
         except ClientGone as gone:
             return gone.response
         finally:
@@ -80,7 +80,7 @@ class Followers:
         news: asyncio.Event,
         after: int,
         state: SampleState | None,
-        text: Callable[[list[int]], str] | None,
+        words: Words | None,
     ) -> web.StreamResponse:
         headers = {"Content-Type": LINES, "Cache-Control": "no-cache", BEGINS_AFTER: str(after)}
         response = web.StreamResponse(headers=headers)
@@ -89,7 +89,7 @@ class Followers:
         while after < self._store.ended or not self._is_over:
             news.clear()
             if after < self._store.ended:
-                lines, after = await self._lines(after, state, text)
+                lines, after = await self._lines(after, state, words)
                 for line in lines:
                     async with reading(request, response):
                         await response.write(line)
@@ -101,14 +101,12 @@ class Followers:
             await response.write_eof()
         return response
 
-    async def _lines(
-        self, after: int, state: SampleState | None, text: Callable[[list[int]], str] | None
-    ) -> tuple[list[bytes], int]:
+    async def _lines(self, after: int, state: SampleState | None, words: Words | None) -> tuple[list[bytes], int]:
         """Return a page of lines, and the place that it reaches to."""
-        up_to, page = self._store.ended, PAGE_OF_TEXTS if text else PAGE
+        up_to, page = self._store.ended, PAGE_OF_TEXTS if words else PAGE
 
         def read() -> tuple[list[bytes], int]:
-            rows = self._store.ended_after(after, up_to, state, limit=page, text=text)
+            rows = self._store.ended_after(after, up_to, state, limit=page, words=words)
             return [json.dumps(row).encode() + b"\n" for row in rows], rows[-1]["ended"] if len(rows) == page else up_to
 
         await self._store.flushed()

@@ -25,6 +25,8 @@ from colocated_rl_rollout.pages.openapi import (
     document,
 )
 from colocated_rl_rollout.pages.pages import (
+    BatchesAsked,
+    BatchesShown,
     EvaluationsShown,
     Progress,
     SamplesAsked,
@@ -98,6 +100,12 @@ def _turns(root: str, session: dict[str, Any]) -> dict[Route, Operation]:
 OPERATIONS: dict[Route, Operation] = {
     Route("GET", "/v1/state"): _page("Target and facts of the rollout controller", State),
     Route("GET", "/v1/progress"): _page("How far things are", Progress),
+    Route("GET", "/v1/batches"): _page(
+        "Records of sealed batches, by step",
+        BatchesShown,
+        query=BatchesAsked,
+        refusals={"400": ("a parameter can't be", None)},
+    ),
     Route("GET", "/v1/evaluations"): _page("All evaluations, the newest last", EvaluationsShown),
     Route("GET", "/v1/samples"): Operation(
         tag=PAGES,

@@ -16,16 +16,19 @@ from typing_extensions import TypedDict  # the standard library's can't be read 
 
 from colocated_rl_api.batch import DIGEST_HEADER
 from colocated_rl_api.facts import EvaluationResult, RolloutFacts
+from colocated_rl_api.holders import PodHolder
 from colocated_rl_member.data import data_application
 from colocated_rl_member.tls import MemberTls
 from colocated_rl_rollout.pages.exports import SampleExports
 from colocated_rl_rollout.pages.followers import Followers
+from colocated_rl_rollout.pages.words import SpanShown
 from colocated_rl_rollout.rules.samples import Finish, GroupId, SampleId, SampleState
 from colocated_rl_rollout.store.batches import BatchRecord, shard_path
-from colocated_rl_rollout.store.store import BatchNotDealt, Store
+from colocated_rl_rollout.store.store import BatchNotDealt, Store, Words
 
 MAX_REQUEST_BYTES = 64 * 1024
 SAMPLES_AT_MOST, SAMPLES_DEFAULT = 1000, 100
+BATCHES_AT_MOST = 1000
 AskedT = TypeVar("AskedT", bound=BaseModel)
 
 
@@ -61,7 +64,9 @@ class SamplesAsked(BaseModel):
     after: int | None = Field(
         default=None, ge=0, lt=2**63, description="with follow, go on: `ended` of the last one seen; 0 is all there are"
     )
-    text: bool = Field(default=False, description="with prompt and response")
+    text: bool = Field(
+        default=False, description="with prompt and response; in JSON also which weights drew which part"
+    )
 
     @model_validator(mode="after")
     def _fits(self) -> SamplesAsked:
@@ -72,6 +77,14 @@ class SamplesAsked(BaseModel):
         if self.format == "parquet" and (self.follow or self.before is not None):
             raise ValueError("?format=parquet is of samples as they are now: neither ?follow= nor ?before=")
         return self
+
+
+class BatchesAsked(BaseModel):
+    """Selects batches, in a query."""
+
+    after: int = Field(
+        default=0, ge=0, lt=10**9, description=f"those of later steps, {BATCHES_AT_MOST} at most: the last one seen"
+    )
 
 
 class SampleShown(TypedDict):
@@ -99,10 +112,15 @@ class SampleShown(TypedDict):
     ]
     prompt: NotRequired[str | None]
     response: NotRequired[str | None]
+    spans: NotRequired[list[SpanShown]]
 
 
 class SamplesShown(TypedDict):
     samples: Annotated[list[SampleShown], Field(description="the newest first; those in a checkpoint are only counted")]
+
+
+class BatchesShown(TypedDict):
+    batches: Annotated[list[BatchRecord], Field(description="the oldest first; of a long job the oldest are gone")]
 
 
 class EvaluationsShown(TypedDict):
@@ -115,8 +133,20 @@ class Ended(TypedDict):
     samples: int
 
 
+class EngineShown(TypedDict):
+    """Shows an engine as the rollout controller sees it: by its gate."""
+
+    pod: str
+    open: Annotated[bool | None, Field(description="its gate; null: it does not answer")]
+    version: Annotated[str | None, Field(description="of its weights, step.lineage, while its gate is open")]
+    inFlight: Annotated[int, Field(description="requests of the rollout controller")]
+    holder: Annotated[PodHolder | None, Field(description="of the pod's GPUs; null: the gate does not show it")]
+    why: str
+
+
 class Progress(TypedDict):
     facts: RolloutFacts
+    engines: Annotated[list[EngineShown], Field(description="those that the operator names, by pod")]
     sealed: Annotated[BatchRecord | None, Field(description="the newest batch")]
     endedWithoutTraining: list[Ended]
 
@@ -155,12 +185,13 @@ def data_routes(
 def pages(
     store: Store,
     facts: Callable[[], RolloutFacts],
-    text: Callable[[list[int]], str],
+    engines: Callable[[], list[EngineShown]],
+    words: Words,
     followers: Followers,
     exports: SampleExports,
     interface: Callable[[], Mapping[str, Any]],
 ) -> list[web.RouteDef]:
-    """Return the routes for people, on the pod's loopback. text: decodes tokens. interface: document of all routes."""
+    """Return the routes for people, on the pod's loopback. words: of a sample. interface: document of all routes."""
 
     async def show_progress(_: web.Request) -> web.Response:
         ended = [
@@ -169,7 +200,12 @@ def pages(
         ]
         sealed = store.sealed.model_dump(mode="json", by_alias=True) if store.sealed else None
         return web.json_response(
-            {"facts": facts().model_dump(mode="json", by_alias=True), "sealed": sealed, "endedWithoutTraining": ended}
+            {
+                "facts": facts().model_dump(mode="json", by_alias=True),
+                "engines": engines(),
+                "sealed": sealed,
+                "endedWithoutTraining": ended,
+            }
         )
 
     async def show_samples(request: web.Request) -> web.StreamResponse:
@@ -182,9 +218,15 @@ def pages(
             if after > store.ended:
                 raise _problem(400, f"?after=: only {store.ended} samples have ended: the store is another one")
             return await followers.serve(request, after=after, state=asked.state, text=asked.text)
-        decode = text if asked.text else None
-        rows = await followers.in_turn(lambda: store.recent(asked.state, before=asked.before, limit=limit, text=decode))
+        rows = await followers.in_turn(
+            lambda: store.recent(asked.state, before=asked.before, limit=limit, words=words if asked.text else None)
+        )
         return web.json_response({"samples": rows})
+
+    async def show_batches(request: web.Request) -> web.Response:
+        after = _asked(request, BatchesAsked).after
+        found = await followers.in_turn(lambda: store.records(after=after, limit=BATCHES_AT_MOST))
+        return web.json_response({"batches": [each.model_dump(mode="json", by_alias=True) for each in found]})
 
     async def show_evaluations(_: web.Request) -> web.Response:
         found = await followers.in_turn(store.evaluations)
@@ -195,6 +237,7 @@ def pages(
 
     return [
         web.get("/v1/progress", show_progress),
+        web.get("/v1/batches", show_batches),
         web.get("/v1/evaluations", show_evaluations),
         web.get("/v1/samples", show_samples),
         web.get("/openapi.json", show_interface),

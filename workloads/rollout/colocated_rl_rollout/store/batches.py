@@ -66,7 +66,7 @@ class BatchRecord(Wire):
     )
     truncated: int = Field(description="samples that ended by the token limit")
     masked_tokens: int = Field(default=0, description="tokens that are too old to be trained, and are context alone")
-    sha256: tuple[str, ...] = Field(description="of each shard")
+    sha256: tuple[str, ...] = Field(description="of each shard; none once its files are gone")
 
     @property
     def staleness_mean(self) -> float | None:

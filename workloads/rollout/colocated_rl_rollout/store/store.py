@@ -75,9 +75,13 @@ from colocated_rl_rollout.store.recording import RecordingUnusable, as_dealt, de
 
 LOG = logging.getLogger(__name__)
 
+Words = Callable[[transcripts.Transcript], Mapping[str, Any]]
+"""Returns what people are shown of a sample's tokens."""
+
 COMMIT_DEADLINE_S = 60.0
 EPOCH_DEADLINE_S = 10.0
 CLOSE_DEADLINE_S = 10.0
+RECORDS_AT_MOST = 10_000  # of batches whose files are gone, about 400 bytes each
 SPARE_BYTES = 64 * 1024 * 1024  # of the volume, for what is accepted already; plus twice the newest batch
 
 
@@ -106,15 +110,18 @@ class Store:
         *,
         job_uid: JobUid,
         keeps_batches: bool = False,
+        records_at_most: int = RECORDS_AT_MOST,
         former: FormerJob | None = None,
         free_bytes: Callable[[Path], int] = free_on_volume,
     ) -> None:
-        """Open or make the store. keeps_batches: also keep those that no trainer needs any more.
+        """Open or make the store. keeps_batches: also keep those that no trainer needs any more. records_at_most: of
+        batches that are not kept.
 
         former: what a job that has no store yet goes on from.
         Raises StoreFailed when it can't be used, or belongs to another job.
         """
         self._keeps_batches = keeps_batches
+        self._records_at_most = records_at_most
         self.free_bytes = free_bytes
         self.problem: Problem | None = None
         self.deal_problem: Problem | None = None  # why a batch could not be dealt to those who asked for it last
@@ -507,13 +514,14 @@ class Store:
 
     def forget(self, saved_step: int) -> None:
         """Forget steps that a checkpoint holds: their batches need no replay, their samples are only counted."""
-        saved = min(saved_step, self.trained_step)
-        if saved <= self._saved_step:
+        saved, before = min(saved_step, self.trained_step), self._saved_step
+        if saved <= before:
             return
         self._saved_step = saved
         removed: list[Statement] = [
-            ("UPDATE batches SET kept = 0 WHERE step <= ?", [(saved,)]),
-            ("DELETE FROM batches WHERE kept = 0 AND step < (SELECT MAX(step) FROM batches)", [()]),
+            (tables.DROP_BATCHES, [(saved,)]),
+            (tables.DROP_DIGESTS, [(before, saved)]),
+            (tables.DROP_RECORDS, [(self._records_at_most,)]),
         ]
         self._writer.write(
             (tables.RETIRE, [(saved,)]),
@@ -533,13 +541,13 @@ class Store:
         *,
         limit: int,
         before: int | None = None,
-        text: Callable[[list[int]], str] | None = None,
+        words: Words | None = None,
     ) -> list[dict[str, Any]]:
         """Return the newest samples, for people; those of batches that a checkpoint holds are only counted. Blocks.
 
-        before: return only smaller ids. text: turns tokens into words, and adds prompt and response.
+        before: return only smaller ids. words: adds what it returns of a sample's tokens.
         """
-        return self._shown(tables.RECENT, text, state=state, before=before, limit=limit)
+        return self._shown(tables.RECENT, words, state=state, before=before, limit=limit)
 
     def ended_after(
         self,
@@ -548,20 +556,27 @@ class Store:
         state: SampleState | None,
         *,
         limit: int,
-        text: Callable[[list[int]], str] | None = None,
+        words: Words | None = None,
     ) -> list[dict[str, Any]]:
         """Return those that ended after place `after`, in that order, as far as they are durable. Blocks."""
-        return self._shown(tables.ENDED, text, state=state, after=after, up_to=up_to, limit=limit)
+        return self._shown(tables.ENDED, words, state=state, after=after, up_to=up_to, limit=limit)
 
-    def _shown(self, statement: str, text: Callable[[list[int]], str] | None, **asked: Any) -> list[dict[str, Any]]:
+    def _shown(self, statement: str, words: Words | None, **asked: Any) -> list[dict[str, Any]]:
         with contextlib.closing(self._reader()) as database:
             database.execute("BEGIN")  # rows and tokens as they were at one moment
             found = [tables.shown(row) for row in database.execute(statement, asked)]
-            if text is not None:
+            if words is not None:
                 for sample, transcript in transcripts.of(database, self.batch_directory, found):
-                    parts = {"prompt": transcript.prompt, "response": transcript.response}
-                    sample |= {name: text(ids.tolist()) if len(ids) else None for name, ids in parts.items()}
+                    sample |= words(transcript)
             return found
+
+    def records(self, *, after: int, limit: int) -> list[BatchRecord]:
+        """Return the records of the batches behind step `after`, the oldest first, as far as durable. Blocks.
+
+        Those that a checkpoint holds have no digests of their files, which are gone; of these the oldest are removed.
+        """
+        found = self.rows(tables.RECORDS, after, limit)
+        return [BatchRecord.model_validate_json(row["record"]) for row in found]
 
     def record_evaluation(self, result: EvaluationResult) -> None:
         """Record a finished evaluation of one set."""

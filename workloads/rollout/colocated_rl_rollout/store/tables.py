@@ -1,8 +1,9 @@
 """Define the tables of the store: their schema, the statements that change them, and how a row is read. Opens no file.
 
 A prompt's ids stand with its group until it is sealed, tokens as segments of a sample until it is; rows of samples stay
-until a checkpoint holds their step, and are only counted from then on (`retired`). Clients' turns at the gateway stand
-with their sessions, until they become samples of a group or are given up; such a sample has the names of both.
+until a checkpoint holds their step, and are only counted from then on (`retired`). Records of batches stay
+longer, for the learning curve, without the digests of files that are gone. Clients' turns at the gateway stand with
+their sessions, until they become samples of a group or are given up; such a sample has the names of both.
 """
 
 from __future__ import annotations
@@ -121,8 +122,15 @@ SELECT COALESCE(MIN(id) - 1, (SELECT MAX(id) FROM samples), 0) FROM
 (SELECT id FROM samples WHERE :state IS NULL OR state = :state ORDER BY id DESC LIMIT COALESCE(:limit, -1))
 """
 RETIRED_BATCHES = """
-SELECT step FROM batches WHERE step <= (SELECT value FROM facts WHERE name = 'saved_step') ORDER BY step
+SELECT step FROM batches WHERE kept AND step <= (SELECT value FROM facts WHERE name = 'saved_step') ORDER BY step
 """
+RECORDS = "SELECT record FROM batches WHERE step > ? ORDER BY step LIMIT ?"
+DROP_BATCHES = "UPDATE batches SET kept = 0 WHERE step <= ?"
+DROP_DIGESTS = """
+UPDATE batches SET record = json_set(record, '$.sha256', json('[]'))
+WHERE step BETWEEN ? AND ? AND step < (SELECT MAX(step) FROM batches)
+"""
+DROP_RECORDS = "DELETE FROM batches WHERE kept = 0 AND step <= (SELECT MAX(step) FROM batches) - ?"
 
 
 def sample_of(row: Sequence[Any], group: Group) -> Sample:
