@@ -137,6 +137,12 @@ test-storage: ## whole jobs on volumes that fill up and are expanded, and on a s
 	@$(SETUP)
 	@pytest tests/storage
 
+.PHONY: test-page
+test-page: ## the page of a job in Chromium, from the rollout controller's own process; names what it needs; no part of test
+	@tests/page/prerequisites.sh
+	@$(SETUP) --only dev
+	@$(BESIDE_DEV) page/requirements.txt python -m pytest page
+
 .PHONY: mutants
 mutants: setup-dev ## small changes of the pure core that no fast test notices; ONLY=plan.py, SINCE=COMMIT for what changed, WITHIN_S=600, AT_ONCE=1; no part of test
 	@$(BESIDE_DEV) mutants/requirements.txt python -m mutants $(if $(ONLY),--only $(ONLY)) $(if $(SINCE),--since $(SINCE)) $(if $(WITHIN_S),--within $(WITHIN_S)) $(if $(AT_ONCE),--at-once $(AT_ONCE))

@@ -337,6 +337,23 @@ def test_the_gateway_answers_as_the_page_for_one_gpu_asks_it(job: RunningJob, te
     assert "assistant" == choice["message"]["role"]
 
 
+def test_the_page_of_a_job_is_behind_the_port_that_kubectl_forwards(
+    job: RunningJob, terminal: RecordedTerminal
+) -> None:
+    """The document itself, and every step so far behind what it reads its curve from."""
+    job.wait_for_step(1, deadline_s=STEPS_S)
+    port = free_port()
+    [forward] = under("docs/samples.md", "In a browser")
+    forward = forward.replace("sums-rollout-0", job.rollout_pod).replace(" 8080", f" {port}:8080")
+    asks = f"curl --silent --fail --retry 30 --retry-all-errors --retry-delay 1 http://127.0.0.1:{port}"
+    answer = terminal(f"{forward} >&2 & trap 'kill $!' EXIT\n{asks}/v1/batches && {asks}/")
+    batches, document = json.JSONDecoder().raw_decode(answer)
+    steps = [batch["step"] for batch in batches["batches"]]
+    assert [*range(1, len(steps) + 1)] == steps
+    assert len(steps) >= job.step
+    assert answer[document:].startswith("<!doctype html>")
+
+
 def test_a_pod_that_is_lost_takes_no_finished_step_with_it(job: RunningJob) -> None:
     """It is lost while the group trains. The step before is in no checkpoint, but in the memory of both pods."""
     before, (survivor, lost) = job.status, job.gpu_pods

@@ -1164,7 +1164,15 @@ async def test_pages_and_metrics_show_what_there_is(job: JobOnDisk, processes: T
         await scene.open(V0)
         await scene.sealed(1)
         ports = scene.controller.member.ports
-        assert 6 == (await scene.page("/v1/progress"))["sealed"]["samples"]
+        progress = await scene.page("/v1/progress")
+        assert 6 == progress["sealed"]["samples"]
+        assert [(gate.name, True, str(V0), "rollout") for gate in scene.gates] == [
+            (engine["pod"], engine["open"], engine["version"], engine["holder"]) for engine in progress["engines"]
+        ]
+        assert [1] == [batch["step"] for batch in (await scene.page("/v1/batches"))["batches"]]
+        for host, status in ((f"127.0.0.1:{ports.pages}", 200), ("localhost", 200), ("rebound.example", 403)):
+            async with scene.session.get(f"http://127.0.0.1:{ports.pages}/", headers={"Host": host}) as response:
+                assert (host, status) == (host, response.status)
         assert (await scene.page("/v1/state"))["hello"]["pod"] == "job-rollout-0-0"
         newest, last = (await scene.page("/v1/samples?state=sealed&limit=2"))["samples"]
         assert ["sealed", "sealed"] == [newest["state"], last["state"]]

@@ -26,6 +26,7 @@ SELECTIONS = {
     "operator/requirements.txt": ("operator/pyproject.toml",),
     "workloads/agent/requirements.txt": ("workloads/agent/pyproject.toml",),
     "workloads/rollout/requirements.txt": ("workloads/rollout/pyproject.toml",),
+    "tests/page/requirements.txt": ("tests/page/requirements.in",),
     "tests/peers/requirements.txt": ("tests/peers/requirements.in",),
     "tests/mutants/requirements.txt": ("tests/mutants/requirements.in",),
     "tests/website/requirements.txt": ("tests/website/requirements.in",),

@@ -137,6 +137,9 @@ RUN: Mapping[str, str] = {
     "docs/samples.md#Follow": (
         "integration/test_cli_samples.py::test_samples_are_reported_as_they_end_until_the_job_is_over"
     ),
+    "docs/samples.md#In a browser": (
+        "e2e/test_two_pods.py::test_the_page_of_a_job_is_behind_the_port_that_kubectl_forwards"
+    ),
     "docs/samples.md": LOOKS,
     "docs/tutorial.md": "e2e/test_tutorial.py::test_every_command_of_the_tutorial_does_what_it_says",
     "examples/arithmetic/README.md": (

@@ -135,7 +135,7 @@ def test_no_library_has_two_versions_in_the_project() -> None:
     ours = {pin.partition("==")[0] for pin in everything}
     besides = {
         ROOT / f"tests/{name}/requirements.txt"
-        for name in ("audit", "peers", "website", "trained_model", "fuzz", "mutants", "release")
+        for name in ("audit", "page", "peers", "website", "trained_model", "fuzz", "mutants", "release")
     }  # what only they have is no part of it
     alone = ROOT / "tests/frameworks/requirements.txt"  # asks for other versions, and is in no process of ours
     others = {

@@ -18,6 +18,7 @@ from colocated_rl_rollout.pages.exports import PARQUET
 from colocated_rl_rollout.pages.followers import BEGINS_AFTER, LINES
 from colocated_rl_rollout.pages.openapi import (
     EVENTS,
+    HTML,
     JSON,
     SCHEMAS,
     Operation,
@@ -98,6 +99,12 @@ def _turns(root: str, session: dict[str, Any]) -> dict[Route, Operation]:
 
 
 OPERATIONS: dict[Route, Operation] = {
+    Route("GET", "/"): Operation(
+        tag=PAGES,
+        summary="The job to watch in a browser, which reads the other pages",
+        answers={HTML: {"type": "string"}},
+        rest=ON_LOOPBACK,
+    ),
     Route("GET", "/v1/state"): _page("Target and facts of the rollout controller", State),
     Route("GET", "/v1/progress"): _page("How far things are", Progress),
     Route("GET", "/v1/batches"): _page(

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from pydantic import BaseModel, TypeAdapter
 from pydantic.json_schema import GenerateJsonSchema, JsonSchemaMode
 
+HTML = "text/html"
 JSON = "application/json"
 EVENTS = "text/event-stream"
 TEXT = "text/plain"

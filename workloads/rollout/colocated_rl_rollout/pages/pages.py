@@ -21,6 +21,7 @@ from colocated_rl_member.data import data_application
 from colocated_rl_member.tls import MemberTls
 from colocated_rl_rollout.pages.exports import SampleExports
 from colocated_rl_rollout.pages.followers import Followers
+from colocated_rl_rollout.pages.watch import watch_page
 from colocated_rl_rollout.pages.words import SpanShown
 from colocated_rl_rollout.rules.samples import Finish, GroupId, SampleId, SampleState
 from colocated_rl_rollout.store.batches import BatchRecord, shard_path
@@ -236,6 +237,7 @@ def pages(
         return web.json_response(interface())
 
     return [
+        web.get("/", watch_page),
         web.get("/v1/progress", show_progress),
         web.get("/v1/batches", show_batches),
         web.get("/v1/evaluations", show_evaluations),
