@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import json
 import os
+import shutil
 import signal
 import sys
 from asyncio.subprocess import PIPE, Process
@@ -15,10 +17,12 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import pyarrow.parquet as pq
 import pytest
 import refusing_kernel
 from aiohttp import web
 from aiohttp.test_utils import TestServer
+from documents.blocks import under
 from waiting import until
 
 from colocated_rl_api.rungs import WeightVersion
@@ -204,6 +208,28 @@ async def test_f14_sigterm_waits_for_responses_until_its_deadline_and_no_tokens_
         (ended,) = lines(second.log, "rollout controller ended")
         assert {"completed", "sealed"} >= set(ended["samples"]), ended
         assert 6 == sum(ended["samples"].values())
+
+
+async def test_samples_of_a_job_that_is_over_are_read_from_a_copy_of_its_store(tmp_path: Path) -> None:
+    """The command of the page makes the file of what a killed controller left: its log of writes is not merged yet."""
+    job, copy = JobOnDisk.write(tmp_path, make_spec()), tmp_path / "copy"
+    async with surroundings(job, tmp_path) as (_, gate), running(job) as life:
+        await life.operator.send(1, [gate.endpoint])
+        await gate.open(WeightVersion(0, 1))
+        await life.operator.until(lambda facts: facts.sealed)
+        await life.kill()
+    shutil.copytree(job.directory / "state", copy, ignore=lambda _, found: {"lock"} & {*found})
+    [command] = under("docs/samples.md", "When the job is over, or suspended")
+    words = {"python": sys.executable, "COPY": str(copy), "MODEL": str(job.directory / "model")}
+    program, file = ([words.get(word, word) for word in part.split()] for part in command.split(">"))
+    async with asyncio.timeout(START_DEADLINE_S):
+        process = await asyncio.create_subprocess_exec(*program, stdout=PIPE)
+        body, _ = await process.communicate()
+    assert (0, ["samples.parquet"]) == (process.returncode, file)
+    rows = pq.read_table(io.BytesIO(body)).to_pylist()
+    sealed = [row for row in rows if row["state"] == "sealed"]
+    assert 6 == len(sealed)
+    assert all(row["response"].startswith("Answer: ") and {0} == {*row["token_step"]} for row in sealed)
 
 
 async def test_connections_that_say_nothing_keep_no_member_out_and_take_little_memory(tmp_path: Path) -> None:

@@ -140,6 +140,9 @@ RUN: Mapping[str, str] = {
     "docs/samples.md#In a browser": (
         "e2e/test_two_pods.py::test_the_page_of_a_job_is_behind_the_port_that_kubectl_forwards"
     ),
+    "docs/samples.md#When the job is over, or suspended": (
+        "integration/test_rollout_process.py::test_samples_of_a_job_that_is_over_are_read_from_a_copy_of_its_store"
+    ),
     "docs/samples.md": LOOKS,
     "docs/tutorial.md": "e2e/test_tutorial.py::test_every_command_of_the_tutorial_does_what_it_says",
     "examples/arithmetic/README.md": (

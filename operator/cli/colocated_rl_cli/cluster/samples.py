@@ -115,15 +115,22 @@ async def _is_over(api: Api, job: str) -> bool:
 
 
 async def rollout_pod(api: Api, job: str) -> str:
-    """Return the name of the running rollout pod. Raises ObjectMissing."""
-    await api.job(job)  # raises if there is none
+    """Return the name of the running rollout pod. Raises ObjectMissing, which says where samples are without one."""
+    found = await api.job(job)
     for pod in await api.pods_of(job):
         if (
             pod["metadata"]["labels"].get(names.ROLE_LABEL) == names.ROLE_ROLLOUT
             and pod["status"].get("phase") == "Running"
         ):
             return str(pod["metadata"]["name"])
-    raise ObjectMissing(f"job {api.namespace}/{job} has no rollout pod that runs: kubectl crlj explain {job} shows why")
+    claim = names.claim_name(job, found["metadata"]["uid"], "store")
+    if is_over(found):
+        why = f"is over, and no pod serves its samples: claim {claim} has them, docs/samples.md says how to read a copy"
+    elif found["spec"].get("suspend"):
+        why = f"is suspended and has no pods: claim {claim} has its samples, kubectl crlj resume {job} shows them again"
+    else:
+        why = f"has no rollout pod that runs: kubectl crlj explain {job} shows why"
+    raise ObjectMissing(f"job {api.namespace}/{job} {why}")
 
 
 def listed(rows: list[Row], form: str, *, text: bool) -> str:
