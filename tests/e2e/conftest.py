@@ -202,9 +202,10 @@ def volume(claim_name: str, path: Path, *, namespace: str = NAMESPACE) -> str:
     return yaml.safe_dump_all(model_volume(claim_name, path, namespace=namespace))
 
 
-def apply(kubectl: KubectlCall, file: str, **instead: object) -> RunningJob:
-    """Create the job of a file beside the tests, with other fields of its spec."""
+def apply(kubectl: KubectlCall, file: str, *, suffix: str = "", **instead: object) -> RunningJob:
+    """Create the job of a file beside the tests, with other fields of its spec. suffix: of its name."""
     manifest = yaml.safe_load((SCENARIOS / file).read_text())
+    manifest["metadata"]["name"] += suffix
     manifest["spec"] |= instead
     kubectl("-n", NAMESPACE, "apply", "-f", "-", stdin=json.dumps(manifest))
     return RunningJob(kubectl, namespace=NAMESPACE, name=manifest["metadata"]["name"])

@@ -31,7 +31,7 @@ def job(kubectl: KubectlCall, request: pytest.FixtureRequest) -> Iterator[Runnin
     if request.param == "apart":
         rollout = yaml.safe_load((SCENARIOS / FILE).read_text())["spec"]["rollout"]
         instead = {"replicas": 1, "rollout": rollout | APART, "weightSync": {"volume": {"size": "256Mi"}}}
-    running = apply(kubectl, FILE, **instead)
+    running = apply(kubectl, FILE, suffix=f"-{request.param}", **instead)
     yield running
     running.delete()
 

@@ -94,7 +94,7 @@ class SpanPod(Hashed, _SpanPod):
         return after.with_engine(self.view.engine.gone()).change(gate_open=False)
 
 
-class _Record(NamedTuple):
+class _SpanRecord(NamedTuple):
     known: tuple[PodFacts | None, ...]
     sent: tuple[PodTarget | None, ...]
     climb: Climb | None = None
@@ -104,13 +104,13 @@ class _Record(NamedTuple):
     is_over: bool = False
 
 
-class Record(Hashed, _Record):
+class SpanRecord(Hashed, _SpanRecord):
     """The operator's: what it has heard of each pod, the targets that it sent last, and what is in the job's status."""
 
 
 class SpanState(NamedTuple):
     pods: tuple[SpanPod, ...]
-    record: Record
+    record: SpanRecord
     deaths: int = 0
 
     def with_pod(self, pod: SpanPod) -> SpanState:
@@ -133,7 +133,7 @@ class SpanningJob:
         """Every pod runs, and nobody knows anybody."""
         pods = tuple(self._new_pod(index, seat) for index, seat in enumerate(self.job.gpu_seats))
         nobody = (None,) * len(pods)
-        return SpanState(pods, Record(nobody, nobody), deaths)
+        return SpanState(pods, SpanRecord(nobody, nobody), deaths)
 
     def _keep(self, value: T) -> T:
         """Return the first of equal values: comparing it with itself costs nothing."""
@@ -202,13 +202,13 @@ class SpanningJob:
         return self._keep(facts.model_copy(update={"took_s": Frozen()}))
 
     # ------------------------------------------------------------------------------------------------------- operator
-    def _look(self, record: Record) -> Record:
+    def _look(self, record: SpanRecord) -> SpanRecord:
         """Return the record once the operator has nothing more to do about it."""
         while (after := self._decide(record)) != record:
             record = after
         return self._keep(record)
 
-    def _decide(self, record: Record) -> Record:
+    def _decide(self, record: SpanRecord) -> SpanRecord:
         decided = plan(self.observe(record))
         if decided.raises:
             return record._replace(climb=decided.climb)
@@ -225,7 +225,7 @@ class SpanningJob:
                 record = record._replace(served=climb.version, has_served=True)
         return record
 
-    def observe(self, record: Record) -> Observation:
+    def observe(self, record: SpanRecord) -> Observation:
         climb = record.climb
         step, is_alone = climb.step if climb else 0, not self.job.ladder.trains
         rollout = rollout_facts(

@@ -32,6 +32,8 @@ DECIDED: dict[str, str] = {
         "in no queue set scheduling.queuedPods to WithDevices": "an empty string meant something, before any release"
         for role in ("engine", "gpu", "reference", "rollout")
     },
+    ".spec.failurePolicy.rules[].action: a rule more: MemberSilent is answered by ReplacePodElsewhere, RestartPod, "
+    "FailJob: write one of them, or a rule of its own for that cause": "it allows the same, and names the usual first",
     ".spec.reference.placement: a rule more: reference.placement WithRollout needs engines with devices of their own "
     "(rollout.placement OwnDevices): these are the trainer's devices, use WithTrainer": "it is about a new value",
     ".spec.replicas: a rule more: replicas can't change from one to more while the job has pods, nor before it has "
