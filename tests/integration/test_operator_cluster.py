@@ -900,18 +900,27 @@ async def test_helm_waits_until_the_job_serves(world: RealWorld, tmp_path: Path)
         await world.until(lambda: world.condition("Ready").get("status") == "True")
 
 
-async def test_two_releases_that_watch_one_namespace_do_not_fight_over_its_job(world: RealWorld) -> None:
+async def test_two_releases_that_watch_one_namespace_do_not_fight_over_its_job_and_a_third_takes_it_over(
+    world: RealWorld,
+) -> None:
+    first, third = f"{OPERATORS}/colocated-rl-operator", f"{OPERATORS}/third"
     world.stay_in_rollout()
-    async with world.operator():
+    async with world.operator() as operator:
         await world.until(lambda: world.status.get("phase") == "Rollout")
         another = world.operator(LEASE | {"LEASE_NAME": "another"}, kubeconfig=world.kubeconfig)
         async with another as other:
             await world.until(lambda: other.logged("lease taken"))
             await told_up_to(world, Reason.ANOTHER_OPERATOR)
+            assert not other.logged("epoch raised")
+        assert first == world.status["operator"]
+        heir = world.operator(LEASE | {"LEASE_NAME": "third", "TAKE_OVER": first}, kubeconfig=world.kubeconfig)
+        async with heir as taker:
+            await world.until(lambda: taker.logged("job taken over"))
             world.kubelet.release("rollout")
             await world.until(lambda: world.is_complete)
-            assert not other.logged("epoch raised")
-    assert (f"{OPERATORS}/colocated-rl-operator", 5) == (world.status["operator"], world.status["epoch"])
+            await world.until(lambda: operator.logged("epoch raised"))
+    assert (third, 6) == (world.status["operator"], world.status["epoch"])
+    assert "3-1" == world.status["weightVersion"]
 
 
 @pytest.mark.parametrize("world", [{"backoffLimit": 0}], indirect=True, ids=["backoffLimit 0"])
