@@ -30,8 +30,8 @@ async def claim(state: JobState, doors: Doors) -> bool:
             log(LOG, "job taken over", reason=f"it was that of operator {theirs}")
     elif theirs != doors.release:
         note = (
-            f"operator {doors.release} leaves this job alone: operator {theirs} has it. An admin lets this one take its "
-            f"jobs over by the chart's value watch.takeOver: [{theirs}]"
+            f"operator {doors.release} leaves this job alone: operator {theirs} has it. An admin lets this one take "
+            f"jobs of that one over by the chart's value watch.takeOver: [{theirs}]"
         )
         state.record.note(None, News("Warning", Reason.ANOTHER_OPERATOR, note, action="LeaveAlone"))
         return False
