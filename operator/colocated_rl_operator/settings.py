@@ -9,7 +9,7 @@
 | AGENT_IMAGE, ROLLOUT_IMAGE, GPU_IMAGE | images of jobs that name none | required |
 | IMAGE_PULL_POLICY | of the pods it makes | IfNotPresent |
 | FAULT_INJECTION | whether agents take faults that a person injects: true or false | false |
-| JOB_EGRESS | what pods of jobs may call, by NetworkPolicies: Open, NoMetadata or Named | NoMetadata |
+| JOB_EGRESS | what pods of jobs may call, by NetworkPolicies: Open, NoMetadata, Named or OwnPods | NoMetadata |
 | NODE_ACCESS | what pods of jobs may have of their node, by template, in JSON: `NodeAccess` | {} |
 | TAINT_NODES | whether nodes with bad devices are tainted: true or false | false |
 | POD_DEFAULTS | what pods have where their job's template says nothing, by template, in JSON: `PodDefaults` | {} |
