@@ -41,7 +41,7 @@ def test_namespaces_are_a_list() -> None:
 def test_jobs_of_other_operators_are_taken_over_where_that_is_said() -> None:
     assert frozenset() == OperatorSettings.read(ENVIRONMENT).takes_over
     settings = OperatorSettings.read(ENVIRONMENT | {"TAKE_OVER": "old/rl, older/rl", "LEASE_NAME": "new"})
-    assert ("rl/new", {"old/rl", "older/rl"}) == (settings.release, settings.takes_over)
+    assert ("rl/new", frozenset({"old/rl", "older/rl"})) == (settings.release, settings.takes_over)
 
 
 def test_f97_faults_are_injected_only_where_that_is_said() -> None:
