@@ -40,7 +40,7 @@ from colocated_rl_api.parts import (
 from colocated_rl_api.pod_template import APART, PodTemplates
 from colocated_rl_api.prompts import SOURCES, OneSource, Prompts, Source, function_rule, is_function, sources_of
 from colocated_rl_api.rungs import Placement, ReferencePlacement, RolloutPlacement
-from colocated_rl_api.scheduling import Scheduling
+from colocated_rl_api.scheduling import Scheduling, Topology
 
 MANY_STEPS = 1_000_000
 JOB_NAME_MAX = 40  # longest derived name: NAME-trainer-REPLICA-ATTEMPT, at most 63 characters
@@ -140,8 +140,8 @@ _CONCURRENCY = Rule(
 )
 
 
-def _own(what: str) -> tuple[Rule, Rule]:
-    """Return the rules of a role that may have pods and devices of its own: both fields belong to those."""
+def _own(what: str) -> tuple[Rule, ...]:
+    """Return the rules of a role that may have pods and devices of its own: these fields belong to those."""
     is_apart = f"has(self.placement) && self.placement == '{RolloutPlacement.OWN_DEVICES}'"
     return (
         Rule(
@@ -154,6 +154,12 @@ def _own(what: str) -> tuple[Rule, Rule]:
             "gpus",
             f"!has(self.gpus) || {is_apart}",
             f"gpus are the devices of {what} pods of their own: give them with placement OwnDevices, and only there",
+        ),
+        Rule(
+            "topology",
+            f"!has(self.topology) || {is_apart}",
+            f"topology is where {what} pods of their own are near one another: give it with placement OwnDevices; for "
+            "all pods with devices it is scheduling.topology",
         ),
     )
 
@@ -304,6 +310,10 @@ class Rollout(Part):
     gpus: Gpus | None = Field(
         default=None,
         description="Devices of each of them; spec.gpus when absent.",
+    )
+    topology: Topology | None = Field(
+        default=None,
+        description="Where they are near one another, without the other pods; scheduling.topology when absent.",
     )
     offload: Distinct[Annotated[EngineMemory, Field(strict=False)]] = Field(
         default=list(EngineMemory),
@@ -564,6 +574,10 @@ class Reference(Part):
         default=None,
         description="Devices of each of them, of which each holds the whole model; spec.gpus when absent. May change "
         "while the job is suspended.",
+    )
+    topology: Topology | None = Field(
+        default=None,
+        description="Where they are near one another, without the other pods; scheduling.topology when absent.",
     )
 
     @property

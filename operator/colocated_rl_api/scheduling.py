@@ -30,7 +30,7 @@ _Label = Annotated[str, Field(max_length=317, json_schema_extra=_label_rule), _i
 
 
 class Topology(Part):
-    """Nodes with one value of a label, on which the pods with devices run together."""
+    """Nodes with one value of a label, on which pods with devices run together."""
 
     RULES = (one_of("topology is", "required", "preferred"),)
 

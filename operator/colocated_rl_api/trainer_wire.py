@@ -85,6 +85,7 @@ class TrainerStatus(Wire):
     mirror_fault: str = ""  # why that step could not be kept
     can_finish: bool = False  # answers `/v1/finish`; reported once the checkpoint is loaded
     finished: Version | None = None  # newest export that this process has left as the job's model
+    network_fault: str = ""  # why it reaches other pods more slowly than its devices could, and what to do
     progress: int = 0  # rises while a request goes on; its deadline counts from the last rise
     standstill: Standstill | None = None  # reported once it has lasted for a while, by a trainer that measures it
     metrics: dict[str, float] = Field(default_factory=dict)  # of the last finished step

@@ -5,10 +5,11 @@
 | OPERATOR_NAMESPACE | its own namespace: Lease and authority live there | required |
 | POD_NAME | who it is in the Lease | the host name |
 | WATCH_NAMESPACES | namespaces of jobs, separated by commas; all when empty | empty |
+| TAKE_OVER | operators whose jobs it takes over, as NAMESPACE/LEASE with commas between | empty |
 | AGENT_IMAGE, ROLLOUT_IMAGE, GPU_IMAGE | images of jobs that name none | required |
 | IMAGE_PULL_POLICY | of the pods it makes | IfNotPresent |
 | FAULT_INJECTION | whether agents take faults that a person injects: true or false | false |
-| JOB_EGRESS | what pods of jobs may call, by NetworkPolicies: Open, NoMetadata or Named | NoMetadata |
+| JOB_EGRESS | what pods of jobs may call, by NetworkPolicies: Open, NoMetadata, Named or OwnPods | NoMetadata |
 | NODE_ACCESS | what pods of jobs may have of their node, by template, in JSON: `NodeAccess` | {} |
 | TAINT_NODES | whether nodes with bad devices are tainted: true or false | false |
 | POD_DEFAULTS | what pods have where their job's template says nothing, by template, in JSON: `PodDefaults` | {} |
@@ -66,6 +67,7 @@ class OperatorSettings:
     identity: str
     images: PodImages
     watch_namespaces: tuple[str, ...] = ()
+    takes_over: frozenset[str] = frozenset()
     node_signs: NodeSigns = field(default_factory=NodeSigns)
     taints_nodes: bool = False
     lease_name: str = "colocated-rl-operator"
@@ -76,6 +78,11 @@ class OperatorSettings:
     keys_check_s: float = 60.0
     metrics_port: int = 9090
     log_level: str = "INFO"
+
+    @property
+    def release(self) -> str:
+        """Return this operator as jobs name it."""
+        return f"{self.namespace}/{self.lease_name}"
 
     @classmethod
     def read(cls, environment: Mapping[str, str]) -> OperatorSettings:
@@ -106,6 +113,7 @@ class OperatorSettings:
                 gangs=read.gangs(),
             ),
             watch_namespaces=read.several("WATCH_NAMESPACES"),
+            takes_over=read.operators("TAKE_OVER"),
             node_signs=NodeSigns(
                 bad_conditions=frozenset(read.pairs("BAD_NODE_CONDITIONS")),
                 leaving_taints=frozenset(read.several("LEAVING_NODE_TAINTS")),
@@ -135,6 +143,13 @@ class _EnvironmentReader:
     def several(self, name: str) -> tuple[str, ...]:
         """Return the values between commas."""
         return tuple(value.strip() for value in self.environment.get(name, "").split(",") if value.strip())
+
+    def operators(self, name: str) -> frozenset[str]:
+        """Return operators as jobs name them: NAMESPACE/LEASE between commas."""
+        for value in self.several(name):
+            if [bool(part) for part in value.split("/")] != [True, True]:
+                raise BadSetting(name, value, "NAMESPACE/NAME, as status.operator of a job names its operator")
+        return frozenset(self.several(name))
 
     def pairs(self, name: str) -> list[tuple[str, str]]:
         """Return KEY=VALUE between commas."""

@@ -9,6 +9,9 @@ long.
 
 kopf reads all jobs at once, and a job that Python can't read would end it, and each operator after it. So it reads
 jobs by `bounded_json`.
+
+All that is replaced is private to kopf. A test fails once a release of kopf no longer calls it; docs/design.md has the
+way out.
 """
 
 from __future__ import annotations

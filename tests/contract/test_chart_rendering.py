@@ -104,6 +104,7 @@ def test_values_reach_the_operator() -> None:
     assert f"colocated-rl/gpu:{version}" == settings.images.gpu
     settings = OperatorSettings.read(environment(one(rendered(CHART / "ci/namespaced-values.yaml"), "Deployment")))
     assert ("research", "team-a") == settings.watch_namespaces
+    assert {"old/colocated-rl"} == settings.takes_over
     settings = OperatorSettings.read(environment(one(rendered(CHART / "ci/node-notices-values.yaml"), "Deployment")))
     allowed = {template: (each.host_network, each.host_paths) for template, each in settings.node_access.items()}
     of_gpu, of_rollout = (True, ["/mnt/nvme", "/mnt/models"]), (False, ["/mnt/rows"])
@@ -192,6 +193,7 @@ def test_job_network_policies_recognize_the_operator() -> None:
         ("authority.secretName=colocated-rl-authority", "/authority/secretName"),
         ("leaderElection.retrySeconds=0", "/leaderElection/retrySeconds"),
         ("watch.namespaces[0]=Research", "/watch/namespaces/0"),
+        ("watch.takeOver[0]=colocated-rl", "/watch/takeOver/0"),
         ("resources.limit.memory=1Gi", "limit"),
         ("runAsUser=0", "/runAsUser"),
         ("nodes.access.trainer.hostNetwork=true", "trainer"),

@@ -7,11 +7,14 @@ from typing import Any
 
 import pytest
 import yaml
-from contract.api_server import ApiServer, Document, Kubectl
+from contract.api_server import Answer, ApiServer, Document, Kubectl
 
 from builders import make_job
 from colocated_rl_api import names
 from colocated_rl_operator import crd
+from colocated_rl_operator.clients.cluster import find_cluster
+from colocated_rl_operator.clients.errors import Conflict
+from colocated_rl_operator.clients.kube import APPLY, Kube
 from colocated_rl_operator.manifests.resources import PodImages, pod
 from setup.layout import CHECKOUT
 
@@ -108,6 +111,36 @@ def test_two_writers_of_conditions_keep_each_others(api: ApiServer, job: Documen
         answer = api.request("PATCH", path, body, content_type="application/apply-patch+yaml")
         assert answer.is_accepted, answer.message
     assert {"Ready", "Quota"} == {each["type"] for each in answer.body["status"]["conditions"]}
+
+
+async def test_what_a_restored_backup_wrote_goes_with_the_operators_write_and_would_outlive_an_apply(
+    api: ApiServer, kubectl: Kubectl, job: Document
+) -> None:
+    """An apply removes no field that another manager wrote too: a job that is restored and retried would be over still.
+
+    An apply that is fenced by the version of the object is refused as often as a write that is: it saves no conflict.
+    """
+    name = job["metadata"]["name"]
+    ended = STATUS | {"completionTime": SEEN_AT}
+    path, old = f"{JOBS}/{name}/status?fieldManager=", job["metadata"]["resourceVersion"]
+    restored = api.request("PATCH", f"{path}backup", {"status": ended}, content_type="application/merge-patch+json")
+    assert restored.is_accepted, restored.message
+
+    def apply(version: str) -> Answer:
+        whose = {"apiVersion": names.API_VERSION, "kind": names.KIND}
+        body = whose | {"metadata": {"name": name, "resourceVersion": version}, "status": STATUS}
+        return api.request("PATCH", f"{path}{names.FIELD_MANAGER}&force=true", body, content_type=APPLY)
+
+    assert 409 == apply(old).status
+    applied = apply(restored.body["metadata"]["resourceVersion"])
+    assert SEEN_AT == applied.body["status"]["completionTime"]
+
+    async with Kube(find_cluster({"KUBECONFIG": str(kubectl.kubeconfig)})) as kube:
+        version = applied.body["metadata"]["resourceVersion"]
+        with pytest.raises(Conflict):
+            await kube.write_status("default", name, resource_version=old, status=STATUS)
+        written = await kube.write_status("default", name, resource_version=version, status=STATUS)
+    assert STATUS == written["status"]
 
 
 def test_condition_without_a_reason_is_refused(api: ApiServer, job: Document) -> None:

@@ -50,6 +50,7 @@ class FakeRank:
         self.can_mirror = "COLOCATE_MIRRORS" in environment
         self.mirrored: int | None = None
         self.mirror_fault = ""
+        self.network_fault = ""
         self.finished: str | None = None
         self.standstill: dict[str, Any] | None = None
         self.kept = bytearray()
@@ -72,7 +73,7 @@ class FakeRank:
             "canScore": self.can_score, "scored": self.scored, "dirty": False, "exported": self.exported,
             "saved": self.saved, "canMirror": self.can_mirror, "mirrored": self.mirrored,
             "mirrorFault": self.mirror_fault, "canFinish": True, "finished": self.finished, "metrics": {"loss": 0.5},
-            "standstill": self.standstill,
+            "standstill": self.standstill, "networkFault": self.network_fault,
         }  # fmt: skip
 
     def fail_if_told(self, route: str) -> str:

@@ -643,6 +643,28 @@ async def test_full_memory_is_waited_for_by_no_step_and_said_for_as_long(placeme
         assert [] == pod.broken
 
 
+async def test_a_slow_network_is_waited_for_by_nothing_and_said_while_nothing_else_is_wrong() -> None:
+    def is_said(reason: str | None) -> Callable[[], bool]:
+        return lambda: reason == (pod.facts.problem and pod.facts.problem.reason)
+
+    checkpoint = {"everySteps": 100, "inMemory": {"sizeLimit": "1Gi"}}
+    async with small_pod(checkpoint=checkpoint) as pod:
+        await pod.climb(V0)
+        trainer = pod.trainer
+        assert trainer is not None
+        trainer.network_fault = "NCCL takes TCP to other pods"
+        trainer.faults["mirror"] = "full"
+        await pod.climb(V1)
+        await pod.news(is_said("StateNotMirrored"))
+        await pod.climb(V2)
+        await pod.news(is_said("SlowNetwork"))
+        trainer.network_fault = ""
+        await pod.climb(WeightVersion(3, V2.lineage))
+        await pod.news(is_said(None))
+        assert trainer is pod.trainer
+        assert [] == pod.broken
+
+
 async def test_full_volume_is_waited_for_at_the_end_too_and_said_for_as_long() -> None:
     async with small_pod() as pod:
         await pod.climb(V0)

@@ -900,18 +900,37 @@ async def test_helm_waits_until_the_job_serves(world: RealWorld, tmp_path: Path)
         await world.until(lambda: world.condition("Ready").get("status") == "True")
 
 
-async def test_two_releases_that_watch_one_namespace_do_not_fight_over_its_job(world: RealWorld) -> None:
+HEIRS = "heirs"  # a namespace
+
+
+async def test_two_releases_that_watch_one_namespace_do_not_fight_over_its_job_and_a_third_takes_it_over(
+    world: RealWorld, tmp_path: Path
+) -> None:
+    """The third is in a namespace of its own, to which the authority was copied as the page says: no pod is lost."""
+    first, third = f"{OPERATORS}/colocated-rl-operator", f"{HEIRS}/colocated-rl-operator"
     world.stay_in_rollout()
-    async with world.operator():
+    async with world.operator() as operator:
         await world.until(lambda: world.status.get("phase") == "Rollout")
         another = world.operator(LEASE | {"LEASE_NAME": "another"}, kubeconfig=world.kubeconfig)
         async with another as other:
             await world.until(lambda: other.logged("lease taken"))
             await told_up_to(world, Reason.ANOTHER_OPERATOR)
+            assert not other.logged("epoch raised")
+        assert first == world.status["operator"]
+        members = dict(world.kubelet.members)
+        await world.api.call("POST", "/api/v1/namespaces", {"metadata": {"name": HEIRS}})
+        copy = under("docs/multi-tenancy.md", "Another operator for the same jobs")
+        named = [each.replace("colocated-rl-system", OPERATORS).replace("team-a-rl", HEIRS) for each in copy]
+        await typed(world, tmp_path, named)
+        settings = LEASE | {"OPERATOR_NAMESPACE": HEIRS, "TAKE_OVER": first}
+        async with world.operator(settings, kubeconfig=world.kubeconfig) as heir:
+            await world.until(lambda: heir.logged("job taken over"))
+            assert members == world.kubelet.members
             world.kubelet.release("rollout")
             await world.until(lambda: world.is_complete)
-            assert not other.logged("epoch raised")
-    assert (f"{OPERATORS}/colocated-rl-operator", 5) == (world.status["operator"], world.status["epoch"])
+            await world.until(lambda: operator.logged("epoch raised"))
+    assert (third, "3-1") == (world.status["operator"], world.status["weightVersion"])
+    await world.api.call("DELETE", f"/api/v1/namespaces/{HEIRS}")
 
 
 @pytest.mark.parametrize("world", [{"backoffLimit": 0}], indirect=True, ids=["backoffLimit 0"])

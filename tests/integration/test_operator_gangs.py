@@ -85,7 +85,9 @@ async def test_a_gang_waits_for_a_rack_that_has_room_for_all_of_it(racks: Racks)
 
 @SINCE_1_36
 async def test_engines_and_trainers_take_devices_of_different_kinds_each_on_nodes_of_its_own(racks: Racks) -> None:
-    """The gang waits for both. Nodes of engines are tainted, and have a smaller device."""
+    """The gang waits for both. Nodes of engines are tainted, have a smaller device, and are in another rack: one for
+    all pods is required, and engines have a topology of their own.
+    """
     trains, serves = [node["metadata"]["name"] for node in await racks.api.all(NODES)]
     await racks.place("trains", "serves")
     added = [{"op": "add", "path": "/status/capacity/example.com~1small", "value": "1"}]
@@ -98,10 +100,12 @@ async def test_engines_and_trainers_take_devices_of_different_kinds_each_on_node
 
     tolerated = [{"key": "example.com/pool", "operator": "Equal", "value": "serves", "effect": "NoSchedule"}]
     engines = {"placement": "OwnDevices", "replicas": 1, "gpus": {"count": 1, "resourceName": "example.com/small"}}
+    engines |= {"topology": {"required": RACK}}
     try:
         await racks.submit(
             replicas=1,
             rollout=ROLLOUT | engines,
+            scheduling={"topology": {"required": RACK}},
             weightSync={"volume": VOLUME["volume"]},
             podTemplates={"gpu": on("trains"), "engine": on("serves", tolerations=tolerated)},
         )

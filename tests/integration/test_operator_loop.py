@@ -922,17 +922,32 @@ async def test_of_two_operators_that_see_a_new_job_one_has_it(world: FakeWorld) 
     assert 1 + 3 + 1 == world.status["epoch"]
 
 
-async def test_a_job_can_be_handed_over(world: FakeWorld) -> None:
+TAKES_OVER = {"release": "others/lease", "takes_over": frozenset({"operators/lease"})}
+
+
+async def test_a_job_is_taken_over_from_an_operator_that_is_gone(world: FakeWorld) -> None:
     stay_in_rollout(world)
     async with world.operator():
         await world.until(lambda: world.status.get("phase") == "Rollout")
-    async with world.operator(release="others/lease") as operator:
-        await world.until(lambda: "AnotherOperator" in reasons_of_events(world))
-        world.api.set_status(JOB_PATH, {key: value for key, value in world.status.items() if key != "operator"})
+    async with world.operator(**TAKES_OVER):
         world.kubelet.release("rollout")
-        operator.context.wakeups.wake(world.body["metadata"]["uid"])
         await world.until(lambda: world.status.get("phase") == "Complete")
     assert "others/lease" == world.status["operator"]
+    assert {1: [1, 2, 3]} == world.group.trained_in
+
+
+async def test_a_job_is_taken_over_from_an_operator_that_still_runs(world: FakeWorld) -> None:
+    """The other one learns of it by the job, and does nothing more under it; the job goes on as it stands."""
+    stay_in_rollout(world)
+    async with world.operator():
+        await world.until(lambda: world.status.get("phase") == "Rollout")
+        async with world.operator(**TAKES_OVER):
+            await world.until(lambda: world.status["operator"] == "others/lease")
+            await world.until(lambda: "AnotherOperator" in reasons_of_events(world))
+            world.kubelet.release("rollout")
+            await world.until(lambda: world.status.get("phase") == "Complete")
+    assert "others/lease" == world.status["operator"]
+    assert {1: [1, 2, 3]} == world.group.trained_in
 
 
 # ------------------------------------------------------------------------------------------------------- the API server

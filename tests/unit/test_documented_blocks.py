@@ -81,6 +81,10 @@ RUN: Mapping[str, str] = {
     "docs/install.md#On kind": f"no kind is here; {BUILDERS}",
     "docs/install.md#The chart": "contract/test_chart_install.py::test_chart_installs_and_upgrades_as_the_pages_say",
     "docs/install.md#Without Helm": "contract/test_chart_rendering.py::test_bundle_is_the_chart_and_kubectl_takes_it",
+    "docs/multi-tenancy.md#Another operator for the same jobs": (
+        "integration/test_operator_cluster.py::"
+        "test_two_releases_that_watch_one_namespace_do_not_fight_over_its_job_and_a_third_takes_it_over"
+    ),
     "docs/multi-tenancy.md": (
         "contract/test_pods_server.py::test_pods_are_admitted_wherever_their_model_comes_from "
         "has pods in a namespace with that label"

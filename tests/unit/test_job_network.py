@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import yaml
+from documents.blocks import blocks
 
 from builders import make_job
 from colocated_rl_api import names
@@ -63,8 +65,13 @@ def test_no_pod_of_a_job_reaches_the_metadata_service_of_a_cloud(egress: Egress,
         (Egress.NAMED, {"model": HUB}, True),
         (Egress.NAMED, {"rollout": SIZES | {"prompts": ROWS}}, True),
         (Egress.NAMED, {"rollout": SIZES | {"prompts": JUDGED}}, True),
+        (Egress.OWN_PODS, {"rollout": SIZES | {"prompts": JUDGED}}, False),
+        (Egress.OWN_PODS, {"model": HUB}, False),
     ],
-    ids=["open", "no metadata", "nothing named", "a hub for the model", "a hub for prompts", "an endpoint"],
+    ids=[
+        *("open", "no metadata", "nothing named", "a hub for the model", "a hub for prompts", "an endpoint"),
+        *("an endpoint that others open", "a hub that others open"),
+    ],
 )
 @pytest.mark.parametrize("seat", SEATS)
 def test_a_job_that_names_nothing_outside_reaches_nothing_outside(
@@ -75,8 +82,9 @@ def test_a_job_that_names_nothing_outside_reaches_nothing_outside(
 
 @pytest.mark.parametrize("egress", Egress)
 @pytest.mark.parametrize("seat", SEATS)
-def test_every_pod_reaches_dns_and_those_of_its_job_what_they_need(egress: Egress, seat: str) -> None:
-    assert all(may_call(egress, each, seat=seat) for each in RESOLVER)
+def test_every_pod_reaches_those_of_its_job_and_dns_unless_others_open_that(egress: Egress, seat: str) -> None:
+    is_open = egress is not Egress.OWN_PODS
+    assert [is_open] * len(RESOLVER) == [may_call(egress, each, seat=seat) for each in RESOLVER]
     gpu, rollout, reference = SEATS
     assert may_call(egress, pod(gpu, names.DATA_PORT), seat=rollout)
     assert may_call(egress, pod(rollout, names.DATA_PORT), seat=gpu)
@@ -84,6 +92,23 @@ def test_every_pod_reaches_dns_and_those_of_its_job_what_they_need(egress: Egres
     assert may_call(egress, pod(gpu, names.RENDEZVOUS_PORT), seat=gpu)
     assert not may_call(egress, pod(gpu, names.RENDEZVOUS_PORT), seat=rollout)
     assert not may_call(egress, pod(gpu, names.CONTROL_PORT), seat=gpu)
+
+
+def test_the_policy_of_the_page_opens_one_address_and_dns_to_rollout_pods_where_the_operator_opens_nothing() -> None:
+    (text,) = (each.text for each in blocks("docs/multi-tenancy.md") if "kind: NetworkPolicy" in each.text)
+    policy = yaml.safe_load(text)
+    policy["metadata"]["namespace"] = "default"
+    job = make_job(**APART, rollout=SIZES | {"prompts": JUDGED})
+    made = [policy, belongings.egress_policy(job, Egress.OWN_PODS)]
+    judge, other = NetworkPlace("10.20.0.7", port=443), NetworkPlace("10.20.0.8", port=443)
+    resolver = NetworkPlace("10.244.0.2", {"k8s-app": "kube-dns"}, "kube-system", 53, protocol="UDP")
+    reached = {
+        seat: [passes(made, source=pod(seat), target=each) for each in (judge, resolver, other, *METADATA, *OUTSIDE)]
+        for seat in SEATS
+    }
+    nothing = [False] * (3 + len(METADATA) + len(OUTSIDE))
+    gpu, rollout, reference = SEATS
+    assert {gpu: nothing, rollout: [True, True, *nothing[2:]], reference: nothing} == reached
 
 
 def test_pods_of_others_are_no_pods_of_the_job_though_they_have_its_name() -> None:

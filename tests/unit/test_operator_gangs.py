@@ -250,6 +250,43 @@ def test_a_required_domain_is_a_required_affinity_where_nothing_else_keeps_it() 
         assert (RACK, "NotIn", [role_of(ROLLOUT_SEAT)]) == (term["topologyKey"], others["operator"], others["values"])
 
 
+ZONE = "topology.kubernetes.io/zone"
+
+
+def of_roles(**scheduling: Any) -> Job:
+    """Trainers in one rack, engines in one zone if there is room, a reference like the trainers."""
+    rollout = APART["rollout"] | {"topology": {"preferred": ZONE}}
+    return make_job(**APART | {"rollout": rollout}, scheduling=scheduled(None, required=RACK), **scheduling)
+
+
+@pytest.mark.parametrize("gangs", [(), (Gang.NATIVE,), (Gang.VOLCANO,), (Gang.COSCHEDULING,)])
+def test_pods_of_a_role_with_a_topology_of_its_own_are_near_one_another_alone(gangs: tuple[Gang, ...]) -> None:
+    """A group has one topology for all of its pods, so no group keeps these."""
+    job = of_roles()
+    near: dict[str, tuple[str, str, list[str]]] = {}
+    for seat in ("trainer-0", "engine-0", "reference-0"):
+        ((kind, (term,)),) = pod(job, seat, *gangs)["spec"]["affinity"]["podAffinity"].items()
+        term = term if kind == REQUIRED else term["podAffinityTerm"]
+        ((roles),) = term["labelSelector"]["matchExpressions"]
+        near[seat] = (kind + term["topologyKey"], roles["operator"], roles["values"])
+    others = (REQUIRED + RACK, "NotIn", [names.ROLE_ROLLOUT, names.ROLE_ENGINE])
+    engines = (PREFERRED + ZONE, "In", [names.ROLE_ENGINE])
+    assert {"trainer-0": others, "engine-0": engines, "reference-0": others} == near
+    if gangs:
+        assert not {"schedulingConstraints", "networkTopology"} & group_of(job, *gangs)["spec"].keys()
+
+
+def test_a_queue_keeps_pods_of_a_role_by_its_own_topology() -> None:
+    job = of_roles(podTemplates={"gpu": IN_QUEUE})
+    kept = {
+        seat: {key: value for key, value in pod(job, seat)["metadata"]["annotations"].items() if "topology" in key}
+        for seat in ("trainer-0", "engine-0", "reference-0", ROLLOUT_SEAT)
+    }
+    rack = {f"{KUEUE}podset-required-topology": RACK}
+    engines = {f"{KUEUE}podset-preferred-topology": ZONE}
+    assert {"trainer-0": rack, "engine-0": engines, "reference-0": rack, ROLLOUT_SEAT: {}} == kept
+
+
 @pytest.mark.parametrize(("field", "value"), [("elasticPolicy", {"minReplicas": 1}), ("spares", 1)])
 def test_a_job_in_a_queue_has_a_fixed_number_of_pods(field: str, value: Any) -> None:
     manifest = make_manifest(**{field: value}, podTemplates={"gpu": IN_QUEUE})

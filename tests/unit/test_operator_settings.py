@@ -38,6 +38,12 @@ def test_namespaces_are_a_list() -> None:
     assert ("a", "b") == OperatorSettings.read(ENVIRONMENT | {"WATCH_NAMESPACES": " a, b,"}).watch_namespaces
 
 
+def test_jobs_of_other_operators_are_taken_over_where_that_is_said() -> None:
+    assert frozenset() == OperatorSettings.read(ENVIRONMENT).takes_over
+    settings = OperatorSettings.read(ENVIRONMENT | {"TAKE_OVER": "old/rl, older/rl", "LEASE_NAME": "new"})
+    assert ("rl/new", frozenset({"old/rl", "older/rl"})) == (settings.release, settings.takes_over)
+
+
 def test_f97_faults_are_injected_only_where_that_is_said() -> None:
     assert not OperatorSettings.read(ENVIRONMENT).images.takes_faults
     assert OperatorSettings.read(ENVIRONMENT | {"FAULT_INJECTION": "true"}).images.takes_faults
@@ -98,6 +104,8 @@ def test_gangs_are_in_the_order_of_the_clusters_choice() -> None:
         ("NODE_ACCESS", '{"trainer": {}}'),
         ("NODE_ACCESS", '{"gpu": {"hostPath": "/mnt"}}'),
         ("NODE_ACCESS", '{"gpu": {"hostPaths": ["mnt"]}}'),
+        ("TAKE_OVER", "old/colocated-rl,older"),
+        ("TAKE_OVER", "old/colocated-rl/x"),
         ("GANGS", "Volcano,Slurm"),
         ("GANG_SCHEDULERS", "Slurm=slurm"),
         ("GANG_SCHEDULERS", "Volcano"),

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import logging
-from collections.abc import AsyncIterator
+import re
+from collections.abc import AsyncIterator, Callable
+from importlib.metadata import version
 from typing import Any
 
 import aiohttp
 import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
+from kopf._cogs.clients import api, watching
 from kopf._cogs.clients.errors import APINotFoundError
 from kopf._cogs.clients.watching import WatchingError
 
 from colocated_rl_operator.watches import AGAIN_S, patient
+from setup.layout import CHECKOUT
 
 Event = dict[str, Any]
 
@@ -95,6 +100,41 @@ async def test_a_watch_whose_session_was_closed_for_new_credentials_is_begun_aga
         answer.close()
         over.set()
     assert ([AGAIN_S], 1) == await watched([LISTED, closed.value], [LISTED], caplog=caplog)
+
+
+def names_in(function: Callable[..., Any]) -> set[str]:
+    """Globals and attributes that the function uses by name."""
+    return set(inspect.unwrap(function).__code__.co_names)
+
+
+@pytest.mark.parametrize(
+    ("name", "callers"),
+    [
+        ("continuous_watch", [watching.infinite_watch]),
+        ("request", [api.get, api.post, api.patch, api.delete, api.stream]),
+        ("json", [api.stream]),
+    ],
+)
+def test_kopf_calls_what_is_replaced_by_the_name_under_which_it_is(
+    name: str, callers: list[Callable[..., Any]]
+) -> None:
+    """To replace a function that nobody calls any more changes nothing, and nothing would say so."""
+    others = [caller.__qualname__ for caller in callers if name not in names_in(caller)]
+    assert [] == others, (
+        f"kopf {version('kopf')} no longer calls `{name}` there: watches.py replaces it in vain, and an error of the "
+        "API server, or a job that nobody can read, would end the operator again. See whether kopf has a setting for "
+        "it by now, else follow docs/design.md, 'kopf's watches'"
+    )
+
+
+def test_nothing_else_of_kopf_s_private_names_is_used() -> None:
+    """The test above looks at all of them."""
+    users = {
+        path.name: sorted(set(re.findall(r"kopf\._[\w.]+", path.read_text())))
+        for path in (CHECKOUT.root / "operator").rglob("*.py")
+        if "kopf._" in path.read_text()
+    }
+    assert {"watches.py": ["kopf._cogs.clients"]} == users
 
 
 async def test_an_error_of_the_code_ends_the_watch(caplog: pytest.LogCaptureFixture) -> None:

@@ -126,6 +126,7 @@ class RunningRank:
         writes_weights: bool = True,
         must_score: bool = False,
         has_mirrors: bool = False,
+        network_fault: Callable[[], str] = lambda: "",
     ) -> None:
         self.loop = loop
         self.now = 0.0
@@ -135,6 +136,7 @@ class RunningRank:
             writes_weights=writes_weights,
             must_score=must_score,
             has_mirrors=has_mirrors,
+            network_fault=network_fault,
             clock=lambda: self.now,
         )
         self.ended: queue.Queue[Exception] = queue.Queue()
@@ -629,6 +631,15 @@ def test_rank_says_how_far_back_a_restart_may_go() -> None:
     saved = running.ask(SaveRequest(step=5, keep=2))
 
     assert [(4, 3), (5, 3)] == [(loaded.saved, loaded.replay_from), (saved.saved, saved.replay_from)]
+
+
+def test_rank_says_what_is_wrong_with_its_network_once_it_has_loaded_and_after_each_step() -> None:
+    """NCCL chooses at the first collective of devices, which may be in a step."""
+    faults = iter(["locked memory is limited", "NCCL takes TCP", ""])
+    running = RunningRank(ScriptedLoop(), network_fault=lambda: next(faults)).loaded()
+    loaded = running.ask(OnloadRequest())
+    assert "locked memory is limited" == loaded.network_fault
+    assert ["NCCL takes TCP", ""] == [running.ask(train(step)).network_fault for step in (5, 6)]
 
 
 @pytest.mark.parametrize(("has_mirrors", "loop"), [(False, ScriptedMirror()), (True, ScriptedLoop())])

@@ -39,6 +39,7 @@ class Doors:
     namespace: str  # the operator's own
     release: str  # this operator as jobs name it: NAMESPACE/LEASE
     confirm: Callable[[], Awaitable[None]]  # returns only if this process leads
+    takes_over: frozenset[str] = frozenset()  # operators whose jobs become this one's
     egress: Egress = Egress.NO_METADATA  # what pods of jobs may call
     node_access: Mapping[str, NodeAccess] = field(default_factory=dict)  # what they may have of nodes, by template
     taints_nodes: bool = False  # those with bad devices

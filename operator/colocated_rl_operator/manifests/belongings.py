@@ -38,6 +38,7 @@ class Egress(StrEnum):
     OPEN = "Open"  # anything
     NO_METADATA = "NoMetadata"  # all but link-local addresses, where clouds have what gives a node's identity away
     NAMED = "Named"  # pods of the job and DNS, and if the job names an endpoint or hub, all but link-local addresses
+    OWN_PODS = "OwnPods"  # pods of the job; policies of admins open what else it calls, which may know names
 
 
 LINK_LOCAL = {"0.0.0.0/0": ["169.254.0.0/16"], "::/0": ["fe80::/10", "fd00:ec2::/32"]}
@@ -222,16 +223,23 @@ def egress_policy(job: Job, egress: Egress) -> Object:
     """Return the policy for what the job's pods may call; those of a reference too.
 
     There is one in any case: another setting has to change what was made before. Policies know addresses and no names,
-    so a job that names an endpoint, or has pods with addresses of nodes, may call any address but link-local ones.
+    so a job that names an endpoint, or has pods with addresses of nodes, may call any address but link-local ones,
+    unless policies of others are to say which: policies add up.
     """
     own = {names.JOB_UID_LABEL: job.uid}
     dns = {"ports": [_tcp(DNS_PORT), _tcp(DNS_PORT) | {"protocol": "UDP"}]}
     outside = {"to": [{"ipBlock": {"cidr": all_, "except": but}} for all_, but in LINK_LOCAL.items()]}
-    rules: list[Object] = [{}]
-    if egress is not Egress.OPEN:
-        rules = [{"to": [_pods(own)]}, dns]
-        if egress is Egress.NO_METADATA or _calls_outside(job) or job.spec.pod_templates.has_host_network:
-            rules.append(outside)
+    rules: list[Object] = [{"to": [_pods(own)]}]
+    match egress:
+        case Egress.OPEN:
+            rules = [{}]
+        case Egress.NO_METADATA:
+            rules += [dns, outside]
+        case Egress.NAMED:
+            is_outside = _calls_outside(job) or job.spec.pod_templates.has_host_network
+            rules += [dns, outside] if is_outside else [dns]
+        case Egress.OWN_PODS:
+            pass
     return {
         "apiVersion": "networking.k8s.io/v1",
         "kind": "NetworkPolicy",

@@ -12,7 +12,8 @@ in the group too, so that one admission is for the whole job.
 | Volcano | scheduling.volcano.sh/v1beta1 PodGroup | annotation | networkTopology of the PodGroup |
 | Coscheduling | scheduling.x-k8s.io/v1alpha1 PodGroup | label | none |
 
-Where these have nothing for a topology, pods have an affinity to one another. The module is pure.
+Where these have nothing for a topology, and where pods of a role have one of their own, pods have an affinity to one
+another. The module is pure.
 """
 
 from __future__ import annotations
@@ -107,10 +108,20 @@ def _size(job: Job) -> int:
     return len(job.gpu_seats) + len(job.reference_seats)
 
 
+def _own_topologies(job: Job) -> dict[str, Topology]:
+    """Return the topologies of roles whose pods are near one another without those of other roles."""
+    rollout, reference = job.spec.rollout.topology, job.spec.reference and job.spec.reference.topology
+    return {role: each for role, each in ((names.ROLE_ENGINE, rollout), (names.ROLE_REFERENCE, reference)) if each}
+
+
+def _topology_of(job: Job, role: str) -> Topology | None:
+    return _own_topologies(job).get(role, job.spec.scheduling.topology)
+
+
 def _topology_of_group(job: Job, gang: Gang) -> Topology | None:
     """Return the topology if the PodGroup keeps it. A queue keeps it otherwise than a group would: never both."""
     topology = job.spec.scheduling.topology
-    if topology is None or job.queue:
+    if topology is None or job.queue or _own_topologies(job):
         return None
     return topology if gang is Gang.VOLCANO or (gang is Gang.NATIVE and topology.required) else None
 
@@ -155,7 +166,7 @@ def membership(job: Job, role: str, gangs: Gangs) -> Membership:
                 annotations = {**annotations, VOLCANO_GROUP: group.name}
             case _:
                 labels = {**labels, COSCHEDULING_GROUP: group.name}
-    return Membership(labels, annotations, spec, _affinity(job, gang))
+    return Membership(labels, annotations, spec, _affinity(job, role, gang))
 
 
 def is_in_gang(pod: Object) -> bool:
@@ -189,17 +200,19 @@ def _in_queue(job: Job, role: str) -> tuple[dict[str, str], dict[str, str]]:
     chosen = {**job.queue_labels, **{label: of_others[label] for label in QUEUE_LABELS if label in of_others}}
     labels = {label: value for label, value in chosen.items() if label not in stated}
     annotations = {GROUP_SIZE: str(_size(job) + in_queue(job, names.ROLE_ROLLOUT))}
-    if (topology := job.spec.scheduling.topology) is not None and not is_rollout:
+    if (topology := _topology_of(job, role)) is not None and not is_rollout:
         annotations[QUEUE_TOPOLOGY.format("required" if topology.required else "preferred")] = topology.label
     return labels | {GROUP_LABEL: f"{job.name}-{job.uid[:8]}"}, annotations
 
 
-def _affinity(job: Job, gang: Gang) -> Object:
-    """Return the affinity to the job's other pods with devices, where neither queue nor group keeps the topology."""
-    topology = job.spec.scheduling.topology
+def _affinity(job: Job, role: str, gang: Gang) -> Object:
+    """Return the affinity to the pods near which the role's are, where neither queue nor group keeps the topology."""
+    topology, own = _topology_of(job, role), _own_topologies(job)
     if topology is None or job.queue or _topology_of_group(job, gang) is not None:
         return {}
-    others = {"key": names.ROLE_LABEL, "operator": "NotIn", "values": [names.ROLE_ROLLOUT]}
+    others = {"key": names.ROLE_LABEL, "operator": "NotIn", "values": [names.ROLE_ROLLOUT, *own]}
+    if role in own:
+        others |= {"operator": "In", "values": [role]}
     selector = {"matchLabels": {names.JOB_UID_LABEL: job.uid}, "matchExpressions": [others]}
     term = {"topologyKey": topology.label, "labelSelector": selector}
     if topology.required:

@@ -28,6 +28,7 @@ from colocated_rl_operator.planner.roster import is_silent
 
 NOTICE_S = 30.0  # from a node's notice that it is about to go, for a checkpoint
 UNCOUNTED = ", which does not count against backoffLimit"
+HOLD_UP_NOBODY = frozenset({"StateNotMirrored", "SlowNetwork"})  # problems with which a pod goes on all the same
 QUEUE_S, MAX_QUEUE_S = 30.0, 600.0  # at least, for a job whose pods did not come; up to twice as long
 
 
@@ -451,9 +452,9 @@ def standstill(seen: Observation, *, since: float, tries: int, message: str) -> 
 
 
 def _is_troubled(member: Member) -> bool:
-    """Return whether the pod reports a problem that can hold it up, which a step that memory did not take can't."""
+    """Return whether the pod reports a problem that can hold it up."""
     problem = member.pod_facts.problem if member.pod_facts else None
-    return problem is not None and problem.reason != "StateNotMirrored"
+    return problem is not None and problem.reason not in HOLD_UP_NOBODY
 
 
 def lost_engines(seen: Observation) -> Iterator[Failure]:

@@ -240,7 +240,7 @@ class Reason(DocumentedReason):
     ANOTHER_OPERATOR = (
         "AnotherOperator",
         "An event: another operator has the job, by status.operator, and this one leaves it alone.",
-        "let each namespace be watched by one; if the other is gone for good, hand the job over as the message shows",
+        "let each namespace be watched by one; to hand jobs over, name the other one in the chart's watch.takeOver",
     )
     POD_NOT_RUNNING = (
         "PodNotRunning",

@@ -36,7 +36,7 @@ from colocated_rl_agent.planner.engines import EngineChoice, choices
 from colocated_rl_agent.planner.rung_times import RungTimes
 from colocated_rl_agent.planner.spans import as_first, as_part, lost
 from colocated_rl_agent.planner.views import EngineView, PodView, pod_facts, trainer_name
-from colocated_rl_agent.problems import Problems
+from colocated_rl_agent.problems import Problems, slow_network
 from colocated_rl_agent.runner.devices import Devices, require_room
 from colocated_rl_agent.runner.runner_link import (
     ChildExited,
@@ -272,7 +272,7 @@ class Agent:
             epoch=target.epoch if target else 0,
             devices=self._devices.facts,
             bad_device=self._devices.fault,
-            problem=self._problems.newest,
+            problem=self._problems.newest or slow_network(self._trainers.network_fault),
             took_s=self._climb.took_s,
             waited_s=self._climb.waited_s,
             engine_failures=self._engine_failures,

@@ -14,6 +14,11 @@ LOG = logging.getLogger(__name__)
 MESSAGE_CHARS = 1024
 
 
+def slow_network(fault: str) -> Problem | None:
+    """Return the problem of ranks that go on, but more slowly than they could. Every other problem comes before it."""
+    return Problem(reason="SlowNetwork", message=fault[:MESSAGE_CHARS]) if fault else None
+
+
 class Problems:
     """Problems holds the pod's problem for the operator's status.
 

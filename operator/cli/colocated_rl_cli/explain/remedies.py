@@ -199,6 +199,11 @@ REMEDIES: dict[str, Remedy] = {
         "if the message says that no space is left, suspend the job and make spec.checkpoint.inMemory.sizeLimit larger",
         heals=True,
     ),
+    "SlowNetwork": Remedy(
+        "ranks reach other pods by TCP although the pod has an RDMA device; the job goes on, more slowly than it could",
+        "set LimitMEMLOCK=infinity for containerd on the node, if the message says that locked memory is limited, and "
+        "delete the pod; else see that the image has NCCL's plugin of the network (docs/clouds.md, Locked memory)",
+    ),
     "ModelNotWritten": Remedy(
         "every step is done and saved, and the checkpoints' volume has no room for the model",
         "expand the claim, or remove from it what the job does not need; the model is left once there is room",

@@ -105,6 +105,11 @@ class Trainers:
         versions = {view.exported for view in self.views}
         return versions.pop() if len(versions) == 1 else None
 
+    @property
+    def network_fault(self) -> str:
+        """Return what the first rank that reports a slow network says of it; "" if none does."""
+        return next((view.network_fault for view in self.views if view.network_fault), "")
+
     def unsaved(self) -> tuple[int, float] | None:
         """Return the steps that no checkpoint holds, and the seconds since the first began; None: none has loaded."""
         behind = [view.step - (view.saved or 0) for view in self.views if view.is_alive and view.step is not None]
@@ -452,6 +457,7 @@ class Trainers:
                 mirror_fault=status.mirror_fault,
                 can_finish=status.can_finish,
                 finished=status.finished,
+                network_fault=status.network_fault,
             )
         )
 

@@ -206,6 +206,7 @@ class RankView:
     mirror_fault: str = ""
     can_finish: bool = False
     finished: WeightVersion | None = None
+    network_fault: str = ""
     stalled: int | None = None  # progress in a step that has stood still for far longer than usual; None: it goes on
     grown_bytes: int = 0  # host memory that it has gained since its first switch
     broken: str | None = None  # a request failed or was not answered in time: the trainer is to be stopped

@@ -248,7 +248,8 @@ class _Operation:
 class Rank:
     """Holds the state of one rank, and the one operation that may be under way.
 
-    The server's threads call `ask`, `answering` and `status`, the main thread everything else.
+    The server's threads call `ask`, `answering` and `status`, the main thread everything else. network_fault: returns
+    what is wrong with the network to other pods, "" if nothing is known to be.
     """
 
     def __init__(
@@ -259,11 +260,13 @@ class Rank:
         writes_weights: bool,
         must_score: bool = False,
         has_mirrors: bool = False,
+        network_fault: Callable[[], str] = lambda: "",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._writes_weights = writes_weights
         self._must_score = must_score
         self._has_mirrors = has_mirrors
+        self._network_fault = network_fault
         self._status = TrainerStatus(state=TrainerState.STARTING, rank=rank, lineage=lineage)
         self._operation: _Operation | None = None
         self._pace = Pace(clock)
@@ -329,6 +332,7 @@ class Rank:
         step = _step("load", loop.load())
         can_score, replay_from = isinstance(loop, ScoringLoop), _step("replay_from", loop.replay_from())
         saved = _step("saved", loop.saved()) if isinstance(loop, MirroringLoop) else step
+        self._look_at_network()
         self._set(
             state=TrainerState.OFFLOADED,
             can_score=can_score,
@@ -401,6 +405,7 @@ class Rank:
                 self._set(state=TrainerState.TRAINING)
                 metrics = _metrics(loop.train(request.step, Path(request.shard), self))
                 self._set(state=TrainerState.ONLOADED, step=request.step, dirty=False, metrics=metrics)
+                self._look_at_network()
                 log(_LOG, "step trained", step=request.step, took_s=_since(began), metrics=metrics)
             case ExportRequest():
                 self._export(loop, request.version, Path(request.directory))
@@ -437,6 +442,13 @@ class Rank:
                 )
             case _:
                 assert_never(request)
+
+    def _look_at_network(self) -> None:
+        """Report what is wrong with it. A loop may have its first collective in a step, where NCCL chooses."""
+        if (fault := self._network_fault()) != self._status.network_fault:
+            self._set(network_fault=fault)
+            if fault:
+                log(_LOG, "slow network found", logging.WARNING, reason=fault)
 
     def _mirror(self, loop: MirroringLoop, step: int) -> None:
         """Nobody waits for a mirror that can't be made: the step counts as done, on every rank, with the reason."""

@@ -14,7 +14,8 @@ import signal
 import socketserver
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, MutableMapping
+from functools import partial
 from http import HTTPStatus
 from pathlib import Path
 from typing import NoReturn
@@ -33,6 +34,7 @@ from colocated_rl_api.trainer_wire import (
     TrainRequest,
 )
 from colocated_rl_trainer.protocol.http_handler import ConnectionThreads, JSONHandler, Rejected
+from colocated_rl_trainer.protocol.network import log_choice, network_fault
 from colocated_rl_trainer.protocol.rank import (
     Loop,
     NotDone,
@@ -85,6 +87,7 @@ def serve(make_loop: Callable[[RankSettings], Loop], environment: Mapping[str, s
         writes_weights=settings.writes_weights,
         must_score=job.spec.ladder.scores,
         has_mirrors=settings.mirrors is not None,
+        network_fault=watched_network(settings, os.environ),
     )
     try:
         server = RankServer(settings.socket, rank)
@@ -101,6 +104,18 @@ def serve(make_loop: Callable[[RankSettings], Loop], environment: Mapping[str, s
         _LOG.error("trainer failed, its process ends", fields, exc_info=True)
     rank.wait_for_answers()
     _end(1)
+
+
+def watched_network(settings: RankSettings, environment: MutableMapping[str, str]) -> Callable[[], str]:
+    """Return what tells the fault of the network, for the first rank of each pod that NCCL connects with others.
+
+    environment: of this process, in which NCCL is told where to log.
+    """
+    if settings.local_rank > 0 or not settings.device.startswith("cuda") or not settings.spans_pods:
+        return lambda: ""
+    log = settings.socket.with_suffix(".nccl")
+    log_choice(log, environment)
+    return partial(network_fault, log, environment)
 
 
 class RankServer(ConnectionThreads, socketserver.UnixStreamServer):

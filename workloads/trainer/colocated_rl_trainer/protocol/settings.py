@@ -82,6 +82,11 @@ class RankSettings:
         """Return the rank of the first one in this pod."""
         return self.rank - self.local_rank
 
+    @property
+    def spans_pods(self) -> bool:
+        """Return whether the ranks of the job are in several pods."""
+        return self.world_size > max(1, self.read_job().spec.gpus.count)
+
     @cached_property
     def pod_writes_weights(self) -> bool:
         """Return whether exports are written by this pod: all do, or rank 0's alone where pods share a volume."""
