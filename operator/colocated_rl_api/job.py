@@ -603,7 +603,10 @@ class Trainer(Part):
         max_length=64,
         description="Command of each trainer rank, in the GPU container.",
     )
-    config: Options = Field(default_factory=dict, description="Handed to the trainer as a file, as it stands.")
+    config: Options = Field(
+        default_factory=dict,
+        description="Handed to the trainer as a file, as it stands. May change while the job is suspended.",
+    )
     offload: Distinct[Annotated[TrainerMemory, Field(strict=False)]] = Field(
         default=list(TrainerMemory),
         min_length=1,
@@ -900,7 +903,8 @@ class ColocatedRLJobSpec(Part):
         *_DIVIDED,
         *APART,
         *fixed(
-            *("mode", "recorded", "model", "restoreFrom", "trainer", "storage", "managedBy"),
+            *("mode", "recorded", "model", "restoreFrom", "storage", "managedBy"),
+            *("trainer.command", "trainer.offload"),
             *(f"{gpus}.{field}" for gpus in ("gpus", "rollout.gpus?") for field in DEVICES),
             *("weightSync.volume", "checkpoint.volume"),
         ),
@@ -913,6 +917,7 @@ class ColocatedRLJobSpec(Part):
                 "rollout.resources",
                 "weightSync.sizeLimit",
                 "weightSync.verify",
+                "trainer.config",
             ),
             *("checkpoint.everySteps", "checkpoint.keep", "checkpoint.milestoneEverySteps", "checkpoint.inMemory"),
             *("switch", "podTemplates", "scheduling"),

@@ -54,6 +54,17 @@ DECIDED: dict[str, str] = {
         "another, such as one with a word of yours before it": "of jobs with a volume `mirrors`, which is new"
         for role in ("engine", "gpu", "reference", "rollout")
     },
+    ".spec.failurePolicy.rules[].action: a rule more: NotRetriable is answered by FailJob, RetryStep, RollBack: write "
+    "one of them, or a rule of its own for that cause": "it is about a new value",
+    **{
+        f".spec.trainer.{field}: a rule more: {words}": "it takes the place of one by which nothing there could change"
+        for field, words in {
+            "command": "trainer.command can't change once the job exists: make a new job with the new value",
+            "config": "trainer.config can't change while the job runs: set suspend to true, change it, and set suspend "
+            "to false again",
+            "offload": "trainer.offload can't change once the job exists: make a new job with the new value",
+        }.items()
+    },
 }
 """A person allows these differences: a rule that binds nobody who was there, a loss that is announced."""
 

@@ -127,7 +127,7 @@ class TrainerProcess:
         while time.monotonic() < deadline:
             if self.process.poll() is not None:
                 raise RankLost(f"trainer ended with {self.process.returncode}:\n{self.log.read_text()}")
-            with contextlib.suppress(FileNotFoundError, ConnectionError):
+            with contextlib.suppress(FileNotFoundError, ConnectionError, UnexpectedStatus):  # which says why it ends
                 status = self.status
                 if holds(status):
                     return status

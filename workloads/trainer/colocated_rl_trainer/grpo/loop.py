@@ -41,7 +41,7 @@ from colocated_rl_trainer.grpo.scores import find_scores, write_scores
 from colocated_rl_trainer.grpo.tally import StepTally, metrics
 from colocated_rl_trainer.grpo.trackers import Tracker, check_trackers, make_trackers
 from colocated_rl_trainer.protocol.manifest import Exported, digest_of, digests_of
-from colocated_rl_trainer.protocol.rank import Refused, Watch
+from colocated_rl_trainer.protocol.rank import Diverged, Refused, Watch
 from colocated_rl_trainer.protocol.settings import ConfigError, LoraConfig, RankSettings, TrainerConfig
 from colocated_rl_trainer.state.checkpoint import Checkpoints
 from colocated_rl_trainer.state.experts import RouterReplay
@@ -72,10 +72,6 @@ UPDATES = "updates"  # optimizer calls so far, beside the state's tensors
 ORIGIN = "adapter.json"  # of a checkpoint, where adapters are trained
 
 _LOG = logging.getLogger(__name__)
-
-
-class Diverged(Exception):
-    """Gradients are not finite. The weights still are, but are not used any more: the settings must change."""
 
 
 class DeviceFull(Exception):
@@ -467,9 +463,9 @@ class GRPOTrainer:
         """Leave weights and optimizer state as they are. Raises Diverged if the job wants none or no more skipped."""
         config = self._config
         self._skipped_in_a_row += 1
-        advice = "lower learningRate or importanceCap"
+        advice = "lower learningRate or importanceCap in spec.trainer.config"
         if config.non_finite_gradient == "Fail":
-            raise Diverged(f"gradient norm of step {step} is {norm}: {advice}, or set nonFiniteGradient to Skip")
+            raise Diverged(f"gradient norm of step {step} is {norm}: {advice}, or set nonFiniteGradient to Skip there")
         if self._skipped_in_a_row > config.max_skipped_updates:
             raise Diverged(
                 f"gradient norm of step {step} is {norm}, after {config.max_skipped_updates} updates in a row that "

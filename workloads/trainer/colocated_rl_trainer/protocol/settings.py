@@ -25,7 +25,14 @@ from colocated_rl_api.trainer_wire import TrainerEnvironment as Variable
 
 
 class ConfigError(ValueError):
-    """The trainer can't start with its settings. The message names what to change; starting again does not help."""
+    """The trainer can't start with its settings. The message names what to change."""
+
+
+class Unready(ConfigError):
+    """Something outside the job is not what its settings need: files on a volume, a service.
+
+    Starting again helps once it is, as after an outage. Any other ConfigError ends the job until its settings change.
+    """
 
 
 @dataclass(frozen=True)
