@@ -308,13 +308,18 @@ class TrainerConfig(BaseModel):
 
     @classmethod
     def read(cls, path: Path) -> Self:
-        """Read the JSON file. Raises ConfigError, which names each wrong key."""
+        """Read the JSON file. Raises ConfigError."""
         try:
             written = json.loads(path.read_bytes())
         except (OSError, ValueError) as error:
             raise ConfigError(f"trainer config {path} is not readable JSON: {error}") from error
         if not isinstance(written, dict):
             raise ConfigError(f"trainer config {path} must be an object, is {type(written).__name__}")
+        return cls.of(written)
+
+    @classmethod
+    def of(cls, written: Mapping[str, object]) -> Self:
+        """Return what spec.trainer.config has. Raises ConfigError, which names each wrong key."""
         known = [field.alias or name for name, field in cls.model_fields.items()]
         for key in written:
             if key not in known:
