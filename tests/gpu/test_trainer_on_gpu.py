@@ -16,17 +16,19 @@ from contract.test_trainer_head import head_peak
 from contract.test_trainer_lora import samples
 from contract.test_trainer_memory import layers_held
 from contract.trainer_in_process import RankInProcess, peak_and_budget
-from torch import Tensor
+from torch import Tensor, nn
 
 from bench.gpu import prove
 from bench.gpu.engine import checksum_of
 from bench.gpu.models import write_model
 from colocated_rl_trainer.state.head import LogitForm
+from colocated_rl_trainer.state.packing import attend, ends_of, has_kernel
 from fakes.tiny_model import write_tiny_model
 from setup.layout import CHECKOUT
 
 DEVICE = "cuda:0"
 NEAR = 0.1
+ROUNDED = 1e-2  # of a tensor's norm: by bfloat16
 SAME = 1e-4  # of a tensor's norm: sums in another order
 STEP: dict[str, Any] = {"dtype": "float32", "optimizer": "SGD", "learningRate": 0.5, "gradientClip": 1e9}
 
@@ -48,7 +50,7 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def moved(folder: Path, model: Path, device: str, options: dict[str, Any]) -> dict[str, Tensor]:
     """Return by how much a step moved each parameter."""
     own = folder / f"trainer-{device}"
-    own.mkdir()
+    own.mkdir(parents=True)
     trainer = RankInProcess(own, model, device=device, **options)
     before = {name: tensor.cpu() for name, tensor in trainer.weights.items()}
     trainer.train(samples(1))
@@ -81,6 +83,38 @@ def test_peak_of_log_probabilities_is_a_quarter_of_the_logits(
 ) -> None:
     tokens, vocabulary = 8192, 65_536
     assert head_peak(form, dtype, tokens=tokens, vocabulary=vocabulary, device=device) < 0.25 * tokens * vocabulary * 4
+
+
+@pytest.mark.parametrize(("heads", "shared"), [(8, 8), (8, 2)], ids=["own", "shared"])
+def test_attention_of_packed_samples_by_one_call_is_that_of_each_sample(
+    device: torch.device, heads: int, shared: int
+) -> None:
+    """The kernel rounds in another order than the one for a single sample: both are compared with float32."""
+    torch.manual_seed(0)
+    ends, module = ends_of((700, 1, 64, 1283)), nn.Module()
+    module.num_key_value_groups = heads // shared
+    exact = [torch.randn(1, count, ends[-1], 128, device=device) for count in (heads, shared, shared)]
+    outgoing = torch.randn(1, ends[-1], heads, 128, device=device)
+
+    def computed(dtype: torch.dtype) -> list[Tensor]:
+        inputs = [each.to(dtype).requires_grad_() for each in exact]
+        attended, _ = attend(module, *inputs, None, sample_ends=ends)
+        return [attended, *torch.autograd.grad(attended, inputs, outgoing.to(dtype))]
+
+    assert has_kernel(device, torch.bfloat16, width=128)
+    assert not has_kernel(device, torch.float32, width=128)
+    for found, expected in zip(computed(torch.bfloat16), computed(torch.float32), strict=True):
+        assert (found.float() - expected).norm() < ROUNDED * expected.norm()
+
+
+def test_packed_step_moves_weights_as_one_of_padded_rows(tmp_path: Path, large: Path) -> None:
+    options = STEP | {"dtype": "bfloat16", "minibatches": 1}
+    padded, packed = (
+        moved(tmp_path / name, large, DEVICE, options | {"packing": name == "packed"}) for name in ("padded", "packed")
+    )
+    whole = torch.cat([tensor.flatten() for tensor in padded.values()])
+    apart = torch.cat([(packed[name] - tensor).flatten() for name, tensor in padded.items()])
+    assert apart.norm() < 5 * ROUNDED * whole.norm()
 
 
 def test_divided_model_casts_a_layer_at_a_time(tmp_path: Path, device: torch.device) -> None:
