@@ -605,7 +605,7 @@ class Trainer(Part):
     )
     config: Options = Field(
         default_factory=dict,
-        description="Handed to the trainer as a file, as it stands. May change while the job is suspended.",
+        description="Handed to the trainer as a file, as it stands.",
     )
     offload: Distinct[Annotated[TrainerMemory, Field(strict=False)]] = Field(
         default=list(TrainerMemory),
@@ -904,7 +904,6 @@ class ColocatedRLJobSpec(Part):
         *APART,
         *fixed(
             *("mode", "recorded", "model", "restoreFrom", "storage", "managedBy"),
-            *("trainer.command", "trainer.offload"),
             *(f"{gpus}.{field}" for gpus in ("gpus", "rollout.gpus?") for field in DEVICES),
             *("weightSync.volume", "checkpoint.volume"),
         ),
@@ -917,10 +916,9 @@ class ColocatedRLJobSpec(Part):
                 "rollout.resources",
                 "weightSync.sizeLimit",
                 "weightSync.verify",
-                "trainer.config",
             ),
             *("checkpoint.everySteps", "checkpoint.keep", "checkpoint.milestoneEverySteps", "checkpoint.inMemory"),
-            *("switch", "podTemplates", "scheduling"),
+            *("trainer", "switch", "podTemplates", "scheduling"),
         ),
     )
 
@@ -967,7 +965,9 @@ class ColocatedRLJobSpec(Part):
         "trained. No reference when absent. The devices and the number of pods of its own may change while the job is "
         "suspended.",
     )
-    trainer: Trainer = Field(default_factory=Trainer, description="Training on them.")
+    trainer: Trainer = Field(
+        default_factory=Trainer, description="Training on them. May change while the job is suspended."
+    )
     weight_sync: WeightSync = Field(default_factory=WeightSync, description="How new weights reach the engines.")
     switch: Switch = Field(
         default_factory=Switch, description="Deadlines of a switch. May change while the job is suspended."

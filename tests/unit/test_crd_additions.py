@@ -56,15 +56,8 @@ DECIDED: dict[str, str] = {
     },
     ".spec.failurePolicy.rules[].action: a rule more: NotRetriable is answered by FailJob, RetryStep, RollBack: write "
     "one of them, or a rule of its own for that cause": "it is about a new value",
-    **{
-        f".spec.trainer.{field}: a rule more: {words}": "it takes the place of one by which nothing there could change"
-        for field, words in {
-            "command": "trainer.command can't change once the job exists: make a new job with the new value",
-            "config": "trainer.config can't change while the job runs: set suspend to true, change it, and set suspend "
-            "to false again",
-            "offload": "trainer.offload can't change once the job exists: make a new job with the new value",
-        }.items()
-    },
+    ".spec.trainer: a rule more: trainer can't change while the job runs: set suspend to true, change it, and set "
+    "suspend to false again": "it takes the place of one by which nothing there could change",
 }
 """A person allows these differences: a rule that binds nobody who was there, a loss that is announced."""
 
