@@ -86,6 +86,7 @@ class Forecast:
             largest_part=counts.part,
             ranks_in_pod=self.ranks_in_pod,
             with_moments=config.optimizer == "AdamW",
+            updates_on_host=config.updates_on_host,
             keeps_reference=spec.reference is not None and not spec.seals_with_scores,
             parameters_leave=TrainerMemory.PARAMETERS in spec.trainer.offload,
             adapters=counts.adapters,

@@ -159,7 +159,11 @@ class GRPOTrainer:
             self._replay = RouterReplay(self.model)
             self._use = replace(self._use, experts=(self._replay.width, self._replay.experts))
         self._state = Residency(
-            self.model, self._device, with_moments=self._config.optimizer == "AdamW", stays=self._stays
+            self.model,
+            self._device,
+            with_moments=self._config.optimizer == "AdamW",
+            updates_on_host=self._config.updates_on_host,
+            stays=self._stays,
         )
         if self._keeps_reference and self._adapters is None:
             self._state.keep_reference()  # before the checkpoint is read: the model as the job began with it

@@ -151,6 +151,9 @@ class TrainerConfig(BaseModel):
     optimizer: Literal["AdamW", "SGD"] = Field(
         default="AdamW", description="SGD, without momentum, keeps no state of its own."
     )
+    updates_on_host: bool = Field(
+        default=False, description="AdamW's moments stay in host memory, and CPUs compute the update there."
+    )
     weight_decay: float = Field(default=0.0, ge=0, allow_inf_nan=False)
     betas: tuple[Beta, Beta] = Field(default=(0.9, 0.95), description="Of AdamW.")
     gradient_clip: float = Field(default=1.0, gt=0, description="Greatest norm of the whole gradient.")
@@ -272,6 +275,8 @@ class TrainerConfig(BaseModel):
             raise _contradiction("finalLearningRate is where a Linear or Cosine schedule ends: set schedule too")
         if self.decay_steps is not None and self.decay_steps <= self.warmup_steps:
             raise _contradiction(f"decaySteps must be after warmupSteps, {self.warmup_steps}")
+        if self.optimizer == "SGD" and self.updates_on_host:
+            raise _contradiction("updatesOnHost is for AdamW's moments, and SGD has none: leave it out")
         if self.optimizer == "SGD" and "betas" in self.model_fields_set:
             raise _contradiction("betas are AdamW's: SGD here has no momentum")
         if self.non_finite_gradient == "Fail" and "max_skipped_updates" in self.model_fields_set:
