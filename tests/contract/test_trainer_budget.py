@@ -17,12 +17,13 @@ from contract.trainer_in_process import RankInProcess, peak_and_budget
 from contract.trainer_ranks_in_process import UnwatchedTrainer, in_ranks
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
-from bench.sizes import FILLED, HEAD, MEMORY, MODELS, PAGE, row
+from bench.sizes import FILLED, HEAD, MEMORY, MODELS, PAGE, TOKENS, row
 from colocated_rl_api.job import ColocatedRLJobSpec
 from colocated_rl_api.parts import size_in_bytes
 from colocated_rl_trainer.conformance.shards import Example, write_shards
 from colocated_rl_trainer.grpo import forecast
 from colocated_rl_trainer.grpo.batch import Shard, divide_into_passes
+from colocated_rl_trainer.grpo.budget import Budget, gib
 from colocated_rl_trainer.grpo.forecast import Forecast, ranks_of
 from colocated_rl_trainer.grpo.loop import GRPOTrainer
 from colocated_rl_trainer.protocol.settings import TrainerConfig
@@ -182,6 +183,19 @@ def test_table_of_sizes_is_as_made(name: str) -> None:
     assert row(name) in text.partition(HEAD)[2].splitlines(), "python -m bench.sizes"
     lines = text.partition(HEAD)[2].partition("\n\n")[0].splitlines()[2:]
     assert [*MODELS] == [line.split(" | ")[0].strip("| ") for line in lines]
+
+
+def test_model_of_7_billion_parameters_takes_one_device_with_updates_on_the_host_as_documented() -> None:
+    config = AutoConfig.for_model(**MODELS["Qwen2.5-7B"])
+    with torch.device("meta"):
+        parameters = sum(tensor.numel() for tensor in AutoModelForCausalLM.from_config(config).parameters())
+    one_pass = pass_bytes(config, Pass(TOKENS, torch.bfloat16, recomputes=True))
+    assert one_pass is not None
+    budget = Budget.of(parameters, on_cpu=False, one_pass=one_pass, export_bytes=2 * parameters, updates_on_host=True)
+    assert budget.device is not None
+    budget.refuse_what_never_fits(device_has=int(FILLED * MEMORY["80 GB"] * 2**30), host_has=None)
+    words = f"takes {gib(budget.device)} of one device of 80 GB, and {gib(budget.host)} of host memory"
+    assert words in (CHECKOUT.root / PAGE).read_text()
 
 
 FIRST = CHECKOUT.root / "examples/gpu/first.yaml"
