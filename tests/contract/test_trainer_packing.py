@@ -28,7 +28,7 @@ SAME = 1e-5
 
 
 class Layer(nn.Module):
-    """What attention asks of its layer: how many heads of query share one of key and value."""
+    """Tells attention how many heads of query share one of key and value."""
 
     def __init__(self, groups: int) -> None:
         super().__init__()
