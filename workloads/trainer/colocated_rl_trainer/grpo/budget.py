@@ -17,7 +17,7 @@ from colocated_rl_trainer.state.residency import PIECE
 BYTES = 4  # of a float32
 MACHINE = Path("/proc/meminfo")
 LIMIT = Path("/sys/fs/cgroup/memory.max")
-LESS = "a smaller model, lora, optimizer: SGD, updatesOnHost, trainingState: Sharded, or more pods"
+LESS = "a smaller model, lora, optimizer: SGD, trainingState: Sharded, or more pods"
 ROOM = 0.8  # of the memory: what a step may take before activations are computed again instead of kept
 HEADER = 1 << 20  # of a file with a rank's state, at most: a hundred bytes for each of its tensors
 VERSIONS = 2  # of the weights in the memory that trainer and engine share: one is written while the other is served
@@ -99,7 +99,7 @@ class Budget:
         if self.device is not None and device_has is not None and self.device > device_has:
             raise ConfigError(
                 f"a training step takes {gib(self.device)} of each device, which has {gib(device_has)}, and {passes}: "
-                f"{LESS} or devices"
+                f"updatesOnHost, {LESS} or devices"
             )
         if host_has is not None and self.host > host_has:
             raise ConfigError(
