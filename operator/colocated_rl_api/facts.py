@@ -149,6 +149,7 @@ class TrainerFacts(Wire):
     can_finish: bool = False  # it can leave an export as the job's model
     finished: Version | None = None  # that it has left: durable
     stalled: int | None = None  # progress in a step that has stood still for far longer than usual; None: it goes on
+    not_retriable: str = Field(default="", max_length=1024)  # why the process ends, and would end again; "": not known
     grown_bytes: int = 0  # host memory that this incarnation has gained since its first switch, as last measured
 
     @property

@@ -96,6 +96,14 @@ class FailureCause(StrEnum):
         _OF_A_STEP,
         True,
     )
+    NOT_RETRIABLE = (
+        "NotRetriable",
+        "A trainer rank ended and reported that it would end again until the job's settings change: a gradient that "
+        "is not finite (nonFiniteGradient), options that it rejects, a model or a step for which the memory that it "
+        "has never suffices.",
+        (FailureAction.FAIL_JOB, FailureAction.RETRY_STEP, FailureAction.ROLL_BACK),
+        True,
+    )
     OUT_OF_MEMORY = (
         "OutOfMemory",
         "The same, and by then kubelet has reported that the pod's GPU container was ended for its memory. Where "

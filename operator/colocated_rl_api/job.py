@@ -617,7 +617,10 @@ class Trainer(Part):
         max_length=64,
         description="Command of each trainer rank, in the GPU container.",
     )
-    config: Options = Field(default_factory=dict, description="Handed to the trainer as a file, as it stands.")
+    config: Options = Field(
+        default_factory=dict,
+        description="Handed to the trainer as a file, as it stands.",
+    )
     offload: Distinct[Annotated[TrainerMemory, Field(strict=False)]] = Field(
         default=list(TrainerMemory),
         min_length=1,
@@ -914,7 +917,7 @@ class ColocatedRLJobSpec(Part):
         *_DIVIDED,
         *APART,
         *fixed(
-            *("mode", "recorded", "model", "restoreFrom", "trainer", "storage", "managedBy"),
+            *("mode", "recorded", "model", "restoreFrom", "storage", "managedBy"),
             *(f"{gpus}.{field}" for gpus in ("gpus", "rollout.gpus?") for field in DEVICES),
             *("weightSync.volume", "checkpoint.volume"),
         ),
@@ -929,7 +932,7 @@ class ColocatedRLJobSpec(Part):
                 "weightSync.verify",
             ),
             *("checkpoint.everySteps", "checkpoint.keep", "checkpoint.milestoneEverySteps", "checkpoint.inMemory"),
-            *("switch", "podTemplates", "scheduling"),
+            *("trainer", "switch", "podTemplates", "scheduling"),
         ),
     )
 
@@ -976,7 +979,9 @@ class ColocatedRLJobSpec(Part):
         "trained. No reference when absent. The devices and the number of pods of its own may change while the job is "
         "suspended.",
     )
-    trainer: Trainer = Field(default_factory=Trainer, description="Training on them.")
+    trainer: Trainer = Field(
+        default_factory=Trainer, description="Training on them. May change while the job is suspended."
+    )
     weight_sync: WeightSync = Field(default_factory=WeightSync, description="How new weights reach the engines.")
     switch: Switch = Field(
         default_factory=Switch, description="Deadlines of a switch. May change while the job is suspended."

@@ -24,7 +24,9 @@ holds, it answers at once; asked again while it is under way, it waits for that 
 * 409: it can't be done from the present state.
 * 503: it was tried, and nothing has changed: a volume has no room, for instance. A save or finish is asked for again
   after a while, of every rank: a save is done on all of them or on none.
-* 500: it failed, and nobody knows the trainer's state: its process is ended.
+* 500: it failed, and nobody knows the trainer's state: its process is ended. With the error `NOT_RETRIABLE` it would
+  fail again until the job's settings change, and the message names which: the job fails. A trainer that can't start
+  with its settings answers so to `/v1/state`.
 """
 
 from __future__ import annotations
@@ -37,6 +39,8 @@ from colocated_rl_api.facts import TrainerState
 from colocated_rl_api.wire import Version, Wire
 
 PROTOCOL = 1  # rises when who speaks an older one can't be understood any more
+
+NOT_RETRIABLE = "NotRetriable"
 
 
 class TrainerEnvironment(StrEnum):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,12 +17,14 @@ from contract.trainer_in_process import RankInProcess, peak_and_budget
 from contract.trainer_ranks_in_process import UnwatchedTrainer, in_ranks
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
-from bench.sizes import FILLED, HEAD, MEMORY, MODELS, PAGE, row
+from bench.sizes import FILLED, HEAD, MEMORY, MODELS, PAGE, TOKENS, row
 from colocated_rl_api.job import ColocatedRLJobSpec
 from colocated_rl_api.parts import size_in_bytes
 from colocated_rl_trainer.conformance.shards import Example, write_shards
+from colocated_rl_trainer.grpo import forecast
 from colocated_rl_trainer.grpo.batch import Shard, divide_into_passes
-from colocated_rl_trainer.grpo.budget import Budget
+from colocated_rl_trainer.grpo.budget import Budget, gib
+from colocated_rl_trainer.grpo.forecast import Forecast, ranks_of
 from colocated_rl_trainer.grpo.loop import GRPOTrainer
 from colocated_rl_trainer.protocol.settings import TrainerConfig
 from colocated_rl_trainer.state import rehearsal
@@ -182,28 +185,118 @@ def test_table_of_sizes_is_as_made(name: str) -> None:
     assert [*MODELS] == [line.split(" | ")[0].strip("| ") for line in lines]
 
 
-@pytest.mark.parametrize("example", GPU_EXAMPLES, ids=lambda case: case.name)
-def test_jobs_for_gpu_nodes_fit_into_their_devices_and_volumes_by_the_same_budget(example: Case) -> None:
-    spec = ColocatedRLJobSpec.model_validate(yaml.safe_load(example.text)["spec"])
-    trainer = TrainerConfig.model_validate(spec.trainer.config)
-    hub = spec.model.hugging_face
-    config = AutoConfig.for_model(**MODELS[hub.name.rpartition("/")[2] if hub else spec.model.path])
+def test_model_of_7_billion_parameters_takes_one_device_with_updates_on_the_host_as_documented() -> None:
+    config = AutoConfig.for_model(**MODELS["Qwen2.5-7B"])
     with torch.device("meta"):
         parameters = sum(tensor.numel() for tensor in AutoModelForCausalLM.from_config(config).parameters())
-    ranks = spec.replicas * spec.gpus.count
+    one_pass = pass_bytes(config, Pass(TOKENS, torch.bfloat16, recomputes=True))
+    assert one_pass is not None
+    budget = Budget.of(parameters, on_cpu=False, one_pass=one_pass, export_bytes=2 * parameters, updates_on_host=True)
+    assert budget.device is not None
+    budget.refuse_what_never_fits(device_has=int(FILLED * MEMORY["80 GB"] * 2**30), host_has=None)
+    words = f"takes {gib(budget.device)} of one device of 80 GB, and {gib(budget.host)} of host memory"
+    assert words in (CHECKOUT.root / PAGE).read_text()
+
+
+FIRST = CHECKOUT.root / "examples/gpu/first.yaml"
+
+
+def described(folder: Path, name: str) -> Path:
+    """Return a directory with the model's config.json and nothing else."""
+    AutoConfig.for_model(**MODELS[name]).save_pretrained(folder / name)
+    return folder / name
+
+
+@pytest.mark.parametrize("example", GPU_EXAMPLES, ids=lambda case: case.name)
+def test_jobs_for_gpu_nodes_fit_into_their_devices_and_volumes_by_the_same_budget(
+    example: Case, tmp_path: Path
+) -> None:
+    spec = ColocatedRLJobSpec.model_validate(yaml.safe_load(example.text)["spec"])
+    hub = spec.model.hugging_face
+    model = described(tmp_path, hub.name.rpartition("/")[2] if hub else spec.model.path)
     memory = ONE_GPU_GIB if example.name == "first" else MEMORY["80 GB"]
     device = FILLED * memory * 2**30
     if not spec.rollout.offload:
         arguments = spec.rollout.engine.args
         device -= float(arguments[arguments.index("--mem-fraction-static") + 1]) * memory * 2**30
 
-    one_pass = pass_bytes(config, Pass(trainer.micro_batch_tokens, torch.bfloat16, shared_by=ranks, recomputes=True))
-    assert one_pass is not None
-    budget = Budget.of(
-        parameters, on_cpu=False, shared_by=ranks, ranks_in_pod=spec.gpus.count, one_pass=one_pass,
-        export_bytes=2 * parameters,
-    )  # fmt: skip
-    limit = size_in_bytes(str(spec.gpus.resources.limits["memory"]))
+    predicted = Forecast(spec, TrainerConfig.of(spec.trainer.config), model, ranks_of(spec), on_cpu=False)
+    _, budget = predicted.choose(device_has=int(device), host_has=None)
+
     budget.refuse_what_never_fits(
-        device_has=int(device), host_has=limit, exports_have=size_in_bytes(spec.weight_sync.size_limit)
+        device_has=int(device),
+        host_has=size_in_bytes(str(spec.gpus.resources.limits["memory"])),
+        exports_have=predicted.exports_have,
+        mirrors_have=predicted.mirrors_have,
     )
+
+
+def forecast_of(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, list[str], str]:
+    """Return exit code, lines and error of the command."""
+    code = forecast.main([*map(str, arguments)])
+    out, err = capsys.readouterr()
+    return code, out.splitlines(), err
+
+
+def test_a_person_learns_what_a_job_takes_before_there_is_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = described(tmp_path, "Qwen3-0.6B")
+
+    code, lines, err = forecast_of(capsys, FIRST, model, "--device-memory", "22Gi")
+
+    assert (0, "") == (code, err)
+    device, host, exports = lines
+    assert re.match(
+        r"each device, at the peak of a step: \d+\.\d GiB of 22\.0 GiB; a pass takes \d+\.\d GiB of it", device
+    )
+    assert "gpus.resources.limits.memory, without engine and programs: 8.9 GiB of 24.0 GiB" == host
+    assert "of that weightSync.sizeLimit: 2.2 GiB of 4.0 GiB" == exports
+
+
+@pytest.mark.parametrize(
+    ("change", "device_memory", "words"),
+    [
+        (("", ""), "8Gi", "of each device, which has 8.0 GiB, and a pass takes"),
+        (("memory: 24Gi", "memory: 5Gi"), "80Gi", "take 8.9 GiB of host memory, and there are 5.0 GiB"),
+        (
+            ("sizeLimit: 4Gi", "sizeLimit: 2Gi"),
+            "80Gi",
+            "take 2.2 GiB, and their volume has 2.0 GiB: set weightSync.siz",
+        ),
+    ],
+)
+def test_a_job_that_never_fits_is_refused_with_both_numbers_before_there_is_one(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    change: tuple[str, str],
+    device_memory: str,
+    words: str,
+) -> None:
+    job = tmp_path / "job.yaml"
+    job.write_text(FIRST.read_text().replace(*change))
+
+    code, _, err = forecast_of(capsys, job, described(tmp_path, "Qwen3-0.6B"), "--device-memory", device_memory)
+
+    assert (1, True) == (code, words in err), err
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (("learningRate", "learningrate"), "did you mean learningRate"),
+        (("steps: 20", "steps: none"), "spec.steps"),
+        (("kind: ColocatedRLJob", "kind: ["), "while parsing"),
+        (("", ""), "holds no model in Hugging Face format"),
+    ],
+)
+def test_a_job_that_nobody_could_run_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], change: tuple[str, str], words: str
+) -> None:
+    job = tmp_path / "job.yaml"
+    job.write_text(FIRST.read_text().replace(*change))
+
+    code, lines, err = forecast_of(capsys, job, tmp_path)
+
+    assert (2, []) == (code, lines)
+    assert words in err

@@ -8,8 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from allocations import allocated_by
 from torch import nn
 
+from colocated_rl_trainer.state import residency
 from colocated_rl_trainer.state.residency import (
     GRADIENTS,
     MOMENTS,
@@ -78,6 +80,55 @@ def test_update_is_that_of_adamw() -> None:
     assert not state.gradients.any()
     for expected, parameter in zip(plain.parameters(), model.parameters(), strict=True):
         torch.testing.assert_close(parameter, expected)
+
+
+@pytest.mark.parametrize("stays", [(), (PARAMETERS,)])
+@pytest.mark.parametrize("piece", [3, 1 << 26], ids=["in pieces", "whole"])
+def test_update_on_the_host_is_that_of_adamw_and_moments_never_come_to_the_device(
+    stays: tuple[str, ...], piece: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(residency, "PIECE", piece)
+    plain, model = make_model().eval(), make_model().eval()
+    resident, state = Residency(plain, CPU), Residency(model, CPU, moves=True, updates_on_host=True, stays=stays)
+    places = [moment.data_ptr() for moment in state.moments.values()]
+    for _ in range(3):
+        state.onload()
+        assert state.size_bytes == resident.size_bytes - 2 * 4 * len(state.parameters[0]), "no moments"
+        for each, one in ((plain, resident), (model, state)):
+            loss_of(each).backward()
+            one.update(learning_rate=0.01, betas=(0.8, 0.9), weight_decay=0.1)
+        assert not state.gradients.any()
+        torch.testing.assert_close(loss_of(model), loss_of(plain))
+        state.offload()
+
+    assert places == [moment.data_ptr() for moment in state.moments.values()]
+    assert 3 == state.updates
+    assert resident.saved().keys() == state.saved().keys()
+    for name, tensor in resident.saved().items():
+        torch.testing.assert_close(state.saved()[name], tensor)
+
+
+def test_update_on_the_host_allocates_nothing_that_grows_with_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has a buffer of two pieces from its start on, pinned like moments and parameters."""
+    monkeypatch.setattr(residency, "PIECE", 1000)
+    driver, model = FakeDriver(), nn.Linear(300, 300, bias=False)
+    state = Residency(model, CPU, moves=True, updates_on_host=True, driver=driver)
+    assert sorted([*[4 * 300**2] * 3, 2 * 4 * 1000]) == sorted(driver.pinned.values())
+    state.onload()
+    model(torch.ones(1, 300)).sum().backward()
+
+    def update() -> None:
+        state.update(learning_rate=0.01, betas=(0.9, 0.95), weight_decay=0.0)
+
+    assert allocated_by(update).peak < 4 * 1000
+
+
+def test_checkpoint_fills_moments_that_are_on_the_host() -> None:
+    one, other = (Residency(make_model(seed), CPU, moves=True, updates_on_host=True) for seed in (1, 2))
+    for name, tensor in one.saved().items():
+        tensor.fill_(0.5)
+        other.saved()[name].copy_(tensor)
+    assert all((moment == 0.5).all() for moment in other.moments.values())
 
 
 def test_update_without_moments_is_that_of_sgd() -> None:

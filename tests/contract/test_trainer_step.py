@@ -23,7 +23,8 @@ from colocated_rl_trainer.grpo.batch import (
     Use,
     deal_minibatches,
 )
-from colocated_rl_trainer.grpo.loop import DeviceFull, Diverged, GRPOTrainer
+from colocated_rl_trainer.grpo.loop import DeviceFull, GRPOTrainer
+from colocated_rl_trainer.protocol.rank import Diverged
 from colocated_rl_trainer.protocol.settings import ConfigError, TrainerConfig
 from colocated_rl_trainer.state.residency import PARAMETERS
 from colocated_rl_trainer.state.weights import load_model

@@ -163,5 +163,4 @@ def peak_and_budget(
         trainers[0].train(samples)
 
     found = allocated_by(start_and_train, torch.device(device)).peak
-    loop = trainers[0].loop
-    return found, loop._budgets(loop._settings.read_job().spec)(bool(options.get("activationCheckpointing")))
+    return found, trainers[0].loop._forecast.budget(bool(options.get("activationCheckpointing")))

@@ -21,7 +21,11 @@ SAID = re.compile(r"^\* `(?P<method>GET|POST) (?P<path>\S+)`(?P<meaning>.*?)(?=^
 FAILED = {
     "400": ("the request can't be read", TrainerError),
     "409": ("it can't be done from the present state", TrainerError),
-    "500": ("it failed, and the process ends: the message says what to do", TrainerError),
+    "500": (
+        f"it failed, and the process ends: the message says what to do. With the error {trainer_wire.NOT_RETRIABLE} it "
+        "would end again until the job's settings change",
+        TrainerError,
+    ),
     "503": ("nothing has changed, and it may be asked for again: the message says what to do", TrainerError),
 }
 
@@ -37,7 +41,7 @@ def trainer_operations() -> dict[Route, Operation]:
             summary=" ".join(meaning.partition(":")[2].replace("`", "").split()),
             answers={JSON: TrainerStatus},
             body=ROUTES[route.path] if route.method == "POST" else None,
-            refusals=FAILED if route.method == "POST" else {},
+            refusals=FAILED if route.method == "POST" else {"500": FAILED["500"]},
         )
         for route, meaning in meanings.items()
     }

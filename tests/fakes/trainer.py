@@ -4,10 +4,11 @@
 
 The weight of version STEP-LINEAGE is STEP + LINEAGE / 8. Checkpoints are files named by their step, the model that it
 leaves is a copy of its export. A test makes it fail by a file `fault` beside its socket, with one line ROUTE ACTION,
-used once: ROUTE and crash, hang, slow, error, held (until there is a file `go`) or stall (the same, and told), and also
-`export torn`, `export lies` (the probe is of other weights), `offload leaks` (of the device), `train leaks` (of the
-host) and `load unscoring`. A file `asked` there has the routes of all requests, in order. With FAKE_DEVICE in its
-environment it says there what it holds of the device. Each step of the rank FAKE_SLOW_RANK takes three seconds longer.
+used once: ROUTE and crash, hang, slow, error, hopeless (it would fail again), held (until there is a file `go`) or
+stall (the same, and told), and also `export torn`, `export lies` (the probe is of other weights), `offload leaks` (of
+the device), `train leaks` (of the host) and `load unscoring`. A file `asked` there has the routes of all requests, in
+order. With FAKE_DEVICE in its environment it says there what it holds of the device. Each step of the rank
+FAKE_SLOW_RANK takes three seconds longer.
 """
 
 from __future__ import annotations
@@ -108,6 +109,8 @@ class FakeRank:
             with (self.socket.parent / "asked").open("a") as asked:
                 asked.write(f"{route}\n")
             fault = self.fail_if_told(route)
+            if fault == "hopeless":
+                return 500, {"error": "NotRetriable", "message": "the gradient is nan: lower learningRate"}
             if fault == "error":
                 return 500, {"error": "ToldToFail", "message": f"{route} was told to fail"}
             getattr(self, route)(body, fault)

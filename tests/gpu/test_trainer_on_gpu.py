@@ -15,6 +15,8 @@ from contract.test_trainer_experts import model as mixture  # noqa: F401 - a fix
 from contract.test_trainer_head import head_peak
 from contract.test_trainer_lora import samples
 from contract.test_trainer_memory import layers_held
+from contract.test_trainer_packing import Layer
+from contract.test_trainer_residency import make_model
 from contract.trainer_in_process import RankInProcess, peak_and_budget
 from torch import Tensor
 
@@ -22,11 +24,14 @@ from bench.gpu import prove
 from bench.gpu.engine import checksum_of
 from bench.gpu.models import write_model
 from colocated_rl_trainer.state.head import LogitForm
+from colocated_rl_trainer.state.packing import attend, ends_of, has_kernel
+from colocated_rl_trainer.state.residency import Residency
 from fakes.tiny_model import write_tiny_model
 from setup.layout import CHECKOUT
 
 DEVICE = "cuda:0"
 NEAR = 0.1
+ROUNDED = 1e-2  # of a tensor's norm: by bfloat16
 SAME = 1e-4  # of a tensor's norm: sums in another order
 STEP: dict[str, Any] = {"dtype": "float32", "optimizer": "SGD", "learningRate": 0.5, "gradientClip": 1e9}
 
@@ -48,7 +53,7 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def moved(folder: Path, model: Path, device: str, options: dict[str, Any]) -> dict[str, Tensor]:
     """Return by how much a step moved each parameter."""
     own = folder / f"trainer-{device}"
-    own.mkdir()
+    own.mkdir(parents=True)
     trainer = RankInProcess(own, model, device=device, **options)
     before = {name: tensor.cpu() for name, tensor in trainer.weights.items()}
     trainer.train(samples(1))
@@ -68,10 +73,37 @@ def test_step_moves_weights_as_on_a_cpu(tmp_path: Path, request: pytest.FixtureR
         assert (found[name] - tensor).norm() <= SAME * tensor.norm() + 1e-9, name
 
 
+def test_update_on_the_host_is_that_on_the_device_and_moments_never_come_to_it(device: torch.device) -> None:
+    states = [Residency(make_model(), device, updates_on_host=on_host) for on_host in (False, True)]
+    torch.manual_seed(0)
+    for _ in range(3):
+        gradients = torch.randn(len(states[0].gradients), device=device)
+        for state in states:
+            state.onload()
+            state.gradients.copy_(gradients)
+            state.update(learning_rate=0.01, betas=(0.8, 0.9), weight_decay=0.1)
+            state.offload()
+
+    on_device, on_host = states
+    assert {"cpu"} == {moment.device.type for moment in on_host.moments.values()}
+    for name, tensor in on_device.saved().items():
+        torch.testing.assert_close(on_host.saved()[name], tensor)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_checksum_of_weights_is_that_of_a_cpu(device: torch.device, dtype: torch.dtype) -> None:
     tensor = torch.randn(3000, 7001).to(dtype)
     assert checksum_of(tensor) == checksum_of(tensor.to(device))
+
+
+@pytest.mark.parametrize("rows", [1, 1500, 2999])
+def test_checksum_tells_a_tensor_of_which_an_update_wrote_some_rows(device: torch.device, rows: int) -> None:
+    """A single engine is compared with nobody else: its checksum is then neither the one before nor the whole one's."""
+    torch.manual_seed(0)
+    old = torch.randn(3000, 7001, device=device, dtype=torch.bfloat16)
+    new = old + torch.randn_like(old).mul_(0.01)
+    torn = torch.cat([new[:rows], old[rows:]])
+    assert 3 == len({checksum_of(each) for each in (old, new, torn)})
 
 
 @pytest.mark.parametrize("form", [LogitForm(), LogitForm(scale=0.5, cap=30.0)], ids=["plain", "capped"])
@@ -81,6 +113,37 @@ def test_peak_of_log_probabilities_is_a_quarter_of_the_logits(
 ) -> None:
     tokens, vocabulary = 8192, 65_536
     assert head_peak(form, dtype, tokens=tokens, vocabulary=vocabulary, device=device) < 0.25 * tokens * vocabulary * 4
+
+
+@pytest.mark.parametrize(("heads", "shared"), [(8, 8), (8, 2)], ids=["own", "shared"])
+def test_attention_of_packed_samples_by_one_call_is_that_of_each_sample(
+    device: torch.device, heads: int, shared: int
+) -> None:
+    """The kernel rounds in another order than the one for a single sample: both are compared with float32."""
+    torch.manual_seed(0)
+    ends, module = ends_of((700, 1, 64, 1283)), Layer(heads // shared)
+    exact = [torch.randn(1, count, ends[-1], 128, device=device) for count in (heads, shared, shared)]
+    outgoing = torch.randn(1, ends[-1], heads, 128, device=device)
+
+    def computed(dtype: torch.dtype) -> list[Tensor]:
+        query, key, value = inputs = [each.to(dtype).requires_grad_() for each in exact]
+        attended, _ = attend(module, query, key, value, None, sample_ends=ends)
+        return [attended, *torch.autograd.grad(attended, inputs, outgoing.to(dtype))]
+
+    assert has_kernel(device, torch.bfloat16, width=128)
+    assert not has_kernel(device, torch.float32, width=128)
+    for found, expected in zip(computed(torch.bfloat16), computed(torch.float32), strict=True):
+        assert (found.float() - expected).norm() < ROUNDED * expected.norm()
+
+
+def test_packed_step_moves_weights_as_one_of_padded_rows(tmp_path: Path, large: Path) -> None:
+    options = STEP | {"dtype": "bfloat16", "minibatches": 1}
+    padded, packed = (
+        moved(tmp_path / name, large, DEVICE, options | {"packing": name == "packed"}) for name in ("padded", "packed")
+    )
+    whole = torch.cat([tensor.flatten() for tensor in padded.values()])
+    apart = torch.cat([(packed[name] - tensor).flatten() for name, tensor in padded.items()])
+    assert apart.norm() < 10 * ROUNDED * whole.norm(), "a sample that sees another one is off by as much as it moves"
 
 
 def test_divided_model_casts_a_layer_at_a_time(tmp_path: Path, device: torch.device) -> None:
@@ -94,8 +157,9 @@ def test_divided_model_casts_a_layer_at_a_time(tmp_path: Path, device: torch.dev
         {"activationCheckpointing": True},
         {"optimizer": "SGD", "activationCheckpointing": True},
         {"lora": {"rank": 16}, "activationCheckpointing": True},
+        {"updatesOnHost": True, "activationCheckpointing": True},
     ],
-    ids=["AdamW", "recomputing", "SGD", "LoRA"],
+    ids=["AdamW", "recomputing", "SGD", "LoRA", "updates on the host"],
 )
 def test_trainer_and_its_step_take_what_the_budget_says(tmp_path: Path, large: Path, options: dict[str, Any]) -> None:
     """The caching allocator says so: state of 0.6 billion parameters, and bfloat16 passes over two long samples."""

@@ -319,6 +319,19 @@ async def test_trainer_that_crashes_is_reported_with_its_last_words_and_left_to_
         assert (200, "1-2") == await served_version(it)
 
 
+async def test_trainer_that_would_fail_again_is_stopped_and_its_reason_outlives_it(net: Network) -> None:
+    async with pod(net, make_job()) as it:
+        group = PodGroup([it])
+        await group.climb(V0)
+        it.trainer_fault("train", "hopeless")
+        await group.set_out(V1, Rung.TRAINED, after=Rung.RELEASED)
+        facts = await it.until(lambda facts: facts.trainers[0].exit_code is not None, "trainer stopped")
+        assert "the gradient is nan: lower learningRate" == facts.trainers[0].not_retriable
+        await group.climb(WeightVersion(1, 2))
+        facts = await it.until(lambda facts: facts.trainers[0].step == 1, "trained")
+        assert "" == facts.trainers[0].not_retriable
+
+
 async def test_trainer_that_hangs_is_stopped_at_its_deadline(net: Network) -> None:
     async with pod(net, make_job(switch={"trainerProgressSeconds": 5})) as it:
         group = PodGroup([it])

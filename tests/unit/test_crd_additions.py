@@ -56,6 +56,10 @@ DECIDED: dict[str, str] = {
         "another, such as one with a word of yours before it": "of jobs with a volume `mirrors`, which is new"
         for role in ("engine", "gpu", "reference", "rollout")
     },
+    ".spec.failurePolicy.rules[].action: a rule more: NotRetriable is answered by FailJob, RetryStep, RollBack: write "
+    "one of them, or a rule of its own for that cause": "it is about a new value",
+    ".spec.trainer: a rule more: trainer can't change while the job runs: set suspend to true, change it, and set "
+    "suspend to false again": "it takes the place of one by which nothing there could change",
 }
 """A person allows these differences: a rule that binds nobody who was there, a loss that is announced."""
 

@@ -116,7 +116,7 @@ def gone(decided: Plan) -> list[str]:
 @pytest.mark.parametrize("cause", FailureCause)
 def test_every_cause_has_a_usual_answer_and_can_end_the_job(cause: FailureCause) -> None:
     assert len(set(cause.answers)) == len(cause.answers) > 1
-    assert FailureAction.FAIL_JOB in cause.answers[1:]
+    assert FailureAction.FAIL_JOB in cause.answers
 
 
 def test_every_action_answers_something() -> None:
@@ -164,6 +164,62 @@ def test_fail_job_ends_the_job_with_the_failure_in_its_message() -> None:
     assert decided.message.endswith(
         "the job fails (failurePolicy.rules[0]); it goes on where it stood with: kubectl crlj retry -n default sums"
     )
+
+
+NAN = "gradient norm of step 2 is nan: lower learningRate in spec.trainer.config"
+
+
+def diverged(seen: Observation, index: int = 0, *, lineage: int | None = None, **changes: Any) -> Observation:
+    """A trainer of that pod has ended, and reported that it would end again."""
+    seen = dead(seen, index)
+    facts = seen.members[index].pod_facts
+    assert facts is not None
+    [rank] = facts.trainers
+    told = rank.model_copy(update={"not_retriable": NAN} | ({} if lineage is None else {"lineage": lineage}))
+    return changed(seen, index, facts=facts.model_copy(update={"trainers": (told,)}), **changes)
+
+
+@pytest.mark.parametrize("backoff_s", [0, 60])
+@pytest.mark.parametrize("memory_kills", [0, 1])
+def test_a_trainer_that_would_end_again_ends_the_job_at_once_and_says_what_to_do(
+    backoff_s: int, memory_kills: int
+) -> None:
+    """The same batch was trained until no restart was left, and the message had the place in the code alone."""
+    seen = climbing(Rung.RELEASED, Rung.RELEASED, failure_policy=policy(backoff_s=backoff_s))
+    decided = plan(diverged(seen, 1, memory_kills=memory_kills))
+    climb = climb_of(decided)
+    assert (Cause.FAILURE_POLICY, "NotRetriable", "FailJob", None) == (
+        climb.cause,
+        climb.tally.cause,
+        climb.tally.action,
+        climb.tally.rule,
+    )
+    assert (
+        f"a trainer ended at step 2, and would end again: {NAN}: the job fails; suspend the job and change what is "
+        "named; it goes on where it stood with: kubectl crlj retry -n default sums" == decided.message
+    )
+    assert [] == gone(decided)
+
+
+def test_a_death_is_answered_as_one_that_would_come_again_once_its_report_is_there() -> None:
+    seen = dead(climbing(Rung.RELEASED, Rung.RELEASED, failure_policy=policy(backoff_s=60)))
+    assert not plan(seen).raises, "it waits for the back-off"
+    assert Cause.FAILURE_POLICY is climb_of(plan(diverged(seen))).cause
+
+
+def test_a_report_of_an_older_lineage_ends_nothing() -> None:
+    seen = climbing(Rung.RELEASED, Rung.RELEASED, failure_policy=policy())
+    assert not plan(diverged(seen, lineage=0)).raises
+
+
+def test_a_rule_may_try_once_more_what_a_trainer_takes_for_hopeless() -> None:
+    rules = policy(rule("NotRetriable", action="RetryStep", maxTries=1))
+    seen = diverged(climbing(Rung.RELEASED, Rung.RELEASED, failure_policy=rules))
+    first = climb_of(plan(seen))
+    assert (Cause.TRAINER_DIED, "NotRetriable", 1) == (first.cause, first.tally.cause, first.restarts)
+    again = changed(following(seen, plan(seen)), 0, facts=facts_at(Rung.RELEASED, V2, epoch=6))
+    again = changed(again, 1, facts=facts_at(Rung.RELEASED, V2, epoch=6))
+    assert Cause.FAILURE_POLICY is climb_of(plan(diverged(again))).cause
 
 
 def test_a_pod_made_again_costs_one_restart_and_its_trainers_wait_for_it() -> None:
@@ -911,6 +967,8 @@ def fail(cause: FailureCause, **fields: Any) -> Climb:
     match cause:
         case FailureCause.TRAINER_DIED:
             seen = dead(climbing(Rung.RELEASED, Rung.RELEASED, failure_policy=rules))
+        case FailureCause.NOT_RETRIABLE:
+            seen = diverged(climbing(Rung.RELEASED, Rung.RELEASED, failure_policy=rules))
         case FailureCause.OUT_OF_MEMORY:
             seen = dead(climbing(Rung.RELEASED, Rung.RELEASED, failure_policy=rules), memory_kills=1)
         case FailureCause.RUNG_DEADLINE:
@@ -935,6 +993,7 @@ def fail(cause: FailureCause, **fields: Any) -> Climb:
 COUNTS = {
     FailureCause.ENGINE_LOST: True,
     FailureCause.TRAINER_DIED: True,
+    FailureCause.NOT_RETRIABLE: True,
     FailureCause.OUT_OF_MEMORY: True,
     FailureCause.RUNG_DEADLINE: True,
     FailureCause.WEIGHTS_DIFFER: True,
@@ -950,7 +1009,10 @@ def test_each_cause_says_whether_it_counts() -> None:
     assert COUNTS == {cause: cause.counts for cause in FailureCause}
 
 
-@pytest.mark.parametrize("cause", [cause for cause in FailureCause if cause is not FailureCause.ENGINE_LOST])
+GOES_ON = [cause for cause in FailureCause if cause.answers[0] is not FailureAction.FAIL_JOB]
+
+
+@pytest.mark.parametrize("cause", [cause for cause in GOES_ON if cause is not FailureCause.ENGINE_LOST])
 def test_without_a_rule_a_failure_counts_as_its_cause_does(cause: FailureCause) -> None:
     assert int(COUNTS[cause]) == fail(cause).restarts
 

@@ -32,6 +32,7 @@ from colocated_rl_api.trainer_wire import (
 )
 from colocated_rl_api.weights import MANIFEST, Probe
 from colocated_rl_trainer.protocol.rank import (
+    Diverged,
     NotDone,
     OffloadRequest,
     OnloadRequest,
@@ -505,6 +506,21 @@ def test_any_other_failure_is_answered_and_ends_the_rank(call: str, tmp_path: Pa
     assert refused.body.message.endswith("; this rank ends")
     assert "out of memory" not in refused.body.message, "its words may quote a batch"
     assert isinstance(running.ended.get(timeout=DEADLINE_S), RuntimeError)
+
+
+def test_a_step_that_would_fail_again_is_told_with_its_message_and_ends_the_rank() -> None:
+    running = onloaded()
+
+    def diverge() -> None:
+        raise Diverged("the gradient is nan: lower learningRate")
+
+    running.loop.script["train"] = diverge
+    refused = running.refusal(train())
+
+    assert (500, "NotRetriable", "the gradient is nan: lower learningRate") == (
+        refused.code, refused.body.error, refused.body.message,
+    )  # fmt: skip
+    assert isinstance(running.ended.get(timeout=DEADLINE_S), Diverged)
 
 
 def test_refusal_after_an_update_is_a_failure() -> None:

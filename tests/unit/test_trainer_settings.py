@@ -150,6 +150,7 @@ def test_what_is_not_supported_yet_is_said_so(tmp_path: Path, key: str, message:
         ({"decaySteps": 9}, "decaySteps sets when a Linear or Cosine schedule ends"),
         ({"schedule": "Linear", "decaySteps": 9, "warmupSteps": 9}, "decaySteps must be after warmupSteps, 9"),
         ({"optimizer": "SGD", "betas": [0.9, 0.95]}, "betas are AdamW.s"),
+        ({"optimizer": "SGD", "updatesOnHost": True}, "updatesOnHost is for AdamW.s moments"),
         ({"maxSkippedUpdates": 3}, "maxSkippedUpdates is of nonFiniteGradient Skip"),
         ({"loss": "GSPO"}, "loss GSPO has one ratio for a sample, .* set average to Sequences"),
         ({"loss": "CISPO", "dualClip": 4.0}, "dualClip bounds the ratio of PPO and GSPO"),

@@ -312,7 +312,9 @@ def _has_trainers(seen: Observation, failure: Failure) -> bool:
 
 def _fail(seen: Observation, climb: Climb, failure: Failure, verdict: Verdict) -> Decision:
     failed = replace(seen.climb or climb, tally=_judged(climb.tally, failure, verdict))
-    message = f"{failure.message}: the job fails{verdict.by}; {how_to_retry(seen)}"
+    is_of_settings = failure.cause is FailureCause.NOT_RETRIABLE
+    todo = "suspend the job and change what is named; " if is_of_settings else ""
+    message = f"{failure.message}: the job fails{verdict.by}; {todo}{how_to_retry(seen)}"
     return raise_epoch(seen, failed, Cause.FAILURE_POLICY, message)
 
 
@@ -427,16 +429,21 @@ def rest_after_roll_back(seen: Observation, following: Climb) -> Hold | None:
 def death(seen: Observation, *, step: int, tries: int) -> Failure:
     """Describe the death of a trainer in the climb to `step`.
 
-    The pods whose containers were ended for their memory are at fault, though a peer's rank may have been seen to end
-    before theirs; without any, the first to die.
+    No pod is at fault if the trainer reported that it would end again. Otherwise the pods whose containers were ended
+    for their memory are at fault, though a peer's rank may have been seen to end before theirs; without any, the first
+    to die.
     """
     memory, of_trainers = seen.memory, seen.trainer_members
+    since = seen.now if memory.died_at is None else memory.died_at
+    if words := seen.not_retriable:
+        message = f"a trainer ended at step {step}, and would end again: {words}"
+        return Failure(FailureCause.NOT_RETRIABLE, message, (), since, tries)
     killed = tuple(pod for pod in of_trainers if pod.memory_kills > memory.memory_kills.get(pod.uid, 0))
     pods = killed or tuple(pod for pod in seen.gpu_members if pod.uid in memory.died) or seen.dead
     cause = FailureCause.OUT_OF_MEMORY if killed else FailureCause.TRAINER_DIED
     why = "its container was ended for its memory" if killed else "it ended by itself"
     message = f"a trainer died at step {step}: {_named(pods, why)}"
-    return Failure(cause, message, pods, seen.now if memory.died_at is None else memory.died_at, tries)
+    return Failure(cause, message, pods, since, tries)
 
 
 def standstill(seen: Observation, *, since: float, tries: int, message: str) -> Failure:

@@ -645,6 +645,13 @@ class Observation:
         return self.climb is not None and any(_has_died(rank, self.climb) for rank in self.ranks)
 
     @property
+    def not_retriable(self) -> str:
+        """Return why a rank of the climb's lineage has ended and would end again, as it reported; "" if none did."""
+        climb = self.climb
+        words = (rank.not_retriable for rank in self.ranks if climb and _has_died(rank, climb))
+        return next(filter(None, words), "")
+
+    @property
     def stalled(self) -> tuple[Member, ...]:
         """Return the pods with the ranks that are furthest behind in a step in which no rank gets on any more.
 

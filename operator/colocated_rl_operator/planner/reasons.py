@@ -81,8 +81,9 @@ class Cause(DocumentedReason):
     )
     FAILURE_POLICY = (
         "FailurePolicy",
-        "A rule of spec.failurePolicy answers a failure with FailJob: the job has failed.",
-        f"the message names the failure and the rule; put right what failed; {_RETRY}",
+        "A failure is answered with FailJob, by a rule of spec.failurePolicy or because it would come again "
+        "(NotRetriable): the job has failed.",
+        f"the message names the failure, and the rule if it was one; put right what failed; {_RETRY}",
     )
     PODS_NOT_READY = (
         "PodsReadyDeadlineExceeded",

@@ -54,9 +54,9 @@ REMEDIES: dict[str, Remedy] = {
         "or raise backoffLimit: it goes on from its newest checkpoint",
     ),
     "FailurePolicy": Remedy(
-        "a rule of spec.failurePolicy ends the job at such a failure",
-        "put right what the message names, or the rule, then kubectl crlj retry JOB: it goes on from its newest "
-        "checkpoint",
+        "a rule of spec.failurePolicy ends the job at such a failure, or a trainer reported that it would come again",
+        "put right what the message names, while the job is suspended if it is a field, or the rule; then kubectl crlj "
+        "retry JOB: it goes on from its newest checkpoint",
     ),
     "BackingOff": Remedy(
         "something failed, and what is done about it waits for the back-off of spec.failurePolicy",

@@ -16,7 +16,8 @@ from colocated_rl_api.logs import failure_of
 class DriverError(Exception):
     """DriverError
     ├─ CallRefused      the neighbour refused: the effect did not happen as asked
-    │  └─ NothingDone   and nothing changed: the same call may be sent again
+    │  ├─ NothingDone   and nothing changed: the same call may be sent again
+    │  └─ NotRetriable  and would refuse again, until the job's settings change: the message names which
     ├─ OutcomeUnknown   no answer in time, or the connection broke: the effect may hold or not. Never send it again
     └─ Unsuitable       it answers, but does not fit a switch: the message names the flag or package to change
     """
@@ -31,6 +32,10 @@ class CallRefused(DriverError):
 
 
 class NothingDone(CallRefused):
+    pass
+
+
+class NotRetriable(CallRefused):
     pass
 
 

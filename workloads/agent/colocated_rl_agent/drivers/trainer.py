@@ -20,6 +20,7 @@ from pydantic import BaseModel, ValidationError
 from colocated_rl_agent.drivers.base import (
     CallRefused,
     NothingDone,
+    NotRetriable,
     OutcomeUnknown,
     Unsuitable,
     read_body,
@@ -30,6 +31,7 @@ from colocated_rl_api.facts import TrainerState
 from colocated_rl_api.member_wire import Rendezvous
 from colocated_rl_api.rungs import WeightVersion
 from colocated_rl_api.trainer_wire import (
+    NOT_RETRIABLE,
     PROTOCOL,
     ExportRequest,
     FinishRequest,
@@ -205,8 +207,7 @@ class TrainerRank:
         ):
             text = await read_body(answer, f"trainer {path}", most_bytes=MAX_STATUS_BYTES)
         if answer.status != 200:
-            refusal = NothingDone if answer.status == HTTPStatus.SERVICE_UNAVAILABLE else CallRefused
-            raise refusal(f"trainer {path}: {_reason(answer.status, text)}")
+            raise _refusal(answer.status, path, text)
         try:
             status = TrainerStatus.model_validate_json(text)
         except ValidationError as error:
@@ -225,9 +226,12 @@ class TrainerRank:
         return status
 
 
-def _reason(status: int, text: bytes) -> str:
+def _refusal(status: int, path: str, text: bytes) -> CallRefused:
     try:
         error = TrainerError.model_validate_json(text)
     except ValidationError:
-        return f"HTTP {status}, {len(text)} bytes that are no TrainerError"
-    return f"{error.error}: {error.message}"
+        return CallRefused(f"trainer {path}: HTTP {status}, {len(text)} bytes that are no TrainerError")
+    if status == HTTPStatus.INTERNAL_SERVER_ERROR and error.error == NOT_RETRIABLE:
+        return NotRetriable(error.message)
+    refusal = NothingDone if status == HTTPStatus.SERVICE_UNAVAILABLE else CallRefused
+    return refusal(f"trainer {path}: {error.error}: {error.message}")

@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from pathlib import Path
 
-from colocated_rl_agent.drivers.base import DriverError, NothingDone, OutcomeUnknown
+from colocated_rl_agent.drivers.base import DriverError, NothingDone, NotRetriable, OutcomeUnknown
 from colocated_rl_agent.drivers.trainer import TrainerRank, trainer_environment
 from colocated_rl_agent.files.batches import scores_path, shard_path
 from colocated_rl_agent.files.exports import export_directory
@@ -394,7 +394,7 @@ class Trainers:
                 if may_wait and isinstance(error, NothingDone):
                     refusals.append(error)
                 else:
-                    self.broke(rank, f"{what}: {error}")
+                    self._refused(rank, f"{what}: {error}", error)
 
         async with asyncio.TaskGroup() as group:
             for rank in self._views:
@@ -432,7 +432,13 @@ class Trainers:
         except OutcomeUnknown:
             return  # it does not listen yet
         except DriverError as error:
-            self.broke(view.rank, str(error))
+            self._refused(view.rank, str(error), error)
+
+    def _refused(self, rank: int, reason: str, error: DriverError) -> None:
+        """Mark a rank as broken by a call; one that would fail again keeps the reason, also once it is gone."""
+        if isinstance(error, NotRetriable):
+            self._set(self._views[rank].ends_for_good(str(error)))
+        self.broke(rank, reason)
 
     def _report(self, rank: int, status: TrainerStatus) -> None:
         view = self._views[rank]

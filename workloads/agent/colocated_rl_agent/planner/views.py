@@ -26,6 +26,7 @@ from colocated_rl_api.facts import (
     TrainerFacts,
     TrainerState,
 )
+from colocated_rl_api.logs import one_line
 from colocated_rl_api.rungs import Rung, WeightVersion
 
 WEIGHTS, KV_CACHE, CUDA_GRAPH = "weights", "kv_cache", "cuda_graph"
@@ -210,6 +211,7 @@ class RankView:
     stalled: int | None = None  # progress in a step that has stood still for far longer than usual; None: it goes on
     grown_bytes: int = 0  # host memory that it has gained since its first switch
     broken: str | None = None  # a request failed or was not answered in time: the trainer is to be stopped
+    not_retriable: str = ""  # why it ends, and would end again until the job's settings change, as it reported
 
     @property
     def is_alive(self) -> bool:
@@ -229,9 +231,19 @@ class RankView:
     def broke(self, reason: str) -> RankView:
         return replace(self, broken=reason[:LONGEST_REASON])
 
+    def ends_for_good(self, reason: str) -> RankView:
+        """Return the view after the process reported why it would end again. It may have ended already."""
+        return replace(self, not_retriable=one_line(reason)[:LONGEST_REASON])
+
     def gone(self, exit_code: int) -> RankView:
-        """Return the view after the process ended. Lineage and incarnation stay: they identify the dead process."""
-        return RankView(self.rank, incarnation=self.incarnation, lineage=self.lineage, exit_code=exit_code)
+        """Return the view after the process ended: what identifies it, and its report of why it would end again."""
+        return RankView(
+            self.rank,
+            incarnation=self.incarnation,
+            lineage=self.lineage,
+            exit_code=exit_code,
+            not_retriable=self.not_retriable,
+        )
 
     def facts(self, whole: WeightVersion | None) -> TrainerFacts:
         return TrainerFacts(
@@ -250,6 +262,7 @@ class RankView:
             can_finish=self.can_finish,
             finished=self.finished,
             stalled=self.stalled,
+            not_retriable=self.not_retriable,
             grown_bytes=self.grown_bytes,
         )
 

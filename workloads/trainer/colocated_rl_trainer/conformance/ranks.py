@@ -128,7 +128,12 @@ class TrainerProcess:
             if self.process.poll() is not None:
                 raise RankLost(f"trainer ended with {self.process.returncode}:\n{self.log.read_text()}")
             with contextlib.suppress(FileNotFoundError, ConnectionError):
-                status = self.status
+                try:
+                    status = self.status
+                except UnexpectedStatus as refused:
+                    raise RankLost(
+                        f"trainer ends, by its own account for {refused}:\n{self.log.read_text()}"
+                    ) from refused
                 if holds(status):
                     return status
             time.sleep(0.02)

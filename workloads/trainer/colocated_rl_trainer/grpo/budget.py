@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from colocated_rl_trainer.protocol.settings import ConfigError
+from colocated_rl_trainer.state.residency import PIECE
 
 BYTES = 4  # of a float32
 MACHINE = Path("/proc/meminfo")
@@ -42,6 +43,7 @@ class Budget:
         largest_part: int | None = None,
         ranks_in_pod: int = 1,
         with_moments: bool = True,
+        updates_on_host: bool = False,
         keeps_reference: bool = False,
         parameters_leave: bool = True,
         adapters: int | None = None,
@@ -54,7 +56,7 @@ class Budget:
         """Compute the budget.
 
         parameters: of the whole model. shared_by: ranks that divide it, alike unless `largest_part` says what one has.
-        parameters_leave: they are offloaded.
+        parameters_leave: they are offloaded. updates_on_host: moments never come to the device.
         adapters: parameters that are trained in place of the model's, by each rank; the model's are then frozen, take
         `frozen_bytes` each and are the reference too.
         one_pass: bytes. export_bytes: of one version of the weights in the pod's memory. mirrored: files with a rank's
@@ -64,7 +66,8 @@ class Budget:
         frozen = 0 if adapters is None else frozen_bytes * share
         part = BYTES * (share if adapters is None else adapters)
         moments = 2 * part if with_moments else 0
-        device = frozen + part + part + moments + one_pass  # parameters, gradients
+        on_device = moments if on_cpu or not updates_on_host else 0
+        device = frozen + part + part + on_device + one_pass  # parameters, gradients
         copies_reference = keeps_reference and adapters is None
         exports, mirrors = VERSIONS * export_bytes, mirrored * (part + moments + HEADER)
         mirrors = mirrors if mirrors_at_most is None else min(mirrors, mirrors_at_most)
@@ -73,8 +76,9 @@ class Budget:
             return cls(None, host, exports, mirrors, one_pass)
         copies = int(parameters_leave) + (2 if with_moments else 0) + int(copies_reference)
         leaving = frozen if parameters_leave else 0
+        staged = 2 * min(part, BYTES * PIECE) if updates_on_host else 0
         starting = (frozen or part) if shared_by == 1 else 0  # read into host memory; ranks that share read to devices
-        host = ranks_in_pod * max(leaving + copies * part, starting) + exports + mirrors
+        host = ranks_in_pod * max(leaving + copies * part + staged, starting) + exports + mirrors
         return cls(device, host, exports, mirrors, one_pass)
 
     def is_tight(self, *, device_has: int | None, host_has: int | None) -> bool:
@@ -95,7 +99,7 @@ class Budget:
         if self.device is not None and device_has is not None and self.device > device_has:
             raise ConfigError(
                 f"a training step takes {gib(self.device)} of each device, which has {gib(device_has)}, and {passes}: "
-                f"{LESS} or devices"
+                f"updatesOnHost, {LESS} or devices"
             )
         if host_has is not None and self.host > host_has:
             raise ConfigError(

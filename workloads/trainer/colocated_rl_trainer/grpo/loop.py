@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,11 +20,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from colocated_rl_api.job import ColocatedRLJobSpec
 from colocated_rl_api.logs import log
 from colocated_rl_api.names import PromptPosition
-from colocated_rl_api.parts import size_in_bytes
-from colocated_rl_api.rungs import Placement
 from colocated_rl_api.weights import Digest
 from colocated_rl_trainer.grpo.batch import (
     MicroBatch,
@@ -34,14 +31,15 @@ from colocated_rl_trainer.grpo.batch import (
     micro_batches,
     read_together,
 )
-from colocated_rl_trainer.grpo.budget import Budget, choose_recomputing, host_memory
+from colocated_rl_trainer.grpo.budget import host_memory
+from colocated_rl_trainer.grpo.forecast import Forecast
 from colocated_rl_trainer.grpo.forward import logp_and_entropy
 from colocated_rl_trainer.grpo.loss import importance_mask, importance_ratio, kl_penalty, kl_ratio, policy_loss
 from colocated_rl_trainer.grpo.scores import find_scores, write_scores
 from colocated_rl_trainer.grpo.tally import StepTally, metrics
 from colocated_rl_trainer.grpo.trackers import Tracker, check_trackers, make_trackers
 from colocated_rl_trainer.protocol.manifest import Exported, digest_of, digests_of
-from colocated_rl_trainer.protocol.rank import Refused, Watch
+from colocated_rl_trainer.protocol.rank import Diverged, Refused, Watch
 from colocated_rl_trainer.protocol.settings import ConfigError, LoraConfig, RankSettings, TrainerConfig
 from colocated_rl_trainer.state.checkpoint import Checkpoints
 from colocated_rl_trainer.state.experts import RouterReplay
@@ -50,7 +48,6 @@ from colocated_rl_trainer.state.group import Collectives, join_group
 from colocated_rl_trainer.state.head import ScoringForward
 from colocated_rl_trainer.state.lora import AdapterOrigin, Adapters
 from colocated_rl_trainer.state.mirror import MirrorPart, Mirrors
-from colocated_rl_trainer.state.rehearsal import Pass, pass_bytes
 from colocated_rl_trainer.state.residency import PARAMETERS, STATE, Residency
 from colocated_rl_trainer.state.sharding import (
     computing_in,
@@ -61,21 +58,15 @@ from colocated_rl_trainer.state.sharding import (
 )
 from colocated_rl_trainer.state.weights import (
     checkpoint_activations,
-    count_parameters,
     files_of_model,
     load_model,
     probe,
-    read_config,
 )
 
 UPDATES = "updates"  # optimizer calls so far, beside the state's tensors
 ORIGIN = "adapter.json"  # of a checkpoint, where adapters are trained
 
 _LOG = logging.getLogger(__name__)
-
-
-class Diverged(Exception):
-    """Gradients are not finite. The weights still are, but are not used any more: the settings must change."""
 
 
 class DeviceFull(Exception):
@@ -109,14 +100,15 @@ class GRPOTrainer:
         spec = settings.read_job().spec
         self._progress_s = spec.switch.trainer_progress_seconds
         self._limit = spec.rollout.max_response_tokens
-        self._ranks_in_pod = min(settings.world_size, max(1, spec.gpus.count))
-        self._is_shared = settings.world_size > 1 and config.training_state == "Sharded"
+        on_cpu = settings.device == "cpu"
+        self._forecast = Forecast(spec, config, settings.model, settings.world_size, on_cpu=on_cpu)
+        self._is_shared = self._forecast.is_shared
         self._adapters: Adapters | None = None
         self._origin: AdapterOrigin | None = None  # of the adapters
         self._trains_parts = self._is_shared and config.lora is None  # otherwise each rank has all that is trained
         self._stays = [kind for memory, kinds in STATE.items() if memory not in spec.trainer.offload for kind in kinds]
         self._device = torch.device(settings.device)
-        self._dtype = torch.bfloat16 if config.computes_in(settings.device) == "bfloat16" else torch.float32
+        self._dtype = self._forecast.dtype
         self._checkpoints = Checkpoints.of(settings)
         self._mirrors: Mirrors | None = None
         self._saved = 0  # step of the newest checkpoint
@@ -167,7 +159,11 @@ class GRPOTrainer:
             self._replay = RouterReplay(self.model)
             self._use = replace(self._use, experts=(self._replay.width, self._replay.experts))
         self._state = Residency(
-            self.model, self._device, with_moments=self._config.optimizer == "AdamW", stays=self._stays
+            self.model,
+            self._device,
+            with_moments=self._config.optimizer == "AdamW",
+            updates_on_host=self._config.updates_on_host,
+            stays=self._stays,
         )
         if self._keeps_reference and self._adapters is None:
             self._state.keep_reference()  # before the checkpoint is read: the model as the job began with it
@@ -195,7 +191,7 @@ class GRPOTrainer:
             self._settings.mirrors,
             self._group,
             lineage=self._settings.lineage,
-            ranks_in_pod=self._ranks_in_pod,
+            ranks_in_pod=self._forecast.ranks_in_pod,
             is_divided=self._trains_parts,
         )
         self._saved = self._group.led(self._checkpoints.newest_step)
@@ -467,9 +463,9 @@ class GRPOTrainer:
         """Leave weights and optimizer state as they are. Raises Diverged if the job wants none or no more skipped."""
         config = self._config
         self._skipped_in_a_row += 1
-        advice = "lower learningRate or importanceCap"
+        advice = "lower learningRate or importanceCap in spec.trainer.config"
         if config.non_finite_gradient == "Fail":
-            raise Diverged(f"gradient norm of step {step} is {norm}: {advice}, or set nonFiniteGradient to Skip")
+            raise Diverged(f"gradient norm of step {step} is {norm}: {advice}, or set nonFiniteGradient to Skip there")
         if self._skipped_in_a_row > config.max_skipped_updates:
             raise Diverged(
                 f"gradient norm of step {step} is {norm}, after {config.max_skipped_updates} updates in a row that "
@@ -486,86 +482,30 @@ class GRPOTrainer:
         """
         is_gpu = self._device.type == "cuda"
         device_has = torch.cuda.get_device_properties(self._device).total_memory if is_gpu else None
-        host_has = host_memory()
-        spec = self._settings.read_job().spec
-        recomputes, budget = choose_recomputing(
-            self._config.activation_checkpointing, self._budgets(spec), device_has=device_has, host_has=host_has
-        )
-        exports_have = size_in_bytes(spec.weight_sync.size_limit) if budget.exports else None
-        kept = spec.checkpoint.in_memory
-        mirrors_have = size_in_bytes(kept.size_limit) if kept else None
+        host_has, forecast = host_memory(), self._forecast
+        recomputes, budget = forecast.choose(device_has=device_has, host_has=host_has)
         log(
             _LOG,
             "memory of a step estimated",
             device_bytes=budget.device,
             device_has_bytes=device_has,
             pass_bytes=budget.one_pass,
-            pass_tokens=self._tokens_of_pass(spec),
+            pass_tokens=forecast.pass_tokens,
             activation_checkpointing=recomputes,
             pod_host_bytes=budget.host,
             host_has_bytes=host_has,
             exports_bytes=budget.exports,
-            exports_have_bytes=exports_have,
+            exports_have_bytes=forecast.exports_have if budget.exports else None,
             mirrors_bytes=budget.mirrors,
-            mirrors_have_bytes=mirrors_have,
+            mirrors_have_bytes=forecast.mirrors_have,
         )
         budget.refuse_what_never_fits(
-            device_has=device_has, host_has=host_has, exports_have=exports_have, mirrors_have=mirrors_have
+            device_has=device_has,
+            host_has=host_has,
+            exports_have=forecast.exports_have,
+            mirrors_have=forecast.mirrors_have,
         )
         return recomputes
-
-    def _budgets(self, spec: ColocatedRLJobSpec) -> Callable[[bool], Budget]:
-        """Return the function from whether activations are computed again to the trainer's budget."""
-        config, shape = self._config, read_config(self._settings.model)
-        shared_by = self._settings.world_size if self._is_shared else 1
-        parameters, adapters, part = count_parameters(self._settings.model, config.lora, shared_by=shared_by)
-        kept, ranks = spec.checkpoint.in_memory, spec.replicas * self._ranks_in_pod
-        # fewer pods than the job asks for go on: their larger parts may find no room in memory, which ends nothing
-        kept_at_most = size_in_bytes(kept.size_limit) if kept and self._settings.world_size < ranks else None
-        shares_memory = spec.placement is not Placement.DISAGGREGATED  # with the engines: exports are in it
-        largest = Pass(
-            tokens=self._tokens_of_pass(spec),
-            dtype=self._dtype,
-            shared_by=shared_by,
-            float32_head=config.fp32_lm_head,
-            with_entropy=config.entropy_coefficient > 0,
-            lora=config.lora,
-        )
-
-        def budget(recomputes: bool) -> Budget:
-            return Budget.of(
-                parameters,
-                on_cpu=self._device.type == "cpu",
-                shared_by=largest.shared_by,
-                largest_part=part,
-                ranks_in_pod=self._ranks_in_pod,
-                with_moments=config.optimizer == "AdamW",
-                keeps_reference=self._keeps_reference,
-                parameters_leave=PARAMETERS not in self._stays,
-                adapters=adapters,
-                frozen_bytes=self._dtype.itemsize,
-                one_pass=pass_bytes(shape, replace(largest, recomputes=recomputes)) or 0,
-                export_bytes=parameters * self._dtype.itemsize + 4 * (adapters or 0) if shares_memory else 0,
-                mirrored=self._most_mirrored(spec),
-                mirrors_at_most=kept_at_most,
-            )
-
-        return budget
-
-    def _most_mirrored(self, spec: ColocatedRLJobSpec) -> int:
-        """Return how many files with a rank's state the pod's memory has at most, one step beside the one before."""
-        if spec.checkpoint.in_memory is None:
-            return 0
-        if not self._trains_parts:
-            return 2
-        return self._ranks_in_pod * (4 if self._ranks_in_pod < self._settings.world_size else 2)
-
-    def _tokens_of_pass(self, spec: ColocatedRLJobSpec) -> int:
-        """Return the most tokens of one pass: those of one long sample, or as many as the batch has."""
-        rollout = spec.rollout
-        longest = rollout.max_prompt_tokens + rollout.max_response_tokens
-        samples = -(-rollout.batch_size * rollout.group_size // self._settings.world_size)
-        return max(longest, min(self._config.micro_batch_tokens, samples * longest))
 
     @contextmanager
     def _explaining_full_device(self, step: int) -> Iterator[None]:

@@ -20,6 +20,7 @@ from colocated_rl_trainer.protocol.settings import (
     RankSettings,
     TrackerName,
     TrainerConfig,
+    Unready,
 )
 
 TENSORBOARD_FOLDER = "tensorboard"  # in the checkpoints' volume
@@ -88,7 +89,7 @@ class WandB:
                 config=config.model_dump(by_alias=True),
             )
         except wandb.Error as error:
-            raise ConfigError(f"trackers in spec.trainer.config: WandB can't begin: {error}") from error
+            raise Unready(f"trackers in spec.trainer.config: WandB can't begin: {error}") from error
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         try:

@@ -5,7 +5,8 @@ effect; the manifest of an export, and the copy of the last export that is the j
 transition; and when the state is unknown.
 
 The state is unknown after every failure but two (`Refused`; no space or no access while files are written): the answer
-is a failure and `Rank.run` raises, so that the process ends. Peers that wait for this rank in a collective then fail at
+is a failure and `Rank.run` raises, so that the process ends. After `Diverged` the answer also says that starting again
+does not help. Peers that wait for this rank in a collective then fail at
 once instead of waiting for their deadline, and the group is started again from the newest checkpoint.
 """
 
@@ -29,6 +30,7 @@ from colocated_rl_api.facts import TrainerState
 from colocated_rl_api.logs import failure_of, log
 from colocated_rl_api.rungs import WeightVersion
 from colocated_rl_api.trainer_wire import (
+    NOT_RETRIABLE,
     ExportRequest,
     FinishRequest,
     MirrorRequest,
@@ -60,6 +62,14 @@ class Refused(Exception):
 
     The caller may ask again. The message reaches the job's status, so it must quote no prompt and no response.
     Any other exception of a loop's method ends the process; its type and place are reported, not its message.
+    """
+
+
+class Diverged(Exception):
+    """The step would fail again on the same batch: the job's settings must change, and the message names which.
+
+    Raised on every rank. The process ends, and the job fails unless a rule of its failure policy decides otherwise. The
+    message reaches the job's status, so it must quote no prompt and no response.
     """
 
 
@@ -272,6 +282,8 @@ class Rank:
         self._pace = Pace(clock)
         self._worker = threading.get_ident()  # the thread that `run` runs in
         self._asking = 0
+        self._last_word: TrainerError | None = None  # why this process ends, and would end again
+        self._last_word_told = False
         self._changed = threading.Condition()
 
     @property
@@ -279,8 +291,14 @@ class Rank:
         return self._status  # replaced as a whole, never changed
 
     def report(self) -> TrainerStatus:
-        """Return the status, and where the rank stands if what it does has stood still for a while."""
+        """Return the status, and where the rank stands if what it does has stood still for a while.
+
+        Raises NotDone once the process ends for a reason for which it would end again.
+        """
         with self._changed:
+            if self._last_word is not None:
+                self._last_word_told = True
+                raise NotDone(HTTPStatus.INTERNAL_SERVER_ERROR, self._last_word)
             return self._status.model_copy(update={"standstill": self._pace.standstill(self._worker)})
 
     @contextlib.contextmanager
@@ -353,7 +371,10 @@ class Rank:
                 self._do(loop, operation.request)
             except Exception as error:
                 if not isinstance(error, Refused) or self._status.dirty:
-                    body = trainer_error("Failed", f"{failure_of(error)}; this rank ends")
+                    if isinstance(error, Diverged):
+                        body = trainer_error(NOT_RETRIABLE, str(error))
+                    else:
+                        body = trainer_error("Failed", f"{failure_of(error)}; this rank ends")
                     operation.failure = NotDone(HTTPStatus.INTERNAL_SERVER_ERROR, body)
                     raise
                 if isinstance(operation.request, ScoreRequest | TrainRequest):
@@ -382,6 +403,15 @@ class Rank:
         """Return when no answer is being written, at the latest after LAST_ANSWERS_S."""
         with self._changed:
             self._changed.wait_for(lambda: self._asking == 0, timeout=LAST_ANSWERS_S)
+
+    def wait_until_told(self, reason: str) -> None:
+        """Answer `/v1/state` with why this process ends, and would end again; return once that has been asked for.
+
+        At the latest after LAST_ANSWERS_S. An agent asks several times a second while a trainer starts.
+        """
+        with self._changed:
+            self._last_word = trainer_error(NOT_RETRIABLE, reason)
+            self._changed.wait_for(lambda: self._last_word_told and self._asking == 0, timeout=LAST_ANSWERS_S)
 
     def _do(self, loop: Loop, request: Request) -> None:
         began = time.monotonic()

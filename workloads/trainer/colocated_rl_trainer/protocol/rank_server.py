@@ -31,6 +31,7 @@ from colocated_rl_api.trainer_wire import (
     SaveRequest,
     ScoreRequest,
     TrainerError,
+    TrainerStatus,
     TrainRequest,
 )
 from colocated_rl_trainer.protocol.http_handler import ConnectionThreads, JSONHandler, Rejected
@@ -43,7 +44,7 @@ from colocated_rl_trainer.protocol.rank import (
     Rank,
     Request,
 )
-from colocated_rl_trainer.protocol.settings import ConfigError, RankSettings
+from colocated_rl_trainer.protocol.settings import ConfigError, RankSettings, Unready
 
 MAX_BODY_BYTES = 64 * 1024
 IDLE_CONNECTION_S = 60.0  # a connection without a request is closed then
@@ -98,6 +99,8 @@ def serve(make_loop: Callable[[RankSettings], Loop], environment: Mapping[str, s
     try:
         rank.run(lambda: make_loop(settings))
     except ConfigError as error:
+        if not isinstance(error, Unready):
+            rank.wait_until_told(str(error))
         _end_before_start(str(error))
     except Exception as error:  # noqa: BLE001 - the outermost: whatever a loop raises is logged here and ends the process
         fields = {"step": rank.status.step, "reason": failure_of(error)}
@@ -138,18 +141,21 @@ class _RankHandler(JSONHandler):
     def do_GET(self) -> None:  # noqa: N802 - the name that http.server calls
         with self.server.rank.answering():
             if self.path == "/v1/state":
-                self.write_json(HTTPStatus.OK, self.server.rank.report())
+                self._answer(self.server.rank.report)
             else:
                 self.send_error(HTTPStatus.NOT_FOUND)
 
     def do_POST(self) -> None:  # noqa: N802 - the name that http.server calls
         with self.server.rank.answering():
-            try:
-                self.write_json(HTTPStatus.OK, self.server.rank.ask(self._read()))
-            except NotDone as refusal:
-                self.write_json(refusal.code, refusal.body)
-            except Rejected as rejected:
-                self.reject(rejected)
+            self._answer(lambda: self.server.rank.ask(self._read()))
+
+    def _answer(self, do: Callable[[], TrainerStatus]) -> None:
+        try:
+            self.write_json(HTTPStatus.OK, do())
+        except NotDone as refusal:
+            self.write_json(refusal.code, refusal.body)
+        except Rejected as rejected:
+            self.reject(rejected)
 
     def _read(self) -> Request:
         body = self.read_body(limit_bytes=MAX_BODY_BYTES)
@@ -170,7 +176,7 @@ def _wrong_fields(error: ValidationError) -> str:
 
 
 def _end_before_start(reason: str) -> NoReturn:
-    """End with exit code 2: starting again does not help."""
+    """End with exit code 2."""
     log(_LOG, "trainer start failed", logging.ERROR, reason=reason)
     _end(2)
 

@@ -25,7 +25,14 @@ from colocated_rl_api.trainer_wire import TrainerEnvironment as Variable
 
 
 class ConfigError(ValueError):
-    """The trainer can't start with its settings. The message names what to change; starting again does not help."""
+    """The trainer can't start with its settings. The message names what to change."""
+
+
+class Unready(ConfigError):
+    """Something outside the job is not what its settings need: files on a volume, a service.
+
+    Starting again helps once it is, as after an outage. Any other ConfigError ends the job until its settings change.
+    """
 
 
 @dataclass(frozen=True)
@@ -149,6 +156,9 @@ class TrainerConfig(BaseModel):
     optimizer: Literal["AdamW", "SGD"] = Field(
         default="AdamW", description="SGD, without momentum, keeps no state of its own."
     )
+    updates_on_host: bool = Field(
+        default=False, description="AdamW's moments stay in host memory, and CPUs compute the update there."
+    )
     weight_decay: float = Field(default=0.0, ge=0, allow_inf_nan=False)
     betas: tuple[Beta, Beta] = Field(default=(0.9, 0.95), description="Of AdamW.")
     gradient_clip: float = Field(default=1.0, gt=0, description="Greatest norm of the whole gradient.")
@@ -270,6 +280,8 @@ class TrainerConfig(BaseModel):
             raise _contradiction("finalLearningRate is where a Linear or Cosine schedule ends: set schedule too")
         if self.decay_steps is not None and self.decay_steps <= self.warmup_steps:
             raise _contradiction(f"decaySteps must be after warmupSteps, {self.warmup_steps}")
+        if self.optimizer == "SGD" and self.updates_on_host:
+            raise _contradiction("updatesOnHost is for AdamW's moments, and SGD has none: leave it out")
         if self.optimizer == "SGD" and "betas" in self.model_fields_set:
             raise _contradiction("betas are AdamW's: SGD here has no momentum")
         if self.non_finite_gradient == "Fail" and "max_skipped_updates" in self.model_fields_set:
@@ -306,13 +318,18 @@ class TrainerConfig(BaseModel):
 
     @classmethod
     def read(cls, path: Path) -> Self:
-        """Read the JSON file. Raises ConfigError, which names each wrong key."""
+        """Read the JSON file. Raises ConfigError."""
         try:
             written = json.loads(path.read_bytes())
         except (OSError, ValueError) as error:
             raise ConfigError(f"trainer config {path} is not readable JSON: {error}") from error
         if not isinstance(written, dict):
             raise ConfigError(f"trainer config {path} must be an object, is {type(written).__name__}")
+        return cls.of(written)
+
+    @classmethod
+    def of(cls, written: Mapping[str, object]) -> Self:
+        """Return what spec.trainer.config has. Raises ConfigError, which names each wrong key."""
         known = [field.alias or name for name, field in cls.model_fields.items()]
         for key in written:
             if key not in known:

@@ -44,7 +44,7 @@ from colocated_rl_api.weights import Digest
 from colocated_rl_trainer.protocol.durable import flush, take_place
 from colocated_rl_trainer.protocol.manifest import digests_of
 from colocated_rl_trainer.protocol.rank import Refused
-from colocated_rl_trainer.protocol.settings import ConfigError, RankSettings
+from colocated_rl_trainer.protocol.settings import RankSettings, Unready
 
 OPTIMIZER = "optimizer.state"  # where a checkpoint has one; not *.safetensors, which loaders take for weights
 ORIGIN = "origin.json"
@@ -175,9 +175,7 @@ class Checkpoints:
             )
         if origin is not None:
             found = "; ".join(faults)
-            raise ConfigError(
-                f"the job can't begin from the checkpoint that spec.restoreFrom names: {found}; {ANOTHER}"
-            )
+            raise Unready(f"the job can't begin from the checkpoint that spec.restoreFrom names: {found}; {ANOTHER}")
 
     def oldest(self) -> int:
         """Return the step of the oldest checkpoint that is kept, that which the job began from among them."""
@@ -305,7 +303,7 @@ class Checkpoints:
             try:
                 step = choose(self._former.directory, self._former.step).step
             except NoSuchCheckpoint as error:
-                raise ConfigError(str(error)) from error
+                raise Unready(str(error)) from error
         return Saved(step, self._former.directory / checkpoint_name(step))
 
     def _begin_from(self, saved: Saved) -> None:

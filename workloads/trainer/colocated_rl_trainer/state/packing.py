@@ -1,16 +1,21 @@
 """Pack samples: several stand one after another in one row, so that no position is padding.
 
-Each layer's attention is computed sample by sample, so that no sample sees another one and nothing is computed between
-them; the rest of a layer is unaware of it. That is right for a model whose layers look at other positions by full
-attention alone. Any other model (windows, recurrence) is rejected when it is loaded: `check_packing` compares.
+Each layer's attention is computed so that no sample sees another one and nothing is computed between them; the rest of
+a layer is unaware of it. On a GPU with torch's kernel for samples of any length one call does it (`attend_at_once`),
+elsewhere a call for each sample. That is right for a model whose layers look at other positions by full attention
+alone. Any other model (windows, recurrence) is rejected when it is loaded: `check_packing` compares.
 """
 
 from __future__ import annotations
 
+from functools import lru_cache
+from inspect import signature
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
@@ -18,6 +23,8 @@ from colocated_rl_trainer.protocol.settings import ConfigError
 
 PACKED_ATTENTION = "colocated_rl_packed"
 _PROBE = (5, 8, 3)  # lengths of samples
+MOST_WIDTH = 256  # of a head, of FlashAttention 2
+_ARGUMENTS = {"scale", "window_size", "enable_gqa"}  # of torch 2.13, not of all that came before
 _TOLERANCE = 1e-3  # of logits; a sample that sees another one is off by far more
 
 
@@ -37,12 +44,47 @@ def attend(
     """
     if sample_ends is None:
         return _causal(module, query, key, value, attention_mask, options)
+    if has_kernel(query.device, query.dtype, width=query.shape[-1]) and not options.get("dropout"):
+        return attend_at_once(query, key, value, sample_ends=sample_ends, scale=options.get("scaling")), None
     parts, start = [], 0
     for end in sample_ends:
         here = slice(start, end)
         parts.append(_causal(module, query[:, :, here], key[:, :, here], value[:, :, here], None, options)[0])
         start = end
     return torch.cat(parts, dim=1), None
+
+
+def attend_at_once(
+    query: Tensor, key: Tensor, value: Tensor, *, sample_ends: tuple[int, ...], scale: float | None
+) -> Tensor:
+    """Compute causal attention within each sample of one row by one call. Returns [1, positions, heads, width].
+
+    query, key, value: [1, heads, positions, width]; key and value may have fewer heads, which groups of query's share.
+    """
+    starts = _starts(sample_ends, query.device)
+    longest = max(end - start for start, end in pairwise((0, *sample_ends)))
+    q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+    attended = varlen_attn(q, k, v, starts, starts, longest, longest, scale=scale, window_size=(-1, 0), enable_gqa=True)
+    assert isinstance(attended, Tensor)
+    return attended[None]
+
+
+@lru_cache(maxsize=8)
+def has_kernel(device: torch.device, dtype: torch.dtype, *, width: int) -> bool:
+    """Return whether torch has a kernel for samples of any length: FlashAttention 2, for NVIDIA's devices since Ampere.
+
+    width: of a head. Source: `mha_varlen_fwd` in torch's aten/src/ATen/native/transformers/cuda/flash_attn.
+    """
+    if device.type != "cuda" or torch.version.hip or not _ARGUMENTS <= signature(varlen_attn).parameters.keys():
+        return False
+    is_of_kernel = dtype in (torch.bfloat16, torch.float16) and width <= MOST_WIDTH and width % 8 == 0
+    return is_of_kernel and torch.cuda.get_device_capability(device) >= (8, 0)
+
+
+@lru_cache(maxsize=1)
+def _starts(sample_ends: tuple[int, ...], device: torch.device) -> Tensor:
+    """Return where each sample begins, and the last one ends. All layers of a pass ask for the same."""
+    return torch.tensor((0, *sample_ends), dtype=torch.int32, device=device)
 
 
 def check_packing(model: PreTrainedModel, name: str) -> None:

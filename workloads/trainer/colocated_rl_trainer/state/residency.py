@@ -6,6 +6,9 @@ model, each parameter is in the buffer that FSDP2 made for it, and every other k
 Off the device, parameters and moments are in pinned host memory and gradients nowhere: they are zero between steps.
 The device memory is then freed from under the tensors: the tensor objects remain, and nobody may read them.
 
+AdamW can update on the host instead: the moments are then there at all times, and parameters and gradients go through a
+buffer on the host, piece by piece. Its kernel is torch's own for CPUs.
+
 Frozen parameters never change, so their host copy is made once, and their way off the device copies nothing.
 
 A frozen reference is a second set of parameters, on the host. When it has to compute, before a step, it takes the place
@@ -37,6 +40,8 @@ STATE = {  # the kinds of state of each of a job's names
     TrainerMemory.OPTIMIZER: MOMENTS,
 }
 
+PIECE = 1 << 26  # elements that an update on the host has there at once, twice: 512 MiB
+
 _EPSILON = 1e-8  # of AdamW
 _ALIGNMENT = 16  # bytes, of any dtype
 
@@ -57,13 +62,15 @@ class Residency:
         *,
         moves: bool | None = None,
         with_moments: bool = True,
+        updates_on_host: bool = False,
         stays: Collection[str] = (),
         driver: Driver | None = None,
     ) -> None:
         """Take over the model's parameters and leave them offloaded. moves: device and host are different memory.
 
-        with_moments: for AdamW; an update is plain SGD without. stays: kinds that are on the device at all times.
-        driver: pins the copies on the host; CUDA's where the device is one of its.
+        with_moments: for AdamW; an update is plain SGD without. updates_on_host: by AdamW, where that is other memory.
+        stays: kinds that are on the device at all times. driver: pins the copies on the host; CUDA's where the device
+        is one of its.
         """
         self._device = device
         self._moves = device.type != "cpu" if moves is None else moves
@@ -78,9 +85,14 @@ class Residency:
         self.parameters, self._widths = self._take_over()
         size = sum(self._widths)
         self.gradients = torch.zeros(size, device=device)
+        kinds = MOMENTS if with_moments else ()
+        self._on_host = frozenset(kinds if self._moves and updates_on_host else ())
         self.moments: dict[str, Tensor] = {
-            kind: torch.zeros(size, device=device) for kind in (MOMENTS if with_moments else ())
+            kind: self._host_buffer().zero_() if kind in self._on_host else torch.zeros(size, device=device)
+            for kind in kinds
         }
+        piece = min(PIECE, max(map(len, self.parameters)))
+        self._staged = self._memory.take(2 * piece, torch.float32) if self._on_host else None
         self.updates = 0  # optimizer calls so far, for the bias correction of the moments
         for parameter, view in zip(self._trained.values(), self._views((self.gradients,)), strict=True):
             parameter.grad = as_part(view, parameter)
@@ -166,21 +178,39 @@ class Residency:
         Weight decay is decoupled from the gradient. Source: Loshchilov and Hutter 2019.
         """
         gradients = [part for _, part in self._beside(self.parameters, self.gradients)]
-        if self.moments:
+        if self._staged is not None:
+            self._update_on_host(learning_rate=learning_rate, betas=betas, weight_decay=weight_decay)
+        elif self.moments:
             first, second = (
                 [part for _, part in self._beside(self.parameters, moment)] for moment in self.moments.values()
             )
             calls_before = torch.full((len(self.parameters),), float(self.updates), device=self._device).unbind()
-            adamw(
-                list(self.parameters), gradients, first, second, [], list(calls_before),
-                lr=learning_rate, beta1=betas[0], beta2=betas[1], weight_decay=weight_decay, eps=_EPSILON,
-                amsgrad=False, maximize=False, fused=True,
+            _call_adamw(
+                self.parameters, gradients, first, second, calls_before,
+                learning_rate=learning_rate, betas=betas, weight_decay=weight_decay,
             )  # fmt: skip
         else:
             for block, gradient in zip(self.parameters, gradients, strict=True):
                 block.mul_(1 - learning_rate * weight_decay).sub_(gradient, alpha=learning_rate)
         self.updates += 1
         self.gradients.zero_()
+
+    def _update_on_host(self, *, learning_rate: float, betas: tuple[float, float], weight_decay: float) -> None:
+        """Call AdamW beside the moments, for PIECE elements at a time, which are copied to the host and back."""
+        assert self._staged is not None
+        sizes = [len(block) for block in self.parameters]
+        others = (buffer.split(sizes) for buffer in (self.gradients, *self.moments.values()))
+        for block in zip(self.parameters, *others, strict=True):
+            for parameters, gradients, first, second in zip(*(tensor.split(PIECE) for tensor in block), strict=True):
+                here, gradient = self._staged[: 2 * len(parameters)].chunk(2)
+                here.copy_(parameters, non_blocking=True)
+                gradient.copy_(gradients, non_blocking=True)
+                self._wait_for_copies()
+                _call_adamw(
+                    [here], [gradient], [first], [second], [torch.tensor(float(self.updates))],
+                    learning_rate=learning_rate, betas=betas, weight_decay=weight_decay,
+                )  # fmt: skip
+                parameters.copy_(here)  # blocking: the next piece takes this one's place
 
     def keep_reference(self) -> None:
         """Copy the current parameters to the host, as the reference."""
@@ -217,7 +247,8 @@ class Residency:
     def size_bytes(self) -> int:
         """Return the bytes that the state takes on the device."""
         frozen = (block for block, _ in self._frozen)
-        blocks = (*chain.from_iterable(self._kept.values()), self.gradients, *frozen)
+        kept = (blocks for kind, blocks in self._kept.items() if kind not in self._on_host)
+        blocks = (*chain.from_iterable(kept), self.gradients, *frozen)
         return sum(block.element_size() * len(block) for block in blocks)
 
     @property
@@ -227,15 +258,16 @@ class Residency:
 
     @property
     def _kept(self) -> dict[str, Blocks]:
-        """Return the device buffers of what outlives a step, by kind."""
+        """Return the buffers of what outlives a step, by kind: on the device, or on the host at all times."""
         return {PARAMETERS: self.parameters} | {kind: (buffer,) for kind, buffer in self.moments.items()}
 
     @property
     def _leaving(self) -> dict[str, Blocks]:
-        return {kind: blocks for kind, blocks in self._kept.items() if kind not in self.stays}
+        return {kind: blocks for kind, blocks in self._kept.items() if kind not in self.stays | self._on_host}
 
     def _kept_now(self, kind: str) -> Blocks:
-        return self._kept[kind] if self.is_onloaded or kind in self.stays else (self._host[kind],)
+        is_there = self.is_onloaded or kind in self.stays | self._on_host
+        return self._kept[kind] if is_there else (self._host[kind],)
 
     def _beside(self, blocks: Sequence[Tensor], buffer: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield each block with its part of a buffer of the same size."""
@@ -252,6 +284,25 @@ class Residency:
     def _wait_for_copies(self) -> None:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
+
+
+def _call_adamw(
+    parameters: Sequence[Tensor],
+    gradients: Sequence[Tensor],
+    first: Sequence[Tensor],
+    second: Sequence[Tensor],
+    calls_before: Sequence[Tensor],
+    *,
+    learning_rate: float,
+    betas: tuple[float, float],
+    weight_decay: float,
+) -> None:
+    """Call torch's fused kernel for the device on which all of them are. calls_before: scalars, which it raises."""
+    adamw(
+        [*parameters], [*gradients], [*first], [*second], [], [*calls_before],
+        lr=learning_rate, beta1=betas[0], beta2=betas[1], weight_decay=weight_decay, eps=_EPSILON,
+        amsgrad=False, maximize=False, fused=True,
+    )  # fmt: skip
 
 
 def _block_of(parameter: Tensor) -> Tensor:

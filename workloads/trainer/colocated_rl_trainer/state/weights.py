@@ -32,7 +32,7 @@ from transformers.modeling_utils import LoadStateDictConfig
 from transformers.utils import logging as transformers_logging
 
 from colocated_rl_api.weights import Probe
-from colocated_rl_trainer.protocol.settings import ConfigError, LoraConfig
+from colocated_rl_trainer.protocol.settings import ConfigError, LoraConfig, Unready
 from colocated_rl_trainer.state.head import ScoringForward, score_without_logits
 from colocated_rl_trainer.state.lora import count_adapters
 from colocated_rl_trainer.state.packing import PACKED_ATTENTION, check_packing
@@ -201,13 +201,13 @@ def _check_loaded(model: PreTrainedModel, loading: _Loading, directory: Path) ->
     """Raise ConfigError if files and config are not of one model."""
     if mismatched := sorted(loading["mismatched_keys"]):
         name, has, wanted = mismatched[0]
-        raise ConfigError(
+        raise Unready(
             f"the weights in {directory} are not those of its config.json: {len(mismatched)} tensors have another "
             f"shape, first {name}, {list(has)} instead of {list(wanted)}: copy the model again"
         )
     if missing := sorted(loading["missing_keys"]):  # transformers makes them up, at random
         name = type(model).__name__.removeprefix("FSDP")
-        raise ConfigError(
+        raise Unready(
             f"the weights in {directory} are not whole: {len(missing)} tensors of {name} are missing, "
             f"first {missing[0]}: copy the model again"
         )
@@ -283,7 +283,7 @@ def _check_trainable(directory: Path) -> None:
     try:
         config = json.loads((directory / "config.json").read_bytes())
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{directory} holds no model in Hugging Face format: {error}") from error
+        raise Unready(f"{directory} holds no model in Hugging Face format: {error}") from error
     if "quantization_config" in config:
         raise ConfigError(f"the weights in {directory} are quantized: give the original ones, these can't be trained")
     if "vision_config" in config or "audio_config" in config:
@@ -294,14 +294,14 @@ def _check_trainable(directory: Path) -> None:
         try:
             file.open("rb").close()
         except OSError as error:  # where the reader of safetensors says "no such file" of one that it may not read
-            raise ConfigError(
+            raise Unready(
                 f"{file} can't be read: copy it again, or let everybody read it: save_pretrained does not; {error}"
             ) from error
         try:
             with safe_open(file, framework="pt"):  # reads the header, and compares the file's length with it
                 pass
         except (OSError, SafetensorError) as error:
-            raise ConfigError(
+            raise Unready(
                 f"{file} is cut off, or not what its name is (a pointer of Git LFS?): copy the model again; {error}"
             ) from error
 
@@ -313,7 +313,7 @@ def _explaining_load_errors(directory: Path) -> Iterator[None]:
         yield
     except (OSError, ValueError) as error:
         words = str(error).partition("\n")[0]
-        raise ConfigError(
+        raise Unready(
             f"no language model can be loaded from {directory}: {words}: copy it again, or take one of an architecture "
             f"that transformers {transformers.__version__} has"
         ) from error
