@@ -110,8 +110,9 @@ def test_a_checkpoint_that_finds_no_room_is_written_once_its_claim_is_expanded(
 
 def test_weights_checkpoints_and_samples_lie_on_a_file_system_in_user_space(kubectl: KubectlCall) -> None:
     """Trainers start again there, and read what they had written."""
-    volumes = {"weightSync": {"volume": SHARED}, "storage": {"volume": SHARED}}
-    job = apply(kubectl, "disaggregated.yaml", **volumes, checkpoint={"everySteps": 1, "volume": SHARED})
+    checkpoint = {"everySteps": 1, "volume": SHARED}
+    shared = {"volume": SHARED}
+    job = apply(kubectl, "disaggregated.yaml", weightSync=shared, storage=shared, checkpoint=checkpoint)
     job.wait_for_step(2, deadline_s=START_S)
     engine = f"{job.name}-engine-0-0"
     assert "['fuse.network']" == job.python(engine, names.GPU_CONTAINER, MOUNTED, names.WEIGHTS_DIR).strip()
