@@ -10,6 +10,7 @@ import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -101,13 +102,14 @@ def test_f4_requests_in_flight_are_aborted_at_the_engines_when_a_switch_begins(j
 
 
 def test_f13_f73_columns_and_status_show_the_step_and_what_it_has_collected(job: RunningJob) -> None:
-    seen: dict[int, set[int]] = {}
+    seen: dict[int, list[int]] = {}
 
     def progress_is_seen() -> bool:
         status = job.status
-        ended = status["rollout"]["samples"].get("completed", 0)
-        seen.setdefault(status["step"], set()).add(ended)
-        return any(len(counts) > 1 for counts in seen.values())
+        samples = status["rollout"]["samples"]
+        if not samples.get("sealed"):  # its batch is being collected
+            seen.setdefault(status["step"], []).append(samples.get("completed", 0))
+        return any(before < after for counts in seen.values() for before, after in pairwise(counts))
 
     wait_for("a count that grows within a step", progress_is_seen, deadline_s=STEPS_S, explain=lambda: str(seen))
 

@@ -8,8 +8,8 @@ from contextlib import ExitStack, asynccontextmanager
 
 
 @asynccontextmanager
-async def relayed(port: int, to: int, frozen: asyncio.Event) -> AsyncIterator[None]:
-    """Passes bytes on, until frozen: then the connection stays open and nothing passes."""
+async def relayed(port: int, to: int, frozen: asyncio.Event) -> AsyncIterator[int]:
+    """Passes bytes on, until frozen: then the connection stays open and nothing passes. Yields its port: 0 is any."""
     serving: set[asyncio.Task[None]] = set()
 
     async def pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -31,8 +31,8 @@ async def relayed(port: int, to: int, frozen: asyncio.Event) -> AsyncIterator[No
     def begin(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         serving.add(asyncio.create_task(serve(reader, writer)))
 
-    async with await asyncio.start_server(begin, "127.0.0.1", port):
-        yield
+    async with await asyncio.start_server(begin, "127.0.0.1", port) as server:
+        yield server.sockets[0].getsockname()[1]
         for each in serving:
             each.cancel()
         await asyncio.gather(*serving, return_exceptions=True)

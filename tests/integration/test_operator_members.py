@@ -42,7 +42,6 @@ from colocated_rl_operator.clients.members import (
     Members,
     _decode,
 )
-from colocated_rl_trainer.conformance.ranks import free_port
 from fakes import serving
 from fakes.relay import relayed
 
@@ -220,14 +219,16 @@ async def test_a_lost_member_is_unknown_at_once_and_found_again(authority: Autho
 
 async def test_a_half_open_connection_is_noticed_by_its_heartbeat(authority: Authority, tmp_path: Path) -> None:
     frozen = asyncio.Event()
-    async with agent(authority, tmp_path) as member, operator(trusting(authority), ping_s=0.2) as door:
-        port = free_port()
-        async with relayed(port, member.server.ports.control, frozen):
-            door.members.keep(UID, [Address(POD, POD_UID, names.ROLE_GPU, "127.0.0.1", port)])
-            await door.until(lambda: door.answer().facts)
-            frozen.set()
-            await door.until(lambda: door.answer().facts is None)
-            door.members.keep(UID, [])
+    async with (
+        agent(authority, tmp_path) as member,
+        operator(trusting(authority), ping_s=0.2) as door,
+        relayed(0, member.server.ports.control, frozen) as port,
+    ):
+        door.members.keep(UID, [Address(POD, POD_UID, names.ROLE_GPU, "127.0.0.1", port)])
+        await door.until(lambda: door.answer().facts)
+        frozen.set()
+        await door.until(lambda: door.answer().facts is None)
+        door.members.keep(UID, [])
 
 
 async def test_members_that_were_lost_at_one_moment_are_asked_again_at_different_ones(authority: Authority) -> None:
@@ -244,10 +245,13 @@ async def test_members_that_were_lost_at_one_moment_are_asked_again_at_different
             is_enough.set()
         await asyncio.sleep(0)
 
-    async with operator(trusting(authority), rest=rest) as door:
-        nobody = free_port()
-        door.members.keep(UID, [Address(pod, names.PodUid(pod), names.ROLE_GPU, "127.0.0.1", nobody) for pod in rests])
-        async with asyncio.timeout(DEADLINE_S):
+    with socket.socket() as deaf:
+        deaf.bind(("127.0.0.1", 0))  # and listens to nobody
+        port = deaf.getsockname()[1]
+        async with operator(trusting(authority), rest=rest) as door, asyncio.timeout(DEADLINE_S):
+            door.members.keep(
+                UID, [Address(pod, names.PodUid(pod), names.ROLE_GPU, "127.0.0.1", port) for pod in rests]
+            )
             await is_enough.wait()
     for attempt in range(attempts):
         usual = min(RETRY_S * 2**attempt, MAX_RETRY_S)
