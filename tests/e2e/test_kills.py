@@ -1,57 +1,58 @@
 """Anything that a running job needs is killed, or stands still for a while, at any rung, and the job goes on.
 
 So it does when a second part is hit while the first is still coming back, and when the network between two pods loses
-packets, cuts them off, is slow or delays. What it trained is then checked by an oracle. Faults follow from a seed, so
-that a run can be had again: COLOCATED_RL_KILLS is their number, COLOCATED_RL_SEED the seed. `make soak ONLY=kills` goes
-on for an hour, and has the faults of the network, which need root, nft and tc; with ONLY=network there are no others.
-All need the local cluster: a container can't kill its own first process, nor its node's kubelet. What happens to nodes,
-volumes and the chart besides is in `test_soak.py`.
+packets, cuts them off, is slow or delays. What it trained is then judged by an oracle (`oracle.py`). Faults follow from
+a seed, so that a run can be had again: COLOCATED_RL_KILLS is their number, COLOCATED_RL_SEED the seed. Printed are, for
+each kind and signal, the seconds to the next step and to the one after it, which needs what was hit, and where the
+agents stood. `make soak ONLY=kills` goes on for an hour, and has the faults of the network, which need root, nft and
+tc; with ONLY=network there are no others. All need the local cluster: a container can't kill its own first process, nor
+its node's kubelet. What happens to nodes, volumes and the chart besides is in `test_soak.py`.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import random
-import select
 import signal
-import subprocess
+import statistics
 import sys
 import time
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-from cluster import Cluster, CommandFailed
+from cluster import Cluster
 from documents.blocks import under
 from e2e.conftest import NAMESPACE, SCENARIOS
+from e2e.oracle import LogReader, Witness, judge, rung_of
 from e2e.pod_network import NetworkFault, faulty, missing_tools
 from e2e.running_job import KubectlCall, RunningJob, wait_for
 from e2e.terminal import RecordedTerminal
-from traces import Process, family, living
+from traces import Process, family, living, send
 
 from colocated_rl_api import names
 from colocated_rl_api.faults import FaultKind
+from colocated_rl_api.ladder import TIME_SLICED
 from colocated_rl_api.rungs import Rung
 
 KILLS = int(os.environ.get("COLOCATED_RL_KILLS", "4"))
 FOR_S = float(os.environ.get("COLOCATED_RL_KILLS_S", "0"))  # go on for as long, however many there were
 ONLY_NETWORK = os.environ.get("COLOCATED_RL_ONLY") == "network"
-SEED = int(os.environ.get("COLOCATED_RL_SEED", "139"))  # an agent, the rollout controller, an engine, a trainer
+SEED = int(os.environ.get("COLOCATED_RL_SEED", "7817"))  # an agent, an engine, trainers, the rollout controller
 START_S = 900  # two engines and two trainers start on two cores
 NEXT_STEP_S = 400  # after a kill: all of them may have to start again
 RUNG_S = 60.0  # until a rung is reached; not every step of a job that recovers reaches each
 STILL_S = 8.0
 NETWORK_S = 20.0
 LOOK_S = 0.2
+TAIL_S = 0.003  # an agent stands at some rungs for 20 ms
 WITH_SECOND = 4  # every so many faults one has a second
 OF_NETWORK = 5  # and one of the network follows
-BATCH = 16 * 4
-MAX_STALENESS = 1
 
 IN_CONTAINERS = {  # by a part of the command line; engines and trainers may be those of the tests
     "operator": ("-m colocated_rl_operator",),
@@ -67,8 +68,8 @@ IN_CONTAINERS = {  # by a part of the command line; engines and trainers may be 
 RUNTIME = "container runtime"
 COMPONENTS = {"etcd": "etcd", "API server": "kube-apiserver", "kubelet": "kubelet", RUNTIME: "cri"}  # of any node
 KINDS = (*IN_CONTAINERS, *COMPONENTS)
-RUNGS = (Rung.SERVING, Rung.SEALED, Rung.CLOSED, Rung.DRAINED, Rung.RELEASED, Rung.TRAINED, Rung.EXPORTED, Rung.UPDATED)
-
+SIGNALS = (signal.SIGKILL, signal.SIGSTOP)
+RUNGS = TIME_SLICED.rungs
 
 PAIRS = (
     ("agent", "agent"),
@@ -91,17 +92,37 @@ class KillFault:
         after = f", then {self.second.number.name} to {self.second.kind}" if self.second else ""
         return f"{self.number.name} to {self.kind} at {self.rung}{after}"
 
-    def carry_out(self, cluster: Cluster, rng: random.Random) -> None:
-        before = victims_of(cluster, self.kind)
-        struck = [strike(cluster, self, rng)]
+    @property
+    def name(self) -> str:
+        """Return kind and signal, of both parts."""
+        after = f", {self.second.name}" if self.second else ""
+        return f"{self.kind}, {self.number.name}{after}"
+
+    def carry_out(self, cluster: Cluster, job: RunningJob, rng: random.Random, *, rung_s: float) -> float:
+        """Let it happen at the rung. Returns when it began, in seconds since the epoch.
+
+        The victim is found before the rung is reached: at some, pods stand for less time than that takes.
+        """
+        before = await_successor(cluster, self.kind, set())
+        assert before, f"no process is a {self.kind}"
+        victim = rng.choice(sorted(before))
+        held = os.pidfd_open(victim.pid)
+        await_rung(cluster, job, self.rung, deadline_s=rung_s)
+        began, struck = time.time(), {victim}
+        try:
+            signal.pidfd_send_signal(held, self.number)
+        except ProcessLookupError:  # it has ended, and the rung is reached by the next one
+            struck = {strike(cluster, self.kind, self.number, rng)}
+        finally:
+            os.close(held)
         if self.second is not None:
             if self.number is signal.SIGKILL:
                 await_successor(cluster, self.kind, before)
-            struck.append(strike(cluster, self.second, rng))
+            struck.add(strike(cluster, self.second.kind, self.second.number, rng))
         if signal.SIGSTOP in (self.number, self.second and self.second.number):
             time.sleep(STILL_S)  # it is the fault
-        for process in living(set(struck)):
-            os.kill(process.pid, signal.SIGCONT)
+        send(living(struck), signal.SIGCONT)
+        return began
 
 
 @dataclass(frozen=True)
@@ -115,16 +136,24 @@ class Between:
     def __str__(self) -> str:
         return f"a network that {self.fault} between {' and '.join(self.pods)} at {self.rung}"
 
-    def carry_out(self, cluster: Cluster, rng: random.Random) -> None:
+    @property
+    def name(self) -> str:
+        return f"network that {self.fault}"
+
+    def carry_out(self, cluster: Cluster, job: RunningJob, rng: random.Random, *, rung_s: float) -> float:
+        """Likewise."""
+        await_rung(cluster, job, self.rung, deadline_s=rung_s)
+        began = time.time()
         first, second = (sorted(victims_of(cluster, kind)) for kind in self.pods)
         one = rng.choice(first)
         other = rng.choice([process for process in second if process != one])
         with faulty(self.fault, one.pid, other.pid):
             time.sleep(NETWORK_S)  # it is the fault
+        return began
 
 
 def chosen_faults(seed: int) -> Iterator[KillFault | Between]:
-    """Every kind comes up, in an order of the seed, before any comes up again."""
+    """Every kind comes up, in an order of the seed, before any comes up again, and then with the other signal."""
     return network_faults(seed) if ONLY_NETWORK else faults(seed, of_network=FOR_S > 0)
 
 
@@ -151,45 +180,32 @@ def network_faults(seed: int) -> Iterator[Between]:
 
 def single_faults(seed: float, kinds: Sequence[str]) -> Iterator[KillFault]:
     rng = random.Random(seed)
+    rungs = in_turn(rng, RUNGS)
     while True:
-        shuffled = [*kinds]
-        rng.shuffle(shuffled)
-        for kind in shuffled:
-            number = signal.SIGKILL if kind == RUNTIME else rng.choice((signal.SIGKILL, signal.SIGSTOP))
-            yield KillFault(kind, number, rng.choice(RUNGS))
+        first = {kind: rng.choice(SIGNALS) for kind in kinds}
+        for chosen in (first, {kind: other for kind in kinds for other in SIGNALS if other is not first[kind]}):
+            for kind in rng.sample(kinds, len(kinds)):
+                yield KillFault(kind, chosen[kind], next(rungs))
 
 
-@dataclass
-class Witness:
-    """A Witness keeps what the agents logged about training beyond the life of their containers."""
-
-    job: RunningJob
-    lines: set[tuple[str, str]] = field(default_factory=set)
-
-    def look(self) -> None:
-        for pod in self.job.gpu_pods:
-            for words in ((), ("--previous",)):
-                with contextlib.suppress(CommandFailed):
-                    logged = self.job.kubectl("logs", pod, "-c", names.AGENT_CONTAINER, *words)
-                    self.lines |= {(pod, line) for line in logged.splitlines() if '"step trained"' in line}
-
-    @property
-    def trained(self) -> dict[tuple[int, int], list[int]]:
-        """Steps in the order of their ends, by lineage and rank."""
-        lines = sorted((json.loads(line) for _, line in self.lines), key=lambda line: float(line["ts"]))
-        found = defaultdict(list)
-        for line in lines:
-            found[line["lineage"], line["rank"]].append(line["step"])
-        return found
+def in_turn(rng: random.Random, rungs: Sequence[Rung]) -> Iterator[Rung]:
+    """Each comes up before any comes up again."""
+    while True:
+        yield from rng.sample(rungs, len(rungs))
 
 
 @contextlib.contextmanager
 def under_faults(
-    cluster: Cluster | None, kubectl: KubectlCall, name: str, change: Callable[[dict[str, Any]], None]
-) -> Iterator[RunningJob]:
-    """A job of two pods that has begun to train, forgives any number of failures and keeps all batches.
+    cluster: Cluster | None,
+    kubectl: KubectlCall,
+    name: str,
+    change: Callable[[dict[str, Any]], None],
+    *,
+    exports: Path,
+) -> Iterator[Witness]:
+    """A witness of a job of two pods that has begun to train, forgives any number of failures and keeps all batches.
 
-    change: called with its spec.
+    change: called with its spec. exports: where the witness keeps them.
     """
     if cluster is None:
         pytest.fail("faults and their oracle need the local cluster: run without KUBECONFIG")
@@ -198,20 +214,30 @@ def under_faults(
     spec |= {"backoffLimit": 1000, "switch": {"engineCallSeconds": 20, "settleSeconds": 10}}
     spec["storage"]["keepBatches"] = True
     change(spec)
-    kubectl("-n", NAMESPACE, "apply", "-f", "-", stdin=yaml.safe_dump(manifest))
     running = RunningJob(kubectl, namespace=NAMESPACE, name=name)
-    running.wait_for_step(2, deadline_s=START_S)
-    yield running
+    witness = Witness(cluster, running, exports)
+    with witness.watching():
+        kubectl("-n", NAMESPACE, "apply", "-f", "-", stdin=yaml.safe_dump(manifest))
+        running.wait_for_step(2, deadline_s=START_S)
+        yield witness
     running.delete()
 
 
 @pytest.fixture(scope="module")
-def job(cluster: Cluster | None, kubectl: KubectlCall) -> Iterator[RunningJob]:
+def witness(
+    cluster: Cluster | None, kubectl: KubectlCall, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Witness]:
     def retry_at_once(spec: dict[str, Any]) -> None:
         spec["failurePolicy"] = {"backoffSeconds": 0}
 
-    with under_faults(cluster, kubectl, "kills", retry_at_once) as running:
-        yield running
+    exports = tmp_path_factory.mktemp("exports")
+    with under_faults(cluster, kubectl, "kills", retry_at_once, exports=exports) as witness:
+        yield witness
+
+
+@pytest.fixture
+def job(witness: Witness) -> RunningJob:
+    return witness.job
 
 
 def test_f97_a_person_injects_faults_and_the_job_goes_on(
@@ -231,51 +257,66 @@ def test_f97_a_person_injects_faults_and_the_job_goes_on(
 
 
 def test_whatever_is_killed_or_stands_still_the_job_goes_on_and_trains_each_sample_once(
-    cluster: Cluster, job: RunningJob, capsys: pytest.CaptureFixture[str]
+    cluster: Cluster, witness: Witness, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert not (FOR_S > 0 and missing_tools()), f"not installed: {missing_tools()}"
-    witness, until, chosen = Witness(job), time.monotonic() + FOR_S, chosen_faults(SEED)
-    done = 0
-    while done < KILLS or time.monotonic() < until:
+    job, until, chosen = witness.job, time.monotonic() + FOR_S, chosen_faults(SEED)
+    took: defaultdict[str, list[tuple[float, ...]]] = defaultdict(list)
+    rungs: Counter[str] = Counter()
+    while rungs.total() < KILLS or time.monotonic() < until:
         fault = next(chosen)
+        began = fault.carry_out(cluster, job, random.Random(SEED + rungs.total()), rung_s=RUNG_S)
         witness.look()
-        await_rung(cluster, job, fault.rung)
-        step, began = job.step, time.monotonic()
-        fault.carry_out(cluster, random.Random(SEED + done))
+        step = witness.step_at(began)
         wait_for(
             f"two steps after {step}, after {fault}, seed {SEED}",  # the first may not have needed what was killed
             lambda step=step: job.step >= step + 2,  # type: ignore[misc]
             deadline_s=NEXT_STEP_S,
             explain=job.describe,
         )
-        done += 1
+        witness.look()
+        seconds = tuple(witness.began(step + further) - began for further in (1, 2))
+        took[fault.name].append(seconds)
+        rungs[at := witness.rung_at(began)] += 1
         with capsys.disabled():
-            sys.stdout.write(f"\n{fault}: from step {step} to {job.step} in {time.monotonic() - began:.0f} s\n")
+            after = " and ".join(f"{each:.0f} s" for each in seconds)
+            sys.stdout.write(f"\n{fault}, struck at {at}: steps {step + 1} and {step + 2} after {after}\n")
     job.wait_for_step(job.step + 1, deadline_s=NEXT_STEP_S)
-    assert_trained_once(job, witness)
+    verdict = judge(witness, world=2)
+    with capsys.disabled():
+        sys.stdout.write(f"\nseed {SEED}: {verdict}\n{table(took)}\n{by_rung(rungs)}\n")
+
+
+def table(took: Mapping[str, Sequence[tuple[float, ...]]]) -> str:
+    """Return a line for each kind and signal: how often, and the seconds to the next step and to the one after it."""
+    lines = [f"{'seconds to the next step, and to the one after it':60}  times  median  longest  median  longest"]
+    for name, seconds in sorted(took.items()):
+        columns = [f"{statistics.median(each):6.0f}  {max(each):7.0f}" for each in zip(*seconds, strict=True)]
+        lines.append(f"{name:60}  {len(seconds):5}  {'  '.join(columns)}")
+    return "\n".join(lines)
+
+
+def by_rung(rungs: Mapping[str, int]) -> str:
+    return "struck at " + ", ".join(f"{rung} {rungs.get(rung, 0)}" for rung in RUNGS)
 
 
 def await_rung(cluster: Cluster, job: RunningJob, rung: Rung, *, deadline_s: float = RUNG_S) -> None:
-    """Wait until a pod's agent reports the rung, or so many seconds have passed: then any moment will do."""
-    words = ("-n", job.namespace, "logs", "--follow", "--tail=0", job.gpu_pods[0], "-c", names.AGENT_CONTAINER)
-    with subprocess.Popen([*cluster.command("kubectl"), *words], stdout=subprocess.PIPE, bufsize=0) as follow:
-        assert follow.stdout is not None
-        heard, until = b"", time.monotonic() + deadline_s
-        while f'"rung":"{rung}"'.encode() not in heard:
-            ready, _, _ = select.select([follow.stdout], [], [], max(0.0, until - time.monotonic()))
-            more = follow.stdout.read(1 << 16) if ready else b""
-            if not more:
-                break
-            heard = heard[-256:] + more
-        follow.kill()
+    """Wait until an agent reports the rung, or so many seconds have passed: then any moment will do.
+
+    It reads the files of their logs: where kubectl shows a rung, most have already passed.
+    """
+    log, until = LogReader(cluster, job, names.AGENT_CONTAINER), time.monotonic() + deadline_s
+    log.more()  # what was before
+    while all(rung != rung_of(line) for line in log.more()) and time.monotonic() < until:
+        time.sleep(TAIL_S)  # a file tells nobody that it has grown
 
 
-def strike(cluster: Cluster, fault: KillFault, rng: random.Random) -> Process:
-    """Send the fault's signal to a process of its kind; wait for one, as what was hit before may have ended it."""
-    victims = await_successor(cluster, fault.kind, set())
-    assert victims, f"no process is a {fault.kind}"
+def strike(cluster: Cluster, kind: str, number: signal.Signals, rng: random.Random) -> Process:
+    """Send a signal to a process of a kind; wait for one, as what was hit before may have ended it."""
+    victims = await_successor(cluster, kind, set())
+    assert victims, f"no process is a {kind}"
     victim = rng.choice(sorted(victims))
-    os.kill(victim.pid, fault.number)
+    os.kill(victim.pid, number)
     return victim
 
 
@@ -294,76 +335,3 @@ def victims_of(cluster: Cluster, kind: str) -> set[Process]:
     if kind in COMPONENTS:
         return {process for process in found if process.pid in pids}
     return {one for one in found if any(words in f"{one.words} " for words in IN_CONTAINERS[kind])}
-
-
-# ---------------------------------------------------------------------------------------------------------- the oracle
-READ = """
-import json, pathlib, sqlite3, sys
-from safetensors.numpy import load_file
-place = pathlib.Path(sys.argv[1])
-db = sqlite3.connect(f'file:{place}/store.sqlite3?mode=ro', uri=True, timeout=60)
-db.execute('BEGIN')  # before the files: those of a batch are there before its row
-one = lambda sql: db.execute(sql).fetchone()[0] or 0
-found = dict(
-    kept=[step for (step,) in db.execute('SELECT step FROM batches ORDER BY step')],
-    samples=one('SELECT count(*) FROM samples') + one('SELECT sum(count) FROM retired'),
-    admitted=one('SELECT max(id) FROM samples'),
-    failed=one("SELECT count(*) FROM samples WHERE state IN ('failed', 'discarded')")
-    + one("SELECT sum(count) FROM retired WHERE state IN ('failed', 'discarded')"),
-)
-db.execute('COMMIT')
-found['batches'] = batches = []
-for step in found['kept']:
-    batch = dict(samples=[], groups=[], oldest=step, newest=0, backwards=0, bad_logp=0)
-    batches.append(batch)
-    for path in sorted((place / 'batches').glob(f'{step}-*.safetensors')):
-        columns, start = load_file(path), 0
-        batch['samples'] += columns['sample'].tolist()
-        batch['groups'] += columns['group'].tolist()
-        for end in columns['sample_end'].tolist():
-            mask = columns['loss_mask'][start:end] == 1
-            made, logp = columns['token_step'][start:end][mask], columns['behaviour_logp'][start:end][mask]
-            batch['oldest'] = min(batch['oldest'], int(made.min()))
-            batch['newest'] = max(batch['newest'], int(made.max()))
-            batch['backwards'] += int((made[1:] < made[:-1]).any())
-            batch['bad_logp'] += int((~((logp <= 0) & (logp > -1e4))).sum())
-            start = end
-print(json.dumps(found))
-"""
-
-
-def assert_trained_once(job: RunningJob, witness: Witness, *, given_up: int = 0) -> None:
-    """Check a job of two pods that runs: what it had reached before all of this is read."""
-    step = job.step
-    witness.look()
-    found = json.loads(job.python(job.rollout_pod, names.ROLLOUT_CONTAINER, READ, names.STATE_DIR))
-    assert_accounted(found, witness, step=step, ranks=2, given_up=given_up)
-
-
-def assert_accounted(found: dict[str, Any], witness: Witness, *, step: int, ranks: int, given_up: int = 0) -> None:
-    """Check this by the files of all batches, the store's rows and the agents' logs, not by what the job reports.
-
-    found: what READ printed. step: that the job has reached. given_up: samples that may have failed, at most: those
-    whose rewards were under way.
-    """
-    batches: list[dict[str, Any]] = found["batches"]
-    assert [*range(1, len(batches) + 1)] == found["kept"], "a batch for each step"
-    assert step <= len(batches)
-    samples = [sample for batch in batches for sample in batch["samples"]]
-    assert len(samples) == len(set(samples)), "no sample is in two batches"
-    for number, batch in enumerate(batches, 1):
-        assert (BATCH, BATCH // 4) == (len(batch["samples"]), len(set(batch["groups"]))), f"batch {number}"
-        assert number - 1 - MAX_STALENESS <= batch["oldest"] <= batch["newest"] <= number - 1, f"batch {number}"
-        assert (0, 0) == (batch["backwards"], batch["bad_logp"]), f"batch {number}"
-    assert found["admitted"] == found["samples"], "every sample is in one state"
-    assert given_up >= found["failed"], "no more samples were given up"
-    assert {rank for _, rank in witness.trained} == {*range(ranks)}
-    by_any: defaultdict[int, set[int]] = defaultdict(
-        set
-    )  # an agent that is away meanwhile says nothing of its own rank
-    for (lineage, rank), steps in witness.trained.items():
-        assert sorted(set(steps)) == steps, f"lineage {lineage}, rank {rank}"
-        by_any[lineage].update(steps)
-    for lineage, trained in by_any.items():
-        assert [*range(min(trained), max(trained) + 1)] == sorted(trained), f"lineage {lineage}"
-    assert {*range(1, step + 1)} <= set().union(*by_any.values()), "every step was trained"

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 from cluster import Cluster, CommandFailed
+from e2e.oracle import Witness, judge
 from e2e.running_job import KubectlCall, RunningJob, wait_for
-from e2e.test_kills import NEXT_STEP_S, Witness, assert_trained_once, await_rung, under_faults
+from e2e.test_kills import NEXT_STEP_S, await_rung, under_faults
 
 from colocated_rl_api import names
 from colocated_rl_api.rungs import Rung
@@ -27,10 +28,12 @@ CONCURRENCY = 24  # groups under way
 
 
 @pytest.fixture(scope="module")
-def job(cluster: Cluster | None, kubectl: KubectlCall) -> Iterator[RunningJob]:
-    """Its back-off is the default, in which kubelet's report comes, after a peer's death."""
-    with under_faults(cluster, kubectl, "memory", with_limits) as running:
-        yield running
+def witness(
+    cluster: Cluster | None, kubectl: KubectlCall, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Witness]:
+    """Its job's back-off is the default, in which kubelet's report comes, after a peer's death."""
+    with under_faults(cluster, kubectl, "memory", with_limits, exports=tmp_path_factory.mktemp("exports")) as witness:
+        yield witness
 
 
 def with_limits(spec: dict[str, Any]) -> None:
@@ -42,34 +45,35 @@ def with_limits(spec: dict[str, Any]) -> None:
 @pytest.mark.slow
 @pytest.mark.release
 def test_a_container_that_runs_out_of_memory_costs_no_batch_and_trains_no_sample_twice(
-    cluster: Cluster, job: RunningJob
+    cluster: Cluster, witness: Witness
 ) -> None:
     """The kernel ends all of the container together, at the limit of its control group, as Kubernetes has it."""
-    witness = Witness(job)
     for container, rung in ENDS:
-        witness.look()
-        is_rollouts = container in (names.ROLLOUT_CONTAINER, names.REWARDS_CONTAINER)
-        pod = job.rollout_pod if is_rollouts else job.gpu_pods[0]
-        await_rung(cluster, job, rung)
-        answered = answers(job)
-        step, restarts = job.step, state_of(job, pod, container)["restartCount"]
-        assert "memory" in limits_of(job, pod, container), container
-        with contextlib.suppress(CommandFailed):  # it ends with its container
-            job.python(pod, container, TAKES_MEMORY)
+        run_out_of_memory(cluster, witness.job, container, rung)
+    judge(witness, world=2, given_up=CONCURRENCY)
 
-        def has_ended(pod: str = pod, container: str = container, restarts: int = restarts) -> bool:
-            state = state_of(job, pod, container)
-            ended = state.get("lastState", {}).get("terminated", {})
-            return (state["restartCount"], ended.get("reason")) == (restarts + 1, "OOMKilled")
 
-        wait_for(f"the end of {container}", has_ended, deadline_s=NEXT_STEP_S, explain=job.describe)
-        if container == names.GPU_CONTAINER:  # after the back-off
-            is_answered = lambda answered=answered: answers(job) > answered  # noqa: E731
-            wait_for("an answer to it", is_answered, deadline_s=NEXT_STEP_S, explain=job.describe)
-        job.wait_for_step(step + 2, deadline_s=NEXT_STEP_S)
-        if container == names.GPU_CONTAINER:
-            assert "OutOfMemory" == job.status["failures"]["cause"]
-    assert_trained_once(job, witness, given_up=CONCURRENCY)
+def run_out_of_memory(cluster: Cluster, job: RunningJob, container: str, rung: Rung) -> None:
+    is_rollouts = container in (names.ROLLOUT_CONTAINER, names.REWARDS_CONTAINER)
+    pod = job.rollout_pod if is_rollouts else job.gpu_pods[0]
+    await_rung(cluster, job, rung)
+    answered = answers(job)
+    step, restarts = job.step, state_of(job, pod, container)["restartCount"]
+    assert "memory" in limits_of(job, pod, container), container
+    with contextlib.suppress(CommandFailed):  # it ends with its container
+        job.python(pod, container, TAKES_MEMORY)
+
+    def has_ended() -> bool:
+        state = state_of(job, pod, container)
+        ended = state.get("lastState", {}).get("terminated", {})
+        return (state["restartCount"], ended.get("reason")) == (restarts + 1, "OOMKilled")
+
+    wait_for(f"the end of {container}", has_ended, deadline_s=NEXT_STEP_S, explain=job.describe)
+    if container == names.GPU_CONTAINER:  # after the back-off
+        wait_for("an answer to it", lambda: answers(job) > answered, deadline_s=NEXT_STEP_S, explain=job.describe)
+    job.wait_for_step(step + 2, deadline_s=NEXT_STEP_S)
+    if container == names.GPU_CONTAINER:
+        assert "OutOfMemory" == job.status["failures"]["cause"]
 
 
 def answers(job: RunningJob) -> int:

@@ -3,9 +3,8 @@
 Nodes are drained, fall silent and come back, pods are evicted, the operator's chart is upgraded, devices break, volumes
 fill up, and processes are killed, in an order that follows from COLOCATED_RL_SEED. Each fault begins once the job has
 trained two steps since the end of the one before, and has all its pods. At last its `steps` are lowered, and the oracle
-of `test_kills.py` judges what it trained, by the store, the batches and the logs of all agents, which are read while
-their pods live. Printed are the time from the beginning of each fault to these two steps, and how long the job was in
-each phase.
+(`oracle.py`) judges what it trained. Printed are the time from the beginning of each fault to these two steps, and how
+long the job was in each phase.
 
 Once each kind of fault has come up, with the engine and the trainer of the tests: they compute nothing, and a driver
 library of the tests reports that their devices break. `make soak` goes on for an hour with real ones, whose devices
@@ -35,28 +34,15 @@ from typing import Any
 import pytest
 from cluster import Cluster, CommandFailed
 from e2e.conftest import NAMESPACE, installed, release, simulated_gpu_image, with_images
+from e2e.oracle import Witness, judge
 from e2e.pod_network import missing_tools
-from e2e.running_job import KubectlCall, RunningJob, wait_for
-from e2e.test_kills import (
-    FOR_S,
-    KINDS,
-    NEXT_STEP_S,
-    READ,
-    SEED,
-    Between,
-    KillFault,
-    Witness,
-    assert_accounted,
-    await_rung,
-    faults,
-    under_faults,
-)
+from e2e.running_job import KubectlCall, wait_for
+from e2e.test_kills import FOR_S, KINDS, NEXT_STEP_S, SEED, Between, KillFault, faults, under_faults
 from full_disk import FILL
 
 from colocated_rl_api import names
 from colocated_rl_api.failure import FailureCause
 from fakes.device import FakeDevice
-from setup.layout import CHECKOUT
 
 pytestmark = pytest.mark.slow
 
@@ -78,9 +64,10 @@ AWAY = "(no answer)"
 class Installation:
     """The cluster with the chart as it is installed, and the file system of its claims."""
 
-    def __init__(self, cluster: Cluster, job: RunningJob, values: tuple[str, ...]) -> None:
+    def __init__(self, cluster: Cluster, witness: Witness, values: tuple[str, ...]) -> None:
         self.cluster = cluster
-        self.job = job
+        self.witness = witness
+        self.job = witness.job
         self._values = values
         self._upgrades = 0
 
@@ -200,10 +187,8 @@ def schedule(seed: int) -> Iterator[str | KillFault | Between]:
                 yield next(others)
 
 
-def kind_of(fault: str | KillFault | Between) -> str:
-    if isinstance(fault, str):
-        return fault
-    return "fault of the network" if isinstance(fault, Between) else "process killed or stopped"
+def name_of(fault: str | KillFault | Between) -> str:
+    return fault if isinstance(fault, str) else fault.name
 
 
 # ------------------------------------------------------------------------------------------------------------- the job
@@ -238,7 +223,8 @@ def file_system(place: Path) -> Iterator[None]:
 @pytest.fixture(scope="module")
 def there(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Installation]:
     folder = tmp_path_factory.mktemp("soak")
-    (folder / "site").mkdir()
+    for name in ("site", "exports"):
+        (folder / name).mkdir()
     driver = FakeDevice(folder).environment
     image = simulated_gpu_image(folder / "site")
     image["binds"] += [f"{driver['LD_LIBRARY_PATH']}:/opt/driver:ro"]
@@ -251,9 +237,9 @@ def there(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Installation]:
         tempfile.TemporaryDirectory(prefix="soak-") as place,  # short, as the cluster's sockets lie in it
         file_system(Path(place) / "volumes"),
         installed(Path(place), images=images, options=options, values=values) as cluster,
-        under_faults(cluster, cluster.kubectl, "soak", on_three_nodes) as job,
+        under_faults(cluster, cluster.kubectl, "soak", on_three_nodes, exports=folder / "exports") as witness,
     ):
-        yield Installation(cluster, job, values)
+        yield Installation(cluster, witness, values)
 
 
 @pytest.fixture
@@ -263,17 +249,15 @@ def kubectl(there: Installation) -> KubectlCall:
 
 # ------------------------------------------------------------------------------------------------------------ its story
 @contextmanager
-def watched(there: Installation, witness: Witness) -> Iterator[dict[str, float]]:
-    """Read the agents' logs while their pods live, and measure the seconds that the job is in each phase."""
+def phases_of(there: Installation) -> Iterator[dict[str, float]]:
+    """Measure the seconds that the job is in each phase."""
     seconds: defaultdict[str, float] = defaultdict(float)
     over = threading.Event()
     words = ("-n", NAMESPACE, "get", names.PLURAL, there.job.name, "-o", "jsonpath={.status.phase}")
 
     def watch() -> None:
-        read: dict[int, int] = {}
         since = time.monotonic()
         while not over.wait(LOOK_S):
-            read_logs(there, witness, read)
             try:
                 phase = there.cluster.kubectl(*words, deadline_s=10)
             except CommandFailed:
@@ -281,7 +265,6 @@ def watched(there: Installation, witness: Witness) -> Iterator[dict[str, float]]
             now = time.monotonic()
             seconds[phase] += now - since
             since = now
-        read_logs(there, witness, read)
 
     with ThreadPoolExecutor(1) as executor:
         watching = executor.submit(watch)
@@ -292,31 +275,13 @@ def watched(there: Installation, witness: Witness) -> Iterator[dict[str, float]]
         watching.result()
 
 
-def read_logs(there: Installation, witness: Witness, read: dict[int, int]) -> None:
-    """Read on in the files in which the nodes keep the logs of agents. read: bytes of each file, by its inode."""
-    pods = f"nodes/*/log/pods/{NAMESPACE}_{there.job.name}-*"
-    for path in there.cluster.directory.glob(f"{pods}/{names.AGENT_CONTAINER}/*.log*"):
-        with suppress(FileNotFoundError), path.open("rb") as file:
-            inode = os.fstat(file.fileno()).st_ino
-            file.seek(read.get(inode, 0))
-            for line in file:
-                if not line.endswith(b"\n"):
-                    break
-                read[inode] = read.get(inode, 0) + len(line)
-                if b'"step trained"' in line:  # after a time, a stream, and F for a whole line
-                    witness.lines.add((path.parts[-3], line.decode().split(" ", 3)[3].strip()))
-
-
 def endure(there: Installation, fault: str | KillFault | Between, rng: random.Random) -> tuple[int, float]:
     """Let it happen. Returns the step at its end, and the seconds from its beginning to two steps after its end."""
-    job = there.job
-    if not isinstance(fault, str):
-        await_rung(there.cluster, job, fault.rung, deadline_s=RUNG_S)
-    began = time.monotonic()
+    job, began = there.job, time.time()
     if isinstance(fault, str):
         FAULTS[fault](there, rng)
     else:
-        fault.carry_out(there.cluster, rng)
+        began = fault.carry_out(there.cluster, job, rng, rung_s=RUNG_S)
     step = wait_for("the step", lambda: job.status["step"], deadline_s=NEXT_STEP_S)  # there may be no API server
     wait_for(
         f"all pods and two steps after {step}, after {fault}, seed {SEED}",
@@ -324,24 +289,16 @@ def endure(there: Installation, fault: str | KillFault | Between, rng: random.Ra
         deadline_s=NEXT_STEP_S,
         explain=job.describe,
     )
-    return step, time.monotonic() - began
-
-
-def trained(there: Installation) -> Any:
-    """Return what the oracle reads of the store, which nobody has open any more."""
-    claim = names.claim_name(there.job.name, names.JobUid(there.job.uid), "store")
-    volume = there.cluster.get("pvc", claim, "-n", NAMESPACE)["spec"]["volumeName"]
-    command = [CHECKOUT.python("rollout"), "-", there.volumes / volume]
-    return json.loads(subprocess.run(command, input=READ, capture_output=True, text=True, check=True).stdout)
+    return step, time.time() - began
 
 
 def report(recoveries: dict[str, list[float]], seconds: dict[str, float]) -> str:
-    lines = ["", f"{'seconds to two steps after the end of':40}  times  median  longest"]
-    for kind, took in sorted(recoveries.items()):
-        lines.append(f"{kind:40}  {len(took):5}  {statistics.median(took):6.0f}  {max(took):7.0f}")
-    lines.append(f"{'seconds in phase':40}")
+    lines = ["", f"{'seconds to two steps after the end of':60}  times  median  longest"]
+    for name, took in sorted(recoveries.items()):
+        lines.append(f"{name:60}  {len(took):5}  {statistics.median(took):6.0f}  {max(took):7.0f}")
+    lines.append(f"{'seconds in phase':60}")
     for phase, spent in sorted(seconds.items(), key=lambda each: -each[1]):
-        lines.append(f"{phase or 'none yet':40}  {spent:5.0f}  {100 * spent / sum(seconds.values()):5.1f} %")
+        lines.append(f"{phase or 'none yet':60}  {spent:5.0f}  {100 * spent / sum(seconds.values()):5.1f} %")
     return "\n".join([*lines, ""])
 
 
@@ -350,16 +307,16 @@ def test_a_job_of_four_pods_on_three_nodes_reaches_its_last_step_and_trains_each
     there: Installation, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert not (IS_REAL and missing_tools()), f"not installed: {missing_tools()}"
-    job, witness = there.job, Witness(there.job)
+    job = there.job
     assert (PODS, NODES) == (len(job.nodes), len({*job.nodes.values()}))
     recoveries: defaultdict[str, list[float]] = defaultdict(list)
     began = time.monotonic()
-    with watched(there, witness) as seconds:
+    with phases_of(there) as seconds:
         for number, fault in enumerate(schedule(SEED)):
             if number >= ROUND and time.monotonic() - began >= FOR_S:
                 break
             step, took = endure(there, fault, random.Random(SEED + number))
-            recoveries[kind_of(fault)].append(took)
+            recoveries[name_of(fault)].append(took)
             with capsys.disabled():
                 sys.stdout.write(f"\n{fault}: from step {step} to {job.step} in {took:.0f} s")
         job.end_soon()
@@ -369,4 +326,6 @@ def test_a_job_of_four_pods_on_three_nodes_reaches_its_last_step_and_trains_each
         sys.stdout.write(f"\nseed {SEED}, {status['step']} steps, lineage {status['lineage']}")
         sys.stdout.write(report(recoveries, seconds))
     assert job.get()["spec"]["steps"] == status["step"]
-    assert_accounted(trained(there), witness, step=status["step"], ranks=PODS)
+    verdict = judge(there.witness, world=PODS, are_real=IS_REAL)
+    with capsys.disabled():
+        sys.stdout.write(f"{verdict}\n")

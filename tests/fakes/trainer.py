@@ -31,6 +31,7 @@ PROTOCOL = 1
 OFFLOADED_GB, ONLOADED_GB = 0.7, 60.0
 LEAK_BYTES = 200 << 20
 SLOW_STEP_S = 3.0
+METRICS = {"loss": 0.5}
 
 
 class FakeRank:
@@ -62,6 +63,12 @@ class FakeRank:
         self.saved = max(steps, default=None)
         self.hold(OFFLOADED_GB)
         self.step, self.state = self.saved or 0, "Offloaded"
+        self.log("trainer loaded")
+
+    def log(self, event: str, **fields: Any) -> None:
+        """Write a line as a rank's process does."""
+        line = {"ts": time.time(), "event": event, "rank": self.rank, "lineage": self.lineage, "step": self.step}
+        print(json.dumps(line | fields), flush=True)  # noqa: T201 - its log
 
     def hold(self, gb: float) -> None:
         """Write down the memory for `fakes/device.c`."""
@@ -73,7 +80,7 @@ class FakeRank:
             "protocol": PROTOCOL, "state": self.state, "rank": self.rank, "lineage": self.lineage, "step": self.step,
             "canScore": self.can_score, "scored": self.scored, "dirty": False, "exported": self.exported,
             "saved": self.saved, "canMirror": self.can_mirror, "mirrored": self.mirrored,
-            "mirrorFault": self.mirror_fault, "canFinish": True, "finished": self.finished, "metrics": {"loss": 0.5},
+            "mirrorFault": self.mirror_fault, "canFinish": True, "finished": self.finished, "metrics": METRICS,
             "standstill": self.standstill, "networkFault": self.network_fault,
         }  # fmt: skip
 
@@ -138,7 +145,9 @@ class FakeRank:
         assert self.scored in (None, body["step"]), "of a job with a reference, each batch is scored"
         if self.rank == int(os.environ.get("FAKE_SLOW_RANK", "-1")):
             time.sleep(SLOW_STEP_S)
-        self.step = body["step"]
+        if self.step != body["step"]:
+            self.step = body["step"]
+            self.log("step trained", metrics=METRICS)
         if fault == "leaks":
             self.kept += b"x" * LEAK_BYTES
 
