@@ -36,6 +36,7 @@ TARGETS: dict[str, tuple[str, ...]] = {  # file of the core -> the tests that mu
     "operator/colocated_rl_api/holders.py": ("unit/test_holders.py",),
     "operator/colocated_rl_api/ladder.py": _OF_PLAN,
     f"{_PLANNER}/failure_policy.py": _OF_PLAN,
+    f"{_PLANNER}/notices.py": _OF_PLAN,
     f"{_PLANNER}/plan.py": _OF_PLAN,
     f"{_PLANNER}/resizing.py": _OF_PLAN,
     f"{_PLANNER}/roster.py": _OF_PLAN,

@@ -203,6 +203,11 @@ def node(*conditions: dict[str, str], taints: tuple[str, ...] = ()) -> dict[str,
             "condition GPUHealthy is False: XID 79",
         ),
         (
+            node({"type": "GPUHealthy", "status": "False", "message": "x" * 200}),
+            FailureCause.BAD_DEVICE,
+            "condition GPUHealthy is False: ".ljust(200, "x"),
+        ),
+        (
             node({"type": "XidErrors", "status": "True", "reason": "Xid"}, taints=("spot-notice",)),
             FailureCause.BAD_DEVICE,
             "condition XidErrors is True: Xid",
@@ -214,4 +219,10 @@ def node(*conditions: dict[str, str], taints: tuple[str, ...] = ()) -> dict[str,
 def test_a_node_gives_notice_by_the_conditions_and_taints_of_the_setting(
     found: dict[str, Any], cause: FailureCause | None, message: str
 ) -> None:
-    assert SIGNS.read(found) == (None if cause is None else Notice(cause, message))
+    assert SIGNS.read(found) == (None if cause is None else Notice(cause, message, since=0.0))
+
+
+def test_nodes_are_looked_at_for_either_kind_of_sign() -> None:
+    assert NodeSigns(bad_conditions=SIGNS.bad_conditions)
+    assert NodeSigns(leaving_taints=SIGNS.leaving_taints)
+    assert not NodeSigns()
