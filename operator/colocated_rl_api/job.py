@@ -617,10 +617,7 @@ class Trainer(Part):
         max_length=64,
         description="Command of each trainer rank, in the GPU container.",
     )
-    config: Options = Field(
-        default_factory=dict,
-        description="Handed to the trainer as a file, as it stands.",
-    )
+    config: Options = Field(default_factory=dict, description="Handed to the trainer as a file, as it stands.")
     offload: Distinct[Annotated[TrainerMemory, Field(strict=False)]] = Field(
         default=list(TrainerMemory),
         min_length=1,
