@@ -6,18 +6,33 @@ With a limit that was measured on small random models, the check of new weights 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import pairwise
 
 import pytest
 from e2e.conftest import apply
-from e2e.running_job import KubectlCall, RunningJob
+from e2e.running_job import KubectlCall, RunningJob, wait_for
 
-COMPLETE_S = 1200  # two switches of 270 MB each, on two slow cores
+COMPLETE_S = 1800  # two switches of 270 MB each, on two slow cores beside another job
+Collected = dict[int, list[int]]
+"""Numbers of completed samples as the status had them one after the other, by the step whose batch was collected."""
 
 
 @pytest.fixture(scope="module")
-def job(kubectl: KubectlCall) -> Iterator[RunningJob]:
+def collected() -> Collected:
+    return {}
+
+
+@pytest.fixture(scope="module")
+def job(kubectl: KubectlCall, collected: Collected) -> Iterator[RunningJob]:
     running = apply(kubectl, "trained-model.yaml")
-    running.wait_for_condition("Complete", deadline_s=COMPLETE_S)
+
+    def is_complete() -> bool:
+        samples = running.status.get("rollout", {}).get("samples", {})
+        if not samples.get("sealed"):
+            collected.setdefault(samples.get("trained", 0), []).append(samples.get("completed", 0))
+        return running.condition("Complete") == "True"
+
+    wait_for("its end", is_complete, deadline_s=COMPLETE_S, explain=running.describe)
     yield running
     running.delete()
 
@@ -28,6 +43,11 @@ def test_it_trains_and_every_version_reaches_the_first_engine(job: RunningJob) -
     actions = [line.fields["action"] for line in job.agent_lines("action ended")]
     assert [1, 2] == [actions.count(name) for name in ("StartEngine", "Update")]
     assert [] == job.agent_lines("engine lost")
+
+
+def test_f13_its_status_shows_how_far_a_batch_is_while_it_is_collected(job: RunningJob, collected: Collected) -> None:
+    grew = [any(before < after for before, after in pairwise(counts)) for counts in collected.values()]
+    assert grew.count(True) >= job.step, collected
 
 
 def test_its_engine_answered_the_probe_of_each_version_and_the_status_has_how_near_it_was(job: RunningJob) -> None:

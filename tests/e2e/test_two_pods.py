@@ -10,7 +10,6 @@ import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -101,18 +100,7 @@ def test_f4_requests_in_flight_are_aborted_at_the_engines_when_a_switch_begins(j
     )
 
 
-def test_f13_f73_columns_and_status_show_the_step_and_what_it_has_collected(job: RunningJob) -> None:
-    seen: dict[int, list[int]] = {}
-
-    def progress_is_seen() -> bool:
-        status = job.status
-        samples = status["rollout"]["samples"]
-        if not samples.get("sealed"):  # its batch is being collected
-            seen.setdefault(status["step"], []).append(samples.get("completed", 0))
-        return any(before < after for counts in seen.values() for before, after in pairwise(counts))
-
-    wait_for("a count that grows within a step", progress_is_seen, deadline_s=STEPS_S, explain=lambda: str(seen))
-
+def test_f73_columns_show_the_step_and_where_it_stands(job: RunningJob) -> None:
     def row_between_two_looks() -> list[str] | None:
         before, table, after = job.status, job.kubectl("get", names.PLURAL, job.name, "-o", "wide"), job.status
         header, row = (line.split() for line in table.splitlines())
