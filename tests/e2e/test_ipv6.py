@@ -15,7 +15,7 @@ from e2e.running_job import KubectlCall, RunningJob
 
 from colocated_rl_api import names
 
-pytestmark = pytest.mark.slow  # `make test-slow`
+pytestmark = [pytest.mark.slow, pytest.mark.release]  # `make test-slow`
 START_S = 900  # engines and trainers of two pods start on two cores
 STEPS_S = 600
 IPV4 = """
@@ -28,7 +28,7 @@ except OSError as error:
 """
 
 
-@pytest.fixture(scope="module", params=["IPv6", pytest.param("IPv6,IPv4", marks=pytest.mark.release)])
+@pytest.fixture(scope="module", params=["IPv6", "IPv6,IPv4"])
 def families(request: pytest.FixtureRequest) -> list[str]:
     return str(request.param).split(",")
 
