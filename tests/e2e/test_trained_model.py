@@ -12,7 +12,7 @@ import pytest
 from e2e.conftest import apply
 from e2e.running_job import KubectlCall, RunningJob, wait_for
 
-COMPLETE_S = 1800  # two switches of 270 MB each, on two slow cores beside another job
+COMPLETE_S = 1200  # two steps of 16 samples and switches of 270 MB, on two slow cores
 Collected = dict[int, list[int]]
 """Numbers of completed samples as the status had them one after the other, by the step whose batch was collected."""
 
