@@ -56,6 +56,25 @@ def test_the_time_before_the_end_of_a_request_without_progress_is_one_too(clock:
     assert (40.0, 30.0, 0) == (found.seconds, found.usual_s, found.moved)
 
 
+def test_a_request_that_had_nothing_to_do_says_nothing_about_the_next_one(clock: PaceClock) -> None:
+    """Without it a job whose first batch had no advantages ended: each step after that took longer than was usual."""
+    pace, me = Pace(clock), threading.get_ident()
+    run(pace, clock, 0.1)
+    pace.begin("train")
+    clock.now += 100.0
+    found = pace.standstill(me)
+    assert found is not None
+    assert found.usual_s is None
+    pace.end(is_done=True)
+    run(pace, clock, 0.1)
+    run(pace, clock, 0.1, 0.1)
+    pace.begin("train")
+    clock.now += STILL_S
+    found = pace.standstill(me)
+    assert found is not None
+    assert found.usual_s == 100.0
+
+
 def test_a_short_standstill_one_that_is_over_and_none_are_not_told(clock: PaceClock) -> None:
     pace, me = Pace(clock), threading.get_ident()
     assert pace.standstill(me) is None

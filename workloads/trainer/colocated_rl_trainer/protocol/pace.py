@@ -47,10 +47,18 @@ class Pace:
             running.moved += 1
 
     def end(self, *, is_done: bool) -> None:
-        """Note the end of the request. is_done: it did what was asked, so its times are usual ones."""
-        self.progress()
+        """Note the end of the request. is_done: it did what was asked, so its times are usual ones.
+
+        One that is over at once without progress had nothing to do, such as a step in which no sample has an advantage.
+        It says nothing about the next one.
+        """
         running, self._running = self._running, None
-        if running is not None and is_done:
+        if running is None:
+            return
+        last_s = self._clock() - running.since
+        had_work = running.moved > 0 or last_s >= STILL_S
+        if is_done and had_work:
+            running.longest_s = max(running.longest_s, last_s)
             self._usual_s[running.kind] = max(running.longest_s, self._usual_s.get(running.kind, 0.0))
 
     def standstill(self, thread: int) -> Standstill | None:
