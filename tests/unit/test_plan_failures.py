@@ -752,6 +752,17 @@ def test_a_pod_that_came_back_to_its_bad_device_is_left_there() -> None:
     assert [again.name] == gone(plan(remember(first))), "it was there before the job avoided the node for another pod"
 
 
+def test_a_bad_device_on_a_node_that_was_only_silent_is_left_for_another() -> None:
+    """The node is back, and its pod: it has not come back to a bad device."""
+    seen = changed(climbing(Rung.SERVING, Rung.SERVING), 1, facts=None, silent_since=100.0 - SILENCE_S)
+    decided = plan(seen)
+    assert ("node-1",) == climb_of(decided).tally.avoids
+    again = make_member("gpu-1", 1, node="node-1", facts=seen.members[0].facts, ill_device="gpu 1")
+    after = replace(following(seen, decided), members=(seen.members[0], again, seen.members[2]))
+    after = remember(replace(after, climb=replace(climb_of(decided), group=after.group or "")))
+    assert ["sums-gpu-1-1"] == gone(plan(after))
+
+
 def test_a_pod_that_its_node_ended_for_a_bad_device_is_made_again_elsewhere() -> None:
     ended = {"fate": FailureCause.BAD_DEVICE, "phase": PodPhase.FAILED, "facts": None, "ill_device": "GPU-1"}
     decided = plan(changed(climbing(Rung.SERVING, Rung.SERVING), 1, **ended))

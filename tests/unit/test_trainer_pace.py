@@ -57,7 +57,7 @@ def test_the_time_before_the_end_of_a_request_without_progress_is_one_too(clock:
 
 
 def test_a_request_that_had_nothing_to_do_says_nothing_about_the_next_one(clock: PaceClock) -> None:
-    """Without it a job whose first batch had no advantages ended: each step after that took longer than was usual."""
+    """A job whose first batch had no advantages ended: each step after that took longer than was usual."""
     pace, me = Pace(clock), threading.get_ident()
     run(pace, clock, 0.1)
     pace.begin("train")
