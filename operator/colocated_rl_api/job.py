@@ -197,8 +197,8 @@ class RolloutEngine(Part):
         default=1,
         ge=1,
         le=64,
-        description="Pods over which each engine spans, with all of their devices: for a model that is too large for "
-        "one. It must divide the number of pods with engines. May change while the job is suspended.",
+        description="Pods over which each engine spans with all of their devices. It must divide the number of pods "
+        "with engines. May change while the job is suspended.",
     )
     args: list[Annotated[str, Field(max_length=256)]] = Field(
         default_factory=list,
@@ -313,7 +313,7 @@ class Rollout(Part):
     )
     topology: Topology | None = Field(
         default=None,
-        description="Where they are near one another, without the other pods; scheduling.topology when absent.",
+        description="As scheduling.topology, for them alone.",
     )
     offload: Distinct[Annotated[EngineMemory, Field(strict=False)]] = Field(
         default=list(EngineMemory),
@@ -577,7 +577,7 @@ class Reference(Part):
     )
     topology: Topology | None = Field(
         default=None,
-        description="Where they are near one another, without the other pods; scheduling.topology when absent.",
+        description="As scheduling.topology, for them alone.",
     )
 
     @property

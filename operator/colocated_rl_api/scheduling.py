@@ -34,9 +34,7 @@ class Topology(Part):
 
     RULES = (one_of("topology is", "required", "preferred"),)
 
-    required: _Label | None = Field(
-        default=None, description="Label of nodes: pods wait until all fit on nodes with one value of it."
-    )
+    required: _Label | None = Field(default=None, description="Label of nodes: pods wait for one value of it.")
     preferred: _Label | None = Field(default=None, description="The same, if they fit.")
 
     @property
