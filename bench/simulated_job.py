@@ -42,6 +42,8 @@ from colocated_rl_rollout.store.store import Store
 from colocated_rl_rollout.tasks.task_wire import RewardAnswer
 from colocated_rl_rollout.worker import Worker
 
+RECORDS = 8  # of trained batches that the store keeps, at most: few, so that a short job meets that bound too
+
 
 @dataclass(frozen=True)
 class SimulatedJob:
@@ -212,7 +214,7 @@ class SimulatedController:
         self._changed = asyncio.Event()
         self._registry = CollectorRegistry()
         metrics, chat = RolloutMetrics(self._registry), NoText()
-        self.store = store = PatientStore(directory, job_uid=names.JobUid("simulated"))
+        self.store = store = PatientStore(directory, job_uid=names.JobUid("simulated"), records_at_most=RECORDS)
         processes = Rewards(spec)
         self.engines = SimulatedEngines(job, changed=self._wake)
         sessions = Sessions(
