@@ -104,11 +104,16 @@ def test_a_pod_that_came_back_to_such_a_node_stays_there() -> None:
     """No other node had room. Otherwise it would be made again and again, and its job never go on."""
     seen = noticed(saved=2)
     assert seen.climb is not None
-    avoids = replace(seen.climb.tally, avoids=("node-1",))
-    seen = remember(replace(seen, climb=replace(seen.climb, tally=avoids)))
-    decided = plan(seen)
+    avoids = replace(seen.climb.tally, avoids=("node-1",), cause="PodEvicted")
+    left = remember(replace(seen, climb=replace(seen.climb, tally=avoids)))
+    decided = plan(left)
     assert decided.climb is not None
     assert ([], 3, Cause.NEXT_STEP) == (deleted(decided), decided.climb.step, decided.climb.cause)
+    silent = replace(avoids, cause="MemberSilent")
+    decided = plan(remember(replace(seen, climb=replace(seen.climb, tally=silent))))
+    assert ["sums-gpu-1-0"] == [name for name, _ in deleted(decided)], (
+        "it was only silent, and is left for the first time"
+    )
 
 
 @pytest.mark.parametrize("notice", [LEAVING, BAD], ids=["leaving", "bad"])

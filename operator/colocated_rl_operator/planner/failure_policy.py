@@ -500,12 +500,8 @@ def lost_pods(seen: Observation, *, tries: int) -> Iterator[Failure]:
 
 
 def came_back(seen: Observation, pod: Member) -> bool:
-    """Return whether the pod was made again for a bad device and is on a node that the job avoids: no other had room.
-
-    A node may be avoided for another reason, such as a silence that is over: then a bad device is a new one.
-    """
-    tally = seen.climb.tally if seen.climb else FailureTally()
-    return pod.attempt > 0 and tally.cause == FailureCause.BAD_DEVICE and pod.node in tally.avoids
+    """Return whether the pod was made again and is on a node that was left in vain: no other one had room for it."""
+    return pod.attempt > 0 and seen.climb is not None and seen.climb.tally.was_left_in_vain(pod.node)
 
 
 def taints(seen: Observation, climb: Climb) -> tuple[TaintNode, ...]:
