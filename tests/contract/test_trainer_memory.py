@@ -30,7 +30,7 @@ from fakes.watched_trainer import forking
 
 BFLOAT16 = 2  # bytes
 HIDDEN, LAYERS = 256, 12
-OBJECTS = 4_000_000  # bytes that Python takes for itself while it loads a model
+OBJECTS = 12_000_000  # bytes that Python and its allocator take for themselves while they load a model, at most
 
 
 # ------------------------------------------------------------------------------------------- weights while they compute

@@ -25,7 +25,9 @@ def call(ask: Callable[[], _Answer], *, patience_s: float) -> _Answer:
     """
     os.environ["HF_HUB_DISABLE_XET"] = os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
     os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
-    logging.getLogger("httpx").setLevel(logging.WARNING)  # it logs each address, also signed ones of downloads
+    # Both log addresses, also signed ones of downloads; what the library warns of, it or this function tries again.
+    os.environ["HF_HUB_VERBOSITY"] = "error"
+    logging.getLogger("httpx").setLevel(logging.WARNING)
     import httpx
 
     give_up, pause_s = time.monotonic() + patience_s, FIRST_PAUSE_S
