@@ -6,11 +6,14 @@ A third one goes on from a backup of the second, once that and its volumes are g
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 
+import pyarrow.parquet as pq
 import pytest
 from documents.blocks import blocks, under
-from e2e.conftest import apply
+from e2e.conftest import CommandLine, apply
 from e2e.running_job import KubectlCall, RunningJob, wait_for
 from e2e.terminal import RecordedTerminal
 
@@ -69,6 +72,22 @@ def test_a_job_without_a_trainer_seals_its_batches(recorded: RunningJob) -> None
     assert recorded.get()["spec"]["steps"] <= status["step"] <= len(batches)
     assert "StartEngine" in actions(recorded)
     assert not {"StartTrainers", "Train", "Export", "Release"} & actions(recorded)
+
+
+def test_a_pod_serves_its_samples_when_it_is_over(
+    recorded: RunningJob, command_line: CommandLine, tmp_path: Path
+) -> None:
+    name, file = recorded.name, tmp_path / "samples.parquet"
+    with pytest.raises(AssertionError, match=f"kubectl crlj reader {name} makes one"):
+        command_line("samples", name)
+    assert "serves its samples" in command_line("reader", name)
+    samples = json.loads(command_line("samples", name, "--state", "sealed", "--text", "--limit", "3", "-o", "json"))
+    assert [3, True] == [len(samples), all(sample["response"] for sample in samples)]
+    assert f"{samples[0]['id']} " in command_line("samples", name, "--follow"), "it ends by itself"
+    command_line("samples", name, "--parquet", str(file))
+    counts = Counter(row["state"] for row in pq.read_table(file).to_pylist())
+    assert recorded.status["rollout"]["samples"] == {state: counts[state] for state in counts}
+    assert command_line("reader", name) == command_line("reader", name), "it is the same pod"
 
 
 def test_a_job_without_an_engine_trains_them(recorded: RunningJob, trained: RunningJob) -> None:

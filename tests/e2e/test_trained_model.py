@@ -60,7 +60,10 @@ def test_its_engine_answered_the_probe_of_each_version_and_the_status_has_how_ne
 
 
 def test_it_answers_as_a_trained_model_does(job: RunningJob) -> None:
-    """About a third of its answers end with the right sum; a random model would never write one."""
+    """About a third of its answers end with the right sum, often all or none to a question: there are 16 of them.
+
+    A random model would never write one.
+    """
     rewards = [line.fields["reward_mean"] for line in job.rollout_lines("batch sealed")]
     assert len(rewards) >= job.step
-    assert min(rewards) > 0
+    assert max(rewards) > 0

@@ -46,6 +46,8 @@ class ClusterApi:
     refused: dict[str, int] = field(default_factory=dict)  # by the end of a path: answered with this status
     asked: list[str] = field(default_factory=list)
     forwarded: list[bytes] = field(default_factory=list)
+    records: dict[str, Body] = field(default_factory=dict)  # of starts, by name
+    begins: Body = field(default_factory=lambda: {"phase": "Running"})  # status of a pod that is made
     is_ending: bool = False  # ends its watches at the next change
     changed: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -58,6 +60,10 @@ class ClusterApi:
                 web.get(JOBS + "/{name}", self._show_job),
                 web.patch(JOBS + "/{name}", self._change_job),
                 web.get(PODS, self._list_pods),
+                web.post(PODS, self._make_pod),
+                web.get(PODS + "/{pod}", self._show_pod),
+                web.delete(PODS + "/{pod}", self._delete_pod),
+                web.get("/apis/apps/v1/namespaces/default/controllerrevisions/{name}", self._show_record),
                 web.get("/api/v1/namespaces/default/events", self._list_events),
                 web.get("/api/v1/namespaces/default/persistentvolumeclaims", self._nothing),
                 web.get("/version", self._version),
@@ -98,6 +104,22 @@ class ClusterApi:
         labels = [pod["metadata"].get("labels", {}) for pod in self.pods]
         found = [pod for pod, its in zip(self.pods, labels, strict=True) if its.get(label, wanted) == wanted]
         return web.json_response({"items": found})
+
+    async def _make_pod(self, request: web.Request) -> web.Response:
+        pod = await request.json()
+        assert "application/json" == request.content_type
+        self.pods.append(pod | {"status": self.begins})
+        return web.json_response(pod, status=201)
+
+    async def _show_pod(self, request: web.Request) -> web.Response:
+        return web.json_response(next(pod for pod in self.pods if _name(pod) == request.match_info["pod"]))
+
+    async def _delete_pod(self, request: web.Request) -> web.Response:
+        self.pods = [pod for pod in self.pods if _name(pod) != request.match_info["pod"]]
+        return web.json_response({"kind": "Status"})
+
+    async def _show_record(self, request: web.Request) -> web.Response:
+        return web.json_response(self.records[request.match_info["name"]])
 
     async def _list_events(self, request: web.Request) -> web.Response:
         uid = request.query["fieldSelector"].removeprefix("involvedObject.uid=")

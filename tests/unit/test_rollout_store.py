@@ -1072,7 +1072,7 @@ def test_links_among_a_former_jobs_samples_are_not_followed(tmp_path: Path, link
 
 def test_samples_of_a_job_that_still_runs_are_refused(tmp_path: Path) -> None:
     running = Store(tmp_path / "first", job_uid=OTHER)
-    with pytest.raises(StoreFailed, match="the former job still runs; suspend or delete it first"):
+    with pytest.raises(StoreFailed, match="its job still runs; suspend or delete it first"):
         Store(tmp_path / "own", job_uid=JOB, former=FormerJob(checkpoint(tmp_path, 1), samples=tmp_path / "first"))
     running.close()
 

@@ -28,7 +28,7 @@ from colocated_rl_cli.base.output import (
     table,
 )
 from colocated_rl_cli.base.yaml_text import MAX_BYTES
-from colocated_rl_cli.cluster import samples
+from colocated_rl_cli.cluster import reader, samples
 from colocated_rl_cli.cluster.api import Api
 from colocated_rl_cli.cluster.following import JobWatch
 from colocated_rl_cli.cluster.gpu_seconds import gpu_hours
@@ -260,6 +260,16 @@ async def show_samples(args: Namespace) -> Exit:
     return Exit.FINE
 
 
+async def read_samples(args: Namespace) -> Exit:
+    async with Api.reach(login(args), args.namespace) as api:
+        pod = await reader.start(api, args.job, minutes=args.minutes)
+        print_out(f"{api.namespace}/{args.job}: pod {pod} serves its samples, for {args.minutes} min from its start")
+        print_out(f"  kubectl crlj samples -n {api.namespace} {args.job}")
+        print_out(f"  kubectl port-forward -n {api.namespace} pod/{pod} {names.PAGES_PORT}    # the page, in a browser")
+        print_out(f"  kubectl delete pod -n {api.namespace} {pod}    # sooner than that")
+    return Exit.FINE
+
+
 async def cost(args: Namespace) -> Exit:
     if args.job is None:
         return await _cost_of_all(args)
@@ -337,6 +347,7 @@ async def retry(args: Namespace) -> Exit:
             print_error(f"{name}: it has not failed ({status.get('phase', 'not acted on')})")
             return Exit.PROBLEM
         retries = max(job["spec"].get("retries", 0), status.get("retries", 0)) + 1
+        await reader.end(api, args.job)
         await api.change_job(args.job, {"spec": {"retries": retries, "suspend": False}})
     print_out(f"{name}: retried: its pods are made again, and it goes on where it stood")
     return Exit.FINE
@@ -382,6 +393,8 @@ async def _steer(args: Namespace, *, suspend: bool, effect: str) -> Exit:
         if bool(job["spec"].get("suspend")) is suspend:
             print_out(f"{name}: {'suspended' if suspend else 'not suspended'} already")
             return Exit.FINE
+        if not suspend:
+            await reader.end(api, args.job)
         await api.change_job(args.job, {"spec": {"suspend": suspend}})
     print_out(f"{name}: {'suspended' if suspend else 'resumed'}: {effect}")
     return Exit.FINE
@@ -447,6 +460,7 @@ RUN: dict[str, Callable[[Namespace], Exit | Awaitable[Exit]]] = {  # by the comm
     "explain": explain_job,
     "top": top,
     "samples": show_samples,
+    "reader": read_samples,
     "eval": evaluations,
     "cost": cost,
     "suspend": suspend,

@@ -54,6 +54,7 @@ RIGHTS = (
         "`view`; with pages `edit`",
     ),
     ("`samples`", "the same, pods/portforward included", "`edit`"),
+    ("`reader`", "the same, with `create, delete` of pods and `get` of controllerrevisions", "`edit`"),
     (
         "`cost`",
         "`get, list` of colocatedrljobs, `list` of pods, `create` of pods/portforward; of pods that have ended "

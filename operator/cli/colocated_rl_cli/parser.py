@@ -193,6 +193,16 @@ COMMANDS = (
         "`-o json` is a line each. A connection that breaks is made again, and no sample is missed. "
         "[Samples](samples.md) has the columns of a Parquet file.",
     ),
+    Command(
+        "reader", "serve samples of a job that is over, or suspended",
+        [
+            JOB,
+            Option(["--minutes"], metavar="N", type=IntRange(1, 1440), default=60, help="then its pod ends (60)"),
+        ],
+        "Makes a pod of the job's own rollout image, which mounts the claim of its samples read-only. `samples` asks "
+        "that pod then, and it has [the page](samples.md#in-a-browser) too. It ends by itself, goes with the job, and "
+        "`resume` and `retry` remove it.",
+    ),
     Command("eval", "list the evaluations", [JOB, OUTPUT]),
     Command(
         "cost", "show the GPU hours of a job, or of all jobs of a namespace, by who had the GPUs",

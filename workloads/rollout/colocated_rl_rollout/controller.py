@@ -23,7 +23,6 @@ from colocated_rl_api.facts import (
     EvaluationResult,
     Problem,
     RolloutFacts,
-    SealedBatch,
 )
 from colocated_rl_api.job import ROUTED_EXPERTS, Interruption
 from colocated_rl_api.logs import log
@@ -346,21 +345,10 @@ class Controller:
         self.member.publish()
 
     def _observe(self) -> RolloutFacts:
-        sealed = self._store.sealed
-        return RolloutFacts(
-            epoch=self._store.epoch,
-            sealed=sealed
-            and SealedBatch(
-                step=sealed.step, groups=sealed.groups, samples=sealed.samples, loss_tokens=sealed.loss_tokens
-            ),
-            trained_step=self._store.trained_step,
+        return self._store.facts(
             evaluated=self._evaluation.results,
-            began_at=self._store.began_at,
             last_step=self._sealer.ended_at,
-            samples=self._counts(),
             filtered=self._filtered(),
-            reward_mean=sealed and sealed.reward_mean,
-            staleness_mean=sealed and sealed.staleness_mean,
             tokens_per_second=self._rate.read(),
             gates_open=len(self._engines.open),
             deals_anew=True,

@@ -95,6 +95,15 @@ class Api:
         found = await self.get(self.pods, what=f"pods of job {self.namespace}/{job}", query=selector)
         return sorted(found["items"], key=lambda pod: str(pod["metadata"]["name"]))
 
+    async def create_pod(self, pod: Object) -> Object:
+        """Make a pod. Raises CliError."""
+        made: Object = await self._json("POST", self.pods, what=f"pod {pod['metadata']['name']}", body=pod)
+        return made
+
+    async def delete_pod(self, name: str) -> None:
+        """Delete a pod. Raises CliError."""
+        await self._json("DELETE", f"{self.pods}/{name}", what=f"pod {name}")
+
     async def operators(self) -> list[Object]:
         """Return the operator's pods in this namespace."""
         selector = {"labelSelector": f"app.kubernetes.io/name={names.MANAGED_BY}"}
@@ -164,7 +173,8 @@ class Api:
         body: object = None,
         deadline_s: float | None = CALL_DEADLINE_S,
     ) -> AsyncIterator[aiohttp.ClientResponse]:
-        headers = {"Content-Type": "application/merge-patch+json"} if body is not None else {}
+        kind = "merge-patch+json" if method == "PATCH" else "json"
+        headers = {"Content-Type": f"application/{kind}"} if body is not None else {}
         try:
             async with self.session.request(
                 method,

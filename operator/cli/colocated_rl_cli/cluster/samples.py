@@ -18,6 +18,7 @@ from colocated_rl_cli.base.errors import (
     UsageError,
 )
 from colocated_rl_cli.base.output import document, row_of, table
+from colocated_rl_cli.cluster import reader
 from colocated_rl_cli.cluster.api import Api
 from colocated_rl_cli.cluster.pages import opened, page
 from colocated_rl_cli.evidence.evidence import is_over
@@ -115,19 +116,17 @@ async def _is_over(api: Api, job: str) -> bool:
 
 
 async def rollout_pod(api: Api, job: str) -> str:
-    """Return the name of the running rollout pod. Raises ObjectMissing, which says where samples are without one."""
+    """Return the name of the running rollout pod, or reader. Raises ObjectMissing, which says how to get one."""
     found = await api.job(job)
-    for pod in await api.pods_of(job):
-        if (
-            pod["metadata"]["labels"].get(names.ROLE_LABEL) == names.ROLE_ROLLOUT
-            and pod["status"].get("phase") == "Running"
-        ):
+    of_rollout = (
+        pod for pod in await api.pods_of(job) if pod["metadata"]["labels"].get(names.ROLE_LABEL) == names.ROLE_ROLLOUT
+    )
+    for pod in (*of_rollout, *await reader.pods(api, job)):
+        if pod["status"].get("phase") == "Running":
             return str(pod["metadata"]["name"])
-    claim = names.claim_name(job, found["metadata"]["uid"], "store")
-    if is_over(found):
-        why = f"is over, and no pod serves its samples: claim {claim} has them, docs/samples.md says how to read a copy"
-    elif found["spec"].get("suspend"):
-        why = f"is suspended and has no pods: claim {claim} has its samples, kubectl crlj resume {job} shows them again"
+    if is_over(found) or found["spec"].get("suspend"):
+        how = "over" if is_over(found) else "suspended"
+        why = f"is {how}, and has no pods: kubectl crlj reader {job} makes one that serves its samples"
     else:
         why = f"has no rollout pod that runs: kubectl crlj explain {job} shows why"
     raise ObjectMissing(f"job {api.namespace}/{job} {why}")

@@ -15,7 +15,7 @@ from aiohttp import web
 from colocated_rl_api.logs import log
 from colocated_rl_rollout.clients import ClientGone, reading
 from colocated_rl_rollout.rules.samples import SampleState
-from colocated_rl_rollout.store.store import Store
+from colocated_rl_rollout.store.reader import StoreReader
 
 LOG = logging.getLogger(__name__)
 
@@ -28,7 +28,7 @@ WORDS_AT_MOST = 500
 class SampleExports:
     """Serves one file at a time. model: its tokenizer turns tokens into words."""
 
-    def __init__(self, store: Store, model: Path) -> None:
+    def __init__(self, store: StoreReader, model: Path) -> None:
         self._store = store
         self._model = model
         self._is_busy = False

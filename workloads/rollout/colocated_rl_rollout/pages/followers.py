@@ -19,7 +19,7 @@ from aiohttp import web
 
 from colocated_rl_rollout.clients import ClientGone, reading, wait_until_set
 from colocated_rl_rollout.rules.samples import SampleState
-from colocated_rl_rollout.store.store import Store, Words
+from colocated_rl_rollout.store.reader import StoreReader, Words
 
 ReadT = TypeVar("ReadT")
 AT_MOST = 16
@@ -36,7 +36,7 @@ class Followers:
 
     def __init__(
         self,
-        store: Store,
+        store: StoreReader,
         words: Words,
         *,
         at_most: int = AT_MOST,

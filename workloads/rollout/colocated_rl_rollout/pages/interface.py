@@ -165,10 +165,11 @@ OPERATIONS: dict[Route, Operation] = {
 
 
 @cache
-def interface(*, gateway: bool = True) -> dict[str, Any]:
-    """Return the document. gateway: include its routes; a job that only trains has none."""
+def interface(*, batches: bool = True, gateway: bool = True) -> dict[str, Any]:
+    """Return the document. gateway: include its routes; a job that only trains has none. batches: those of trainers."""
+    left_out = {*([] if batches else [BATCHES]), *([] if gateway else [GATEWAY])}
     return document(
-        {route: operation for route, operation in OPERATIONS.items() if gateway or operation.tag != GATEWAY},
+        {route: operation for route, operation in OPERATIONS.items() if operation.tag not in left_out},
         info={
             "title": "Colocated RL: rollout controller",
             "version": "v1",

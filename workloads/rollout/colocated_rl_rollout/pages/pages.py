@@ -25,7 +25,8 @@ from colocated_rl_rollout.pages.watch import watch_page
 from colocated_rl_rollout.pages.words import SpanShown
 from colocated_rl_rollout.rules.samples import Finish, GroupId, SampleId, SampleState
 from colocated_rl_rollout.store.batches import BatchRecord, shard_path
-from colocated_rl_rollout.store.store import BatchNotDealt, Store, Words
+from colocated_rl_rollout.store.reader import StoreReader, Words
+from colocated_rl_rollout.store.store import BatchNotDealt, Store
 
 MAX_REQUEST_BYTES = 64 * 1024
 SAMPLES_AT_MOST, SAMPLES_DEFAULT = 1000, 100
@@ -184,7 +185,7 @@ def data_routes(
 
 
 def pages(
-    store: Store,
+    store: StoreReader,
     facts: Callable[[], RolloutFacts],
     engines: Callable[[], list[EngineShown]],
     words: Words,

@@ -13,10 +13,11 @@ import asyncio
 import contextlib
 import fcntl
 import os
+import shutil
 import sqlite3
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple
@@ -94,6 +95,31 @@ def hold(path: Path) -> int:
         os.close(handle)
         raise StoreFailed(f"{path} is held: another rollout controller uses this volume; end it first") from error
     return handle
+
+
+@contextlib.contextmanager
+def unused(lock: Path) -> Iterator[None]:
+    """Raise StoreFailed while a job's controller has its store, as far as this node can tell."""
+    try:
+        handle = os.open(lock, os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:  # a copy
+        yield
+        return
+    try:
+        fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        yield
+    except BlockingIOError as error:
+        raise StoreFailed(f"{lock} is held: its job still runs; suspend or delete it first") from error
+    finally:
+        os.close(handle)
+
+
+def copy_database(source: Path, target: Path) -> None:
+    """Copy the file of a database that nobody writes, and of what was written ahead. Raises OSError."""
+    for end in ("", "-wal"):
+        Path(f"{target}{end}").unlink(missing_ok=True)
+        with contextlib.suppress(FileNotFoundError):
+            shutil.copyfile(f"{source}{end}", f"{target}{end}")
 
 
 class DatabaseWriter:

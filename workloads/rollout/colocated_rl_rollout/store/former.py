@@ -7,13 +7,9 @@ the copy the job's identity is replaced, and what belongs to that job alone is d
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
-import os
 import shutil
 import sqlite3
-from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,7 +18,7 @@ from colocated_rl_api.durable import sync
 from colocated_rl_api.logs import in_words
 from colocated_rl_api.names import JobUid
 from colocated_rl_rollout.store.backup import damage_of
-from colocated_rl_rollout.store.database import StoreFailed
+from colocated_rl_rollout.store.database import StoreFailed, copy_database, unused
 
 
 @dataclass(frozen=True)
@@ -54,12 +50,9 @@ class FormerJob:
             )
         unfinished = path.with_name(f"{path.name}.part")
         try:
-            with _unused(self.samples / "lock"):
+            with unused(self.samples / "lock"):
                 _copy_files(self.samples / batches.name, batches)
-                for end in ("", "-wal"):
-                    Path(f"{unfinished}{end}").unlink(missing_ok=True)
-                    with contextlib.suppress(FileNotFoundError):
-                        shutil.copyfile(f"{source}{end}", f"{unfinished}{end}")
+                copy_database(source, unfinished)
             _hand_over(unfinished, job_uid, step=self.checkpoint().step)
             sync(unfinished)
             unfinished.replace(path)
@@ -68,23 +61,6 @@ class FormerJob:
             raise StoreFailed(
                 f"store {source} can't be copied: {in_words(error)}; see its volume and this job's"
             ) from error
-
-
-@contextmanager
-def _unused(lock: Path) -> Iterator[None]:
-    """Raise StoreFailed while the former job's controller has its store, as far as this node can tell."""
-    try:
-        handle = os.open(lock, os.O_RDONLY | os.O_CLOEXEC)
-    except FileNotFoundError:  # a copy
-        yield
-        return
-    try:
-        fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        yield
-    except BlockingIOError as error:
-        raise StoreFailed(f"{lock} is held: the former job still runs; suspend or delete it first") from error
-    finally:
-        os.close(handle)
 
 
 def _copy_files(source: Path, target: Path) -> None:

@@ -15,14 +15,11 @@ It refuses every move that `samples.NEXT` does not have: WrongMove is a bug, and
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import os
 import sqlite3
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -50,7 +47,7 @@ from colocated_rl_rollout.rules.samples import (
     Tokens,
     Trajectory,
 )
-from colocated_rl_rollout.store import tables, transcripts
+from colocated_rl_rollout.store import tables
 from colocated_rl_rollout.store.backup import restore
 from colocated_rl_rollout.store.batches import (
     BatchRecord,
@@ -71,12 +68,10 @@ from colocated_rl_rollout.store.database import (
     open_database,
 )
 from colocated_rl_rollout.store.former import FormerJob
+from colocated_rl_rollout.store.reader import StoreReader
 from colocated_rl_rollout.store.recording import RecordingUnusable, as_dealt, deal_anew
 
 LOG = logging.getLogger(__name__)
-
-Words = Callable[[transcripts.Transcript], Mapping[str, Any]]
-"""Returns what people are shown of a sample's tokens."""
 
 COMMIT_DEADLINE_S = 60.0
 EPOCH_DEADLINE_S = 10.0
@@ -93,15 +88,12 @@ class WrongMove(Exception):
     """The caller asked for a move that the sample's state does not allow: a bug of the caller."""
 
 
-class Store:
+class Store(StoreReader):
     """Holds all groups and samples of one job. Used from one thread.
 
     groups: those that are in no batch, by id, oldest first.
     waiting: samples that wait for an engine, by id.
-    counts: samples by state; they add up to every sample ever admitted.
-    reasons: samples by state and reason, for the states that have one.
     free_bytes: returns the free bytes of the volume that a path is on.
-    ended: samples that ever ended, each of which has its place among them. followers: set when another sample ends.
     """
 
     def __init__(
@@ -120,34 +112,25 @@ class Store:
         former: what a job that has no store yet goes on from.
         Raises StoreFailed when it can't be used, or belongs to another job.
         """
+        super().__init__(directory)
         self._keeps_batches = keeps_batches
         self._records_at_most = records_at_most
         self.free_bytes = free_bytes
         self.problem: Problem | None = None
         self.deal_problem: Problem | None = None  # why a batch could not be dealt to those who asked for it last
         self._dealing = asyncio.Lock()
-        self.batch_directory = directory / "batches"
-        self.path = directory / "store.sqlite3"
         self._lock = hold(directory / "lock")
         if former is not None and not self.path.exists():
             former.copy_samples(self.path, self.batch_directory, job_uid=job_uid)
         database, is_restored = self._open()
-        self.epoch = 0
         self.cursor = PromptPosition(0)
         self.data_digest: str | None = None
-        self.trained_step = 0
-        self.began_at: int | None = None  # step of the former checkpoint that the job began from
         self._saved_step = 0
         self._group_count = 0
         self.groups: dict[GroupId, Group] = {}
         self.waiting: dict[SampleId, Sample] = {}
-        self.counts: Counter[SampleState] = Counter()
-        self.reasons: Counter[tuple[SampleState, str]] = Counter()
-        self.ended = 0
-        self.followers: set[asyncio.Event] = set()
         self._sealed_samples: dict[int, int] = {}  # by step, of batches that are not trained
         self._batches: dict[int, BatchRecord] = {}  # those whose files are kept
-        self.sealed: BatchRecord | None = None
         self.evaluated: dict[str, EvaluationResult] = {}  # newest of each set that was ever evaluated
         try:
             self._read(database, job_uid)
@@ -233,16 +216,6 @@ class Store:
     def write(self, *statements: Statement) -> None:
         """Queue changes of tables that others own (`sessions`), committed together and in order with all others."""
         self._writer.write(*statements)
-
-    def rows(self, statement: str, *values: Any) -> list[sqlite3.Row]:
-        """Return the durable rows of those tables. Blocks."""
-        with contextlib.closing(self._reader()) as database:
-            return database.execute(statement, values).fetchall()
-
-    def _reader(self) -> sqlite3.Connection:
-        database = sqlite3.connect(f"{self.path.absolute().as_uri()}?mode=ro", uri=True)
-        database.row_factory = sqlite3.Row
-        return database
 
     def remember_data(self, digest: str) -> None:
         """Record the digest of the data that the cursor and the rows of groups refer to."""
@@ -535,49 +508,6 @@ class Store:
             del self._batches[step]
             remove_batch(self.batch_directory, step)
 
-    def recent(
-        self,
-        state: SampleState | None,
-        *,
-        limit: int,
-        before: int | None = None,
-        words: Words | None = None,
-    ) -> list[dict[str, Any]]:
-        """Return the newest samples, for people; those of batches that a checkpoint holds are only counted. Blocks.
-
-        before: return only smaller ids. words: adds what it returns of a sample's tokens.
-        """
-        return self._shown(tables.RECENT, words, state=state, before=before, limit=limit)
-
-    def ended_after(
-        self,
-        after: int,
-        up_to: int,
-        state: SampleState | None,
-        *,
-        limit: int,
-        words: Words | None = None,
-    ) -> list[dict[str, Any]]:
-        """Return those that ended after place `after`, in that order, as far as they are durable. Blocks."""
-        return self._shown(tables.ENDED, words, state=state, after=after, up_to=up_to, limit=limit)
-
-    def _shown(self, statement: str, words: Words | None, **asked: Any) -> list[dict[str, Any]]:
-        with contextlib.closing(self._reader()) as database:
-            database.execute("BEGIN")  # rows and tokens as they were at one moment
-            found = [tables.shown(row) for row in database.execute(statement, asked)]
-            if words is not None:
-                for sample, transcript in transcripts.of(database, self.batch_directory, found):
-                    sample |= words(transcript)
-            return found
-
-    def records(self, *, after: int, limit: int) -> list[BatchRecord]:
-        """Return the records of the batches behind step `after`, the oldest first, as far as durable. Blocks.
-
-        Those that a checkpoint holds have no digests of their files, which are gone; of these the oldest are removed.
-        """
-        found = self.rows(tables.RECORDS, after, limit)
-        return [BatchRecord.model_validate_json(row["record"]) for row in found]
-
     def record_evaluation(self, result: EvaluationResult) -> None:
         """Record a finished evaluation of one set."""
         self.evaluated[result.name] = result
@@ -587,11 +517,6 @@ class Store:
                 [(result.step, result.model_dump_json(by_alias=True))],
             )
         )
-
-    def evaluations(self) -> list[EvaluationResult]:
-        """Return all finished evaluations, the newest last, as far as they are durable. Blocks."""
-        found = self.rows("SELECT result FROM evaluations ORDER BY number")
-        return [EvaluationResult.model_validate_json(row["result"]) for row in found]
 
     # ------------------------------------------- moves: made in memory at once, returned for the caller's one entry
     def _new_samples(self, group: Group, count: int) -> Statement:
@@ -659,26 +584,11 @@ class Store:
 
     # ------------------------------------------------------------------------------------------------- reading
     def _read(self, database: sqlite3.Connection, job_uid: JobUid) -> None:
-        facts: dict[str, Any] = dict(database.execute("SELECT name, value FROM facts"))
-        if facts.get("job_uid", job_uid) != job_uid:
-            raise StoreFailed(
-                f"{self.path} belongs to job {facts['job_uid']}, not to {job_uid}: give the job its own volume"
-            )
-        self.epoch = facts.get("epoch", 0)
+        facts = self._read_counts(database, job_uid)
         self.cursor = PromptPosition(facts.get("cursor", 0))
         self.data_digest = facts.get("data_digest")
-        self.trained_step = facts.get("trained_step", 0)
-        self.began_at = facts.get("began_at")
         self._saved_step = facts.get("saved_step", 0)
         self._group_count = facts.get("groups", 0)
-        for state, reason, count in [
-            *database.execute("SELECT state, reason, COUNT(*) FROM samples GROUP BY state, reason"),
-            *database.execute("SELECT state, reason, count FROM retired"),
-        ]:
-            self.counts[SampleState(state)] += count
-            if reason:
-                self.reasons[SampleState(state), reason] += count
-        self.ended = sum(count for state, count in self.counts.items() if state not in LIVE)
         for number, position, index, ids in database.execute(
             "SELECT id, position, prompt_index, prompt FROM groups WHERE step IS NULL AND given_up IS NULL ORDER BY id"
         ):

@@ -1,0 +1,175 @@
+"""`kubectl crlj reader` as a person starts it: the pod that it makes, what `samples` then asks, and how it ends."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from asyncio.subprocess import PIPE
+from collections.abc import AsyncIterator, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from unit.test_rollout_followers import FollowersScene, serving
+from unit.test_rollout_store import JOB, completed_group
+
+from builders import make_job, make_manifest
+from colocated_rl_api import names
+from colocated_rl_cli.base.errors import Exit
+from colocated_rl_operator.manifests.belongings import start_parts
+from colocated_rl_operator.manifests.resources import PodImages
+from colocated_rl_rollout.store.store import Store
+from fakes.cluster_api import ClusterApi
+from fakes.kubectl import Played, play_kubectl
+
+DEADLINE_S = 60.0
+UID = "0123456789abcdef"
+READER = "sums-reader-01234567"
+IMAGES = PodImages(agent="agent:1", rollout="rollout:1", gpu="gpu:1", pull_policy="IfNotPresent")
+HUB = {"huggingFace": {"name": "us/small", "revision": "0" * 40}}
+JOB_DIRECTORY = str(Path(names.JOB_FILE).parent)
+LISTED = ("samples", "sums")
+READ = ("reader", "sums", "--minutes", "5")
+
+
+def record(**spec: Any) -> dict[str, Any]:
+    return {"data": {"templates": dict(start_parts(make_job(**spec), IMAGES).templates)}}
+
+
+@pytest.fixture
+def api() -> ClusterApi:
+    manifest = make_manifest("sums", replicas=1)
+    status = {"phase": "Complete", "start": {"revision": "sums-pods"}}
+    job = {**manifest, "metadata": {**manifest["metadata"], "uid": UID, "namespace": "default"}, "status": status}
+    return ClusterApi(jobs={"sums": job}, records={"sums-pods": record()})
+
+
+@pytest.fixture
+def kubectl(api: ClusterApi, tmp_path: Path) -> Iterator[Played]:
+    with play_kubectl(api, tmp_path) as played:
+        yield played
+
+
+@pytest.fixture
+async def scene(api: ClusterApi, tmp_path: Path) -> AsyncIterator[FollowersScene]:
+    """The pod serves this, once it is there."""
+    store = Store(tmp_path / "store", job_uid=JOB)
+    completed_group(store)
+    async with serving(store) as scene:
+        api.members[READER] = scene.port
+        yield scene
+
+
+async def run(kubectl: Played, *words: str) -> tuple[int, str]:
+    """Exit code, and everything that it said."""
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "colocated_rl_cli", *words), env=kubectl.environment, stdout=PIPE, stderr=PIPE
+    )
+    async with asyncio.timeout(DEADLINE_S):
+        out, complaint = await process.communicate()
+    return process.returncode or 0, (out + complaint).decode()
+
+
+def made(api: ClusterApi) -> Mapping[str, Any]:
+    (pod,) = api.pods
+    return pod
+
+
+async def test_its_pod_is_that_of_rollout_with_the_claim_read_only(
+    api: ClusterApi, kubectl: Played, scene: FollowersScene
+) -> None:
+    code, said = await run(kubectl, *READ)
+    assert 0 == code, said
+    assert f"default/sums: pod {READER} serves its samples, for 5 min" in said
+    pod, template = made(api), api.records["sums-pods"]["data"]["templates"][names.ROLE_ROLLOUT]["spec"]
+    metadata, spec, (container,) = pod["metadata"], pod["spec"], pod["spec"]["containers"]
+    assert [(names.KIND, "sums", UID)] == [(o["kind"], o["name"], o["uid"]) for o in metadata["ownerReferences"]]
+    assert not {names.JOB_NAME_LABEL, names.JOB_UID_LABEL, names.ROLE_LABEL} & {*metadata["labels"]}
+    assert ("rollout:1", 300, "Never") == (container["image"], spec["activeDeadlineSeconds"], spec["restartPolicy"])
+    for same in ("securityContext", "automountServiceAccountToken"):
+        assert template[same] == spec[same]
+    assert template["containers"][0]["securityContext"] == container["securityContext"]
+    mounts = {each["mountPath"]: each.get("readOnly", False) for each in container["volumeMounts"]}
+    assert {names.STATE_DIR: True, names.MODEL_DIR: True, JOB_DIRECTORY: True, "/tmp": False} == mounts
+    assert {"store", "model", "job", "tmp"} == {volume["name"] for volume in spec["volumes"]}
+    assert [] == spec["initContainers"]
+
+
+async def test_a_model_of_the_hub_is_fetched_before_it(api: ClusterApi, kubectl: Played, scene: FollowersScene) -> None:
+    api.records["sums-pods"] = record(model=HUB)
+    assert 0 == (await run(kubectl, *READ))[0]
+    (fetching,) = made(api)["spec"]["initContainers"]
+    assert names.MODEL_CONTAINER == fetching["name"]
+    mounted = {mount["name"] for mount in fetching["volumeMounts"]}
+    assert mounted <= {volume["name"] for volume in made(api)["spec"]["volumes"]}
+
+
+async def test_samples_says_that_there_is_one_and_then_asks_it(
+    api: ClusterApi, kubectl: Played, scene: FollowersScene
+) -> None:
+    code, said = await run(kubectl, *LISTED)
+    assert (Exit.NO_ANSWER, True) == (code, "kubectl crlj reader sums makes one" in said)
+    await run(kubectl, *READ)
+    code, said = await run(kubectl, *LISTED)
+    assert (0, True) == (code, "completed" in said)
+    assert 0 == (await run(kubectl, *READ))[0]
+    assert READER == made(api)["metadata"]["name"], "it is the same"
+
+
+async def test_one_that_has_ended_is_made_again(api: ClusterApi, kubectl: Played, scene: FollowersScene) -> None:
+    await run(kubectl, *READ)
+    api.pods[0]["status"] = {"phase": "Failed", "reason": "DeadlineExceeded"}
+    assert 0 == (await run(kubectl, *READ))[0]
+    assert {"phase": "Running"} == made(api)["status"]
+
+
+@pytest.mark.parametrize("words", [("resume", "sums"), ("retry", "sums")])
+async def test_a_job_that_goes_on_has_none(
+    api: ClusterApi, kubectl: Played, scene: FollowersScene, words: tuple[str, ...]
+) -> None:
+    api.jobs["sums"]["spec"]["suspend"] = True
+    api.jobs["sums"]["status"]["phase"] = {"resume": "Suspended", "retry": "Failed"}[words[0]]
+    assert 0 == (await run(kubectl, *READ))[0]
+    code, said = await run(kubectl, *words)
+    assert (0, [], False) == (code, api.pods, api.jobs["sums"]["spec"]["suspend"]), said
+
+
+async def test_a_job_goes_on_for_who_may_not_see_pods(api: ClusterApi, kubectl: Played) -> None:
+    api.jobs["sums"]["spec"]["suspend"] = True
+    api.jobs["sums"]["status"]["phase"] = "Suspended"
+    api.refused["/pods"] = 403
+    assert 0 == (await run(kubectl, "resume", "sums"))[0]
+    assert api.jobs["sums"]["spec"]["suspend"] is False
+
+
+async def test_a_job_with_pods_needs_none(api: ClusterApi, kubectl: Played) -> None:
+    api.jobs["sums"]["status"]["phase"] = "Rollout"
+    code, said = await run(kubectl, *READ)
+    assert (Exit.USAGE, True, []) == (code, "has pods of its own: kubectl crlj samples sums" in said, api.pods)
+
+
+async def test_a_job_of_an_earlier_release_has_no_record_to_make_it_of(api: ClusterApi, kubectl: Played) -> None:
+    api.jobs["sums"]["status"]["start"] = {"revision": ""}
+    code, said = await run(kubectl, *READ)
+    assert (Exit.NO_ANSWER, True) == (code, "an earlier release started it" in said)
+
+
+@pytest.mark.parametrize(
+    ("status", "words"),
+    [
+        (
+            {
+                "phase": "Failed",
+                "containerStatuses": [
+                    {"state": {"terminated": {"reason": "Error", "message": "the job never began\n"}}}
+                ],
+            },
+            "is Failed: Error: the job never began; the same command makes another",
+        ),
+        ({"phase": "Failed", "reason": "DeadlineExceeded"}, "is Failed: DeadlineExceeded; the same"),
+    ],
+)
+async def test_a_pod_that_fails_says_why(api: ClusterApi, kubectl: Played, status: dict[str, Any], words: str) -> None:
+    api.begins = status
+    code, said = await run(kubectl, *READ)
+    assert (Exit.NO_ANSWER, True) == (code, words in said), said
