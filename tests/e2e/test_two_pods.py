@@ -311,7 +311,7 @@ def test_commands_of_runbooks_and_pages_look_at_the_job(job: RunningJob, termina
     looks += [command for command in under("docs/samples.md", "Look at samples") if "--follow" not in command]
     looks += under(ONE_GPU, "Watch it")
     assert len(looks) > 20
-    for command in looks:
+    for command in dict.fromkeys(looks):
         pod = job.rollout_pod if "-c rollout" in command else job.gpu_pods[0]
         terminal(command, JOB=job.name, POD=pod, sums=job.name, first=job.name)
 
