@@ -552,7 +552,7 @@ async def test_surplus_waits_in_order_for_the_next_batch(tmp_path: Path, process
         assert 2 * BATCH == facts.samples["trained"]
 
 
-async def test_a_batch_is_the_same_bytes_each_time_and_goes_when_a_checkpoint_has_it(
+async def test_a_batch_is_the_same_bytes_each_time_and_goes_once_a_checkpoint_has_it_and_a_newer_one_is_sealed(
     job: JobOnDisk, processes: TaskProcesses
 ) -> None:
     async with running(job, processes) as scene:
@@ -566,6 +566,11 @@ async def test_a_batch_is_the_same_bytes_each_time_and_goes_when_a_checkpoint_ha
         assert 404 == (await job.fetch(scene.session, port, "/v1/batches/2?shard=0"))[0]
         await scene.target(trained_step=1, saved_step=1)
         await scene.operator.until(lambda facts: facts.trained_step == 1)
+        assert first[0] == await job.fetch(scene.session, port, "/v1/batches/1?shard=0")
+        assert 2 * BATCH == len((await scene.page("/v1/samples?state=trained"))["samples"]), "people read them"
+        await scene.sealed(2)
+        await scene.target(2, trained_step=1, saved_step=1)
+        await scene.operator.until(lambda facts: facts.epoch == 2)
         status, body, _ = await job.fetch(scene.session, port, "/v1/batches/1?shard=0")
         assert (404, True) == (status, b"checkpoint" in body)
 

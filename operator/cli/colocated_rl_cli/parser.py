@@ -188,7 +188,7 @@ COMMANDS = (
             Option(["--follow"], is_flag=True, help="the newest that ended, then each as it ends, until the job does"),
             Option(["--parquet"], metavar="FILE", help="write them there, with tokens and log-probabilities"),
         ],
-        "From the rollout controller's store; those of batches that a checkpoint holds are only counted there. With "
+        "From the rollout controller's store; of batches that a checkpoint holds only the newest is there. With "
         "`--follow` each is shown once, when its reward is in or it was given up, until the job is over, or Ctrl-C; "
         "`-o json` is a line each. A connection that breaks is made again, and no sample is missed. "
         "[Samples](samples.md) has the columns of a Parquet file.",

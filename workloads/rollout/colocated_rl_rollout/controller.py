@@ -293,7 +293,9 @@ class Controller:
         self._tune(target)
         if self._store.commit(target.trained_step):
             self._sealer.discard_stale()
-        self._store.forget(target.saved_step)
+        self._store.forget(
+            min(target.saved_step, self._store.next_step - 2)
+        )  # people may want to read the newest batch
         self._evaluation.ask(target.evaluate)
         if target.goal is Goal.STOP:
             self._stop = True
