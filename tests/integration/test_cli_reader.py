@@ -28,18 +28,21 @@ READER = "sums-reader-01234567"
 IMAGES = PodImages(agent="agent:1", rollout="rollout:1", gpu="gpu:1", pull_policy="IfNotPresent")
 HUB = {"huggingFace": {"name": "us/small", "revision": "0" * 40}}
 JOB_DIRECTORY = str(Path(names.JOB_FILE).parent)
+OWN = {"labels": {"team": "a"}, "annotations": {"example.com/owner": "b"}}
+DIGEST = "rollout@sha256:" + "a" * 64
 LISTED = ("samples", "sums")
 READ = ("reader", "sums", "--minutes", "5")
 
 
 def record(**spec: Any) -> dict[str, Any]:
-    return {"data": {"templates": dict(start_parts(make_job(**spec), IMAGES).templates)}}
+    templates = start_parts(make_job(podTemplates={"rollout": {"metadata": OWN}}, **spec), IMAGES).templates
+    return {"data": {"templates": dict(templates)}}
 
 
 @pytest.fixture
 def api() -> ClusterApi:
     manifest = make_manifest("sums", replicas=1)
-    status = {"phase": "Complete", "start": {"revision": "sums-pods"}}
+    status = {"phase": "Complete", "start": {"revision": "sums-pods", "digests": {"rollout:1": DIGEST}}}
     job = {**manifest, "metadata": {**manifest["metadata"], "uid": UID, "namespace": "default"}, "status": status}
     return ClusterApi(jobs={"sums": job}, records={"sums-pods": record()})
 
@@ -84,8 +87,10 @@ async def test_its_pod_is_that_of_rollout_with_the_claim_read_only(
     pod, template = made(api), api.records["sums-pods"]["data"]["templates"][names.ROLE_ROLLOUT]["spec"]
     metadata, spec, (container,) = pod["metadata"], pod["spec"], pod["spec"]["containers"]
     assert [(names.KIND, "sums", UID)] == [(o["kind"], o["name"], o["uid"]) for o in metadata["ownerReferences"]]
-    assert not {names.JOB_NAME_LABEL, names.JOB_UID_LABEL, names.ROLE_LABEL} & {*metadata["labels"]}
-    assert ("rollout:1", 300, "Never") == (container["image"], spec["activeDeadlineSeconds"], spec["restartPolicy"])
+    no_mesh = {"sidecar.istio.io/inject": "false"}
+    assert OWN["labels"] | no_mesh | {f"{names.GROUP}/reader-of": "sums"} == metadata["labels"], "it is no job's pod"
+    assert OWN["annotations"].items() <= metadata["annotations"].items()
+    assert (DIGEST, 300, "Never") == (container["image"], spec["activeDeadlineSeconds"], spec["restartPolicy"])
     for same in ("securityContext", "automountServiceAccountToken"):
         assert template[same] == spec[same]
     assert template["containers"][0]["securityContext"] == container["securityContext"]
@@ -99,7 +104,7 @@ async def test_a_model_of_the_hub_is_fetched_before_it(api: ClusterApi, kubectl:
     api.records["sums-pods"] = record(model=HUB)
     assert 0 == (await run(kubectl, *READ))[0]
     (fetching,) = made(api)["spec"]["initContainers"]
-    assert names.MODEL_CONTAINER == fetching["name"]
+    assert (names.MODEL_CONTAINER, DIGEST) == (fetching["name"], fetching["image"])
     mounted = {mount["name"] for mount in fetching["volumeMounts"]}
     assert mounted <= {volume["name"] for volume in made(api)["spec"]["volumes"]}
 

@@ -12,6 +12,7 @@ import time
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,12 +21,14 @@ from prometheus_client import Histogram
 
 from builders import PLACED, RESIDENT_ROLLOUT, make_manifest
 from colocated_rl_api import names
+from colocated_rl_api.job_status import ColocatedRLJobStatus
 from colocated_rl_api.ladder import RESIDENT
 from colocated_rl_api.member_wire import Goal, PodTarget, RolloutTarget
 from colocated_rl_api.pod_template import PodDefaults
 from colocated_rl_api.rungs import Placement, Rung
 from colocated_rl_operator.clients.errors import ApiUnreachable
 from colocated_rl_operator.clients.kube import Kube
+from colocated_rl_operator.loop.claim import claim
 from colocated_rl_operator.loop.deletion import DELETE_TRIES, expire_again_s
 from colocated_rl_operator.loop.drive import drive_job, note_job, note_pod
 from colocated_rl_operator.loop.objects import FAILS_S
@@ -922,7 +925,7 @@ async def test_of_two_operators_that_see_a_new_job_one_has_it(world: FakeWorld) 
     assert 1 + 3 + 1 == world.status["epoch"]
 
 
-TAKES_OVER = {"release": "others/lease", "takes_over": frozenset({"operators/lease"})}
+TAKES_OVER = {"release": "others/lease", "takes_over": frozenset({"operators/lease", "others/lease"})}  # and its own
 
 
 async def test_a_job_is_taken_over_from_an_operator_that_is_gone(world: FakeWorld) -> None:
@@ -936,14 +939,33 @@ async def test_a_job_is_taken_over_from_an_operator_that_is_gone(world: FakeWorl
     assert {1: [1, 2, 3]} == world.group.trained_in
 
 
+async def test_an_operator_that_names_itself_among_those_whose_jobs_it_takes_takes_none_twice() -> None:
+    """One list serves all operators of a cluster. The status was written in each pass."""
+    status, committed = ColocatedRLJobStatus(operator="old/lease"), list[ColocatedRLJobStatus]()
+
+    async def commit(newer: ColocatedRLJobStatus) -> None:
+        committed.append(newer)
+        state.status = newer
+
+    state: Any = SimpleNamespace(status=status, record=SimpleNamespace(commit=commit))
+    doors: Any = SimpleNamespace(release="own/lease", takes_over=frozenset({"old/lease", "own/lease"}))
+    for _ in range(3):
+        assert await claim(state, doors)
+    assert ["own/lease"] == [each.operator for each in committed]
+
+
 async def test_a_job_is_taken_over_from_an_operator_that_still_runs(world: FakeWorld) -> None:
-    """The other one learns of it by the job, and does nothing more under it; the job goes on as it stands."""
+    """The other one learns of it by the job, and does nothing more under it; the job goes on as it stands.
+
+    It kept its connections, and the two took them from each other for ever.
+    """
     stay_in_rollout(world)
-    async with world.operator():
+    async with world.operator() as former:
         await world.until(lambda: world.status.get("phase") == "Rollout")
         async with world.operator(**TAKES_OVER):
             await world.until(lambda: world.status["operator"] == "others/lease")
             await world.until(lambda: "AnotherOperator" in reasons_of_events(world))
+            await world.until(lambda: not former.context.doors.members.answers(world.body["metadata"]["uid"]))
             world.kubelet.release("rollout")
             await world.until(lambda: world.status.get("phase") == "Complete")
     assert "others/lease" == world.status["operator"]

@@ -188,6 +188,20 @@ async def test_the_same_target_is_not_sent_twice_and_the_newest_wins(authority: 
         assert len(member.targets) <= 2
 
 
+async def test_a_target_that_a_member_has_is_not_sent_again_however_many_others_have_other_ones(
+    authority: Authority, tmp_path: Path
+) -> None:
+    """With engines over pods each pod has its own: all of them were sent again in each pass."""
+    async with agent(authority, tmp_path) as member, operator(trusting(authority)) as door:
+        door.members.keep(UID, [member.address])
+        await door.until(lambda: door.answer().facts)
+        assert 1 == door.members.send(UID, {POD: make_target(1)})
+        job = door.members._jobs[UID]
+        for other in range(2, 12):
+            job.frame_of(make_target(other))
+        assert 0 == door.members.send(UID, {POD: make_target(1)})
+
+
 async def test_a_member_that_is_not_wanted_any_more_is_left(authority: Authority, tmp_path: Path) -> None:
     async with agent(authority, tmp_path) as member, operator(trusting(authority)) as door:
         door.members.keep(UID, [member.address])

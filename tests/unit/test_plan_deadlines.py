@@ -8,8 +8,8 @@ import pytest
 
 from builders import PLACED, engine, facts_at, make_climb, make_job, make_observation, rollout_facts
 from colocated_rl_api.facts import EngineFacts, EngineState, GateFacts, Problem
-from colocated_rl_api.ladder import RESIDENT, ROLLOUT_ONLY, SCORED_TIME_SLICED, TIME_SLICED, Ladder
-from colocated_rl_api.rungs import Rung
+from colocated_rl_api.ladder import RESIDENT, ROLLOUT_ONLY, SCORED_TIME_SLICED, TIME_SLICED, Ladder, ladder_for
+from colocated_rl_api.rungs import Placement, Rung
 from colocated_rl_operator.planner.observation import remember
 from colocated_rl_operator.planner.plan import patience_s, plan
 
@@ -34,6 +34,7 @@ SWITCH = {
         (TIME_SLICED, Rung.TRAINED, 1000 + 5000),
         (TIME_SLICED, Rung.EXPORTED, 10_000),
         (RESIDENT, Rung.EXPORTED, 10_000),
+        (ladder_for(Placement.TIME_SLICED, scores=False, spans=True), Rung.OFFLOADED, 5000),
         (TIME_SLICED, Rung.UPDATED, 5000 + 300 + 20),
         (TIME_SLICED, Rung.SERVING, 5000),
         (ROLLOUT_ONLY, Rung.SERVING, 300 + 40),
@@ -43,6 +44,16 @@ def test_a_group_may_stand_still_for_half_a_minute_longer_than_its_members_wait(
     ladder: Ladder, barrier: Rung, members_s: int
 ) -> None:
     assert members_s + 30 == patience_s(ladder, barrier, make_job(switch=SWITCH).spec.switch)
+
+
+@pytest.mark.parametrize("spans", [False, True])
+@pytest.mark.parametrize("ladder", [ladder_for(each, scores=False) for each in Placement])
+def test_a_barrier_that_members_reach_at_their_own_pace_leaves_them_their_own_time(ladder: Ladder, spans: bool) -> None:
+    """Only the batch, which the rollout controller seals beforehand, is there at once."""
+    switch = make_job(switch=SWITCH).spec.switch
+    climbed = ladder_for(ladder.placement, scores=False, spans=spans)
+    at_once = {each for each in climbed.barriers if patience_s(climbed, each, switch) == 30}
+    assert at_once <= {Rung.SEALED}
 
 
 def test_calls_to_engines_may_take_longer_than_a_save_of_the_trainer() -> None:

@@ -23,6 +23,7 @@ from colocated_rl_api.failure import FailureAction, FailureCause
 from colocated_rl_api.job import ColocatedRLJobSpec
 from colocated_rl_api.ladder import TIME_SLICED
 from colocated_rl_api.member_wire import Goal, PodTarget
+from colocated_rl_api.names import PodUid
 from colocated_rl_api.rungs import Rung, WeightVersion
 from colocated_rl_operator.planner.actions import CreatePod, DeletePod, TaintNode
 from colocated_rl_operator.planner.failure_policy import (
@@ -30,6 +31,7 @@ from colocated_rl_operator.planner.failure_policy import (
     QUEUE_S,
     listed,
     queue_s,
+    taints,
 )
 from colocated_rl_operator.planner.observation import (
     MAX_AVOIDED,
@@ -199,6 +201,17 @@ def test_a_trainer_that_would_end_again_ends_the_job_at_once_and_says_what_to_do
         "named; it goes on where it stood with: kubectl crlj retry -n default sums" == decided.message
     )
     assert [] == gone(decided)
+
+
+@pytest.mark.parametrize("backoff_s", [0, 60])
+def test_a_trainer_that_says_why_it_ends_ends_the_job_though_a_peer_is_seen_to_end_first(backoff_s: int) -> None:
+    """The peer's collective broke. Without a back-off the step was tried again, and nobody learned of the reason."""
+    seen = dead(climbing(Rung.RELEASED, Rung.RELEASED, failure_policy=policy(backoff_s=backoff_s)), 1)
+    facts = seen.members[0].pod_facts
+    assert facts is not None
+    ending = facts.trainers[0].model_copy(update={"not_retriable": NAN})
+    decided = plan(changed(seen, 0, facts=facts.model_copy(update={"trainers": (ending,)})))
+    assert ("NotRetriable", True) == (climb_of(decided).tally.cause, NAN in decided.message)
 
 
 def test_a_death_is_answered_as_one_that_would_come_again_once_its_report_is_there() -> None:
@@ -739,6 +752,32 @@ def test_no_other_node_is_tainted(action: str, signs: dict[str, Any]) -> None:
     assert () == decided.taints
 
 
+@pytest.mark.parametrize("begins", [False, True], ids=["avoided already", "from now on"])
+def test_a_pod_that_has_ended_taints_its_node_only_when_that_begins_to_be_avoided(begins: bool) -> None:
+    """It is kept for its logs. A person has mended the node since, and a new operator tainted it again."""
+    seen = changed(climbing(Rung.SERVING, Rung.SERVING), 1, node="node-2")
+    ended = {"phase": PodPhase.FAILED, "fate": FailureCause.BAD_DEVICE, "ill_device": "GPU-1", "address": None}
+    former = make_member("gpu-1", 0, node="node-1", **ended)
+    seen = remember(replace(seen, members=(*seen.members, replace(former, uid=PodUid("former")))))
+    assert seen.climb is not None
+    avoids = replace(seen.climb, tally=replace(seen.climb.tally, avoids=("node-1",), cause="BadDevice"))
+    asked = taints(seen if begins else replace(seen, climb=avoids), avoids)
+    assert ([TaintNode("node-1", PodUid("former"))] if begins else []) == [*asked]
+
+
+def test_all_pods_of_a_lost_rack_are_made_elsewhere_and_none_on_a_node_of_another() -> None:
+    """All but the first were deleted without a word of where they had been, and could come back there."""
+    seen = climbing(Rung.SERVING, Rung.SERVING, Rung.SERVING)
+    for index in (1, 2):
+        seen = changed(seen, index, facts=None, silent_since=100.0 - SILENCE_S)
+    decided = plan(seen)
+    assert (Cause.POD_REPLACED, "MemberSilent") == (climb_of(decided).cause, climb_of(decided).tally.cause)
+    assert {"node-1", "node-2"} == {*climb_of(decided).tally.avoids}
+    assert ["sums-gpu-1-0", "sums-gpu-2-0"] == gone(decided)
+    for name in ("sums-gpu-1-0", "sums-gpu-2-0"):
+        assert f"no answer from pod {name} for {SILENCE_S:.0f} s" in decided.message
+
+
 def test_a_pod_that_came_back_to_its_bad_device_is_left_there() -> None:
     """No other node had room. It was made again for ever, and nothing counted; its trainers' deaths count."""
     seen = changed(climbing(Rung.SERVING, Rung.SERVING), 1, ill_device="gpu 1")
@@ -752,14 +791,17 @@ def test_a_pod_that_came_back_to_its_bad_device_is_left_there() -> None:
     assert [again.name] == gone(plan(remember(first))), "it was there before the job avoided the node for another pod"
 
 
-def test_a_bad_device_on_a_node_that_was_only_silent_is_left_for_another() -> None:
+@pytest.mark.parametrize("cause", ["MemberSilent", "PodEvicted"])
+def test_a_bad_device_on_a_node_that_was_left_for_something_else_is_left_for_another(cause: str) -> None:
     """The node is back, and its pod: it has not come back to a bad device."""
     seen = changed(climbing(Rung.SERVING, Rung.SERVING), 1, facts=None, silent_since=100.0 - SILENCE_S)
     decided = plan(seen)
-    assert ("node-1",) == climb_of(decided).tally.avoids
+    climb = climb_of(decided)
+    assert ("node-1",) == climb.tally.avoids
     again = make_member("gpu-1", 1, node="node-1", facts=seen.members[0].facts, ill_device="gpu 1")
     after = replace(following(seen, decided), members=(seen.members[0], again, seen.members[2]))
-    after = remember(replace(after, climb=replace(climb_of(decided), group=after.group or "")))
+    left = replace(climb, group=after.group or "", tally=replace(climb.tally, cause=cause))
+    after = remember(replace(after, climb=left))
     assert ["sums-gpu-1-1"] == gone(plan(after))
 
 

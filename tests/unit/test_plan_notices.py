@@ -102,18 +102,38 @@ def test_a_node_that_is_about_to_go_is_not_tainted() -> None:
 
 def test_a_pod_that_came_back_to_such_a_node_stays_there() -> None:
     """No other node had room. Otherwise it would be made again and again, and its job never go on."""
-    seen = noticed(saved=2)
-    assert seen.climb is not None
-    avoids = replace(seen.climb.tally, avoids=("node-1",), cause="PodEvicted")
-    left = remember(replace(seen, climb=replace(seen.climb, tally=avoids)))
-    decided = plan(left)
+    decided = plan(avoiding(noticed(saved=2), attempt=1, created_at=LEAVING.since + 1))
     assert decided.climb is not None
     assert ([], 3, Cause.NEXT_STEP) == (deleted(decided), decided.climb.step, decided.climb.cause)
-    silent = replace(avoids, cause="MemberSilent")
-    decided = plan(remember(replace(seen, climb=replace(seen.climb, tally=silent))))
-    assert ["sums-gpu-1-0"] == [name for name, _ in deleted(decided)], (
-        "it was only silent, and is left for the first time"
-    )
+
+
+@pytest.mark.parametrize("cause", ["PodEvicted", "BadDevice", "MemberSilent"])
+@pytest.mark.parametrize("attempt", [0, 1])
+def test_a_pod_leaves_a_node_that_was_left_before_by_another_or_for_another_notice(cause: str, attempt: int) -> None:
+    """Of two on one node only the first left, and after one upgrade of all nodes no drain moved a pod any more."""
+    seen = avoiding(noticed(saved=2), cause=cause, attempt=attempt, created_at=LEAVING.since - 1)
+    assert [f"sums-gpu-1-{attempt}"] == [name for name, _ in deleted(plan(seen))]
+
+
+@pytest.mark.parametrize("notice", [LEAVING, BAD], ids=["leaving", "bad"])
+def test_all_pods_of_a_node_leave_it_at_once(notice: Notice) -> None:
+    seen = noticed(saved=2, notice=notice)
+    both = tuple(replace(pod, node="one", notice=notice) for pod in seen.members[:2])
+    decided = plan(remember(replace(seen, members=(*both, *seen.members[2:]))))
+    assert decided.climb is not None
+    assert ["sums-gpu-0-0", "sums-gpu-1-0"] == [name for name, _ in deleted(decided)]
+    assert ("one",) == decided.climb.tally.avoids
+    assert "pod sums-gpu-0-0 leaves node one" in decided.message
+    assert "pod sums-gpu-1-0 leaves node one" in decided.message
+
+
+def avoiding(seen: Observation, *, cause: str = "PodEvicted", **second: Any) -> Observation:
+    """The job avoids the second pod's node already. second: what differs in that pod."""
+    assert seen.climb is not None
+    tally = replace(seen.climb.tally, avoids=("node-1",), cause=cause)
+    pod = replace(seen.members[1], **second)
+    members = (seen.members[0], replace(pod, name=f"sums-gpu-1-{pod.attempt}"), *seen.members[2:])
+    return remember(replace(seen, climb=replace(seen.climb, tally=tally), members=members))
 
 
 @pytest.mark.parametrize("notice", [LEAVING, BAD], ids=["leaving", "bad"])

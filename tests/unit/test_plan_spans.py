@@ -7,12 +7,24 @@ from typing import Any
 
 import pytest
 
-from builders import PLACED, TOGETHER, facts_at, make_climb, make_job, make_observation, rollout_facts
+from builders import (
+    PLACED,
+    TOGETHER,
+    absent_engine,
+    absent_trainer,
+    facts_at,
+    make_climb,
+    make_job,
+    make_member,
+    make_observation,
+    pod_facts,
+    rollout_facts,
+)
 from colocated_rl_api.facts import EngineFacts, EngineState, PodFacts
 from colocated_rl_api.ladder import TIME_SLICED
 from colocated_rl_api.member_wire import EngineSpan, PodTarget, RolloutTarget
 from colocated_rl_api.rungs import Placement, Rung, WeightVersion
-from colocated_rl_operator.planner.observation import Job, Observation
+from colocated_rl_operator.planner.observation import Job, Observation, remember
 from colocated_rl_operator.planner.plan import plan, stop
 from colocated_rl_operator.planner.reasons import Cause
 
@@ -147,3 +159,22 @@ def test_no_memory_comes_back_before_every_pod_of_such_an_engine_is_free() -> No
     assert Rung.OFFLOADED in spec.ladder.barriers
     assert Rung.OFFLOADED not in TIME_SLICED.barriers
     assert spec.ladder is spanning().spec.ladder, "ladders are compared by what they are"
+
+
+def test_the_pods_of_an_engine_join_a_running_group_together() -> None:
+    """One came alone: it had no engine, the group waited for it, and the job failed by its backoffLimit."""
+    climb = replace(make_climb(1, cause=Cause.NEXT_STEP), replicas=2)
+    job = spanning().led_by(climb)
+    saved: list[PodFacts | None] = [saved_at(facts_of(job, index), 1) for index in range(2)]
+    rollout = rollout_facts(sealed=2, trained=1)
+    blank = pod_facts(absent_engine(), absent_trainer(), epoch=0)
+    seen = make_observation(job, saved, climb=climb, rollout=rollout, trained_step=1)
+    for seat, goes_on in (("gpu-2", 2), ("gpu-3", 4)):
+        seen = remember(replace(seen, members=(*seen.members, make_member(seat, facts=blank))))
+        decided = plan(seen)
+        assert decided.climb is not None
+        assert (goes_on, 2) == (decided.climb.replicas, decided.climb.step)
+
+
+def saved_at(facts: PodFacts, step: int) -> PodFacts:
+    return facts.model_copy(update={"trainers": tuple(t.model_copy(update={"saved": step}) for t in facts.trainers)})

@@ -241,7 +241,9 @@ class Members:
                 continue
             framed = framed_targets.get(id(target))
             if framed is None:
-                framed = framed_targets[id(target)] = job.frame_of(target)
+                before = member.sent
+                framed = before if before is not None and before.target == target else job.frame_of(target)
+                framed_targets[id(target)] = framed
             if member.sent is not framed:
                 member.sent = framed
                 member.link.send(framed.frame)

@@ -24,7 +24,7 @@ async def claim(state: JobState, doors: Doors) -> bool:
     Two operators that watch one namespace would raise the epoch over each other for ever, and have no common authority.
     """
     theirs = state.status.operator
-    if theirs is None or theirs in doors.takes_over:
+    if theirs is None or theirs in doors.takes_over - {doors.release}:
         await state.record.commit(state.status.model_copy(update={"operator": doors.release}))
         if theirs is not None:
             log(LOG, "job taken over", reason=f"it was that of operator {theirs}")

@@ -65,6 +65,7 @@ async def _pass(state: JobState, body: Mapping[str, Any], doors: Doors) -> float
     state.record.check()
     await refresh_pods(state, doors.kube, doors.pods, now=doors.clock())
     if not await claim(state, doors):
+        doors.members.keep(state.about.uid, ())  # each would take its members' connections from the other
         state.forget()
         return AGAIN_S
     began = doors.clock()

@@ -290,9 +290,9 @@ def after_replacement(seen: Observation, climb: Climb) -> Decision:
 
 
 def _avoids_more(climb: Climb, failure: Failure, verdict: Verdict) -> bool:
-    """Return whether the pod is to be made elsewhere, and its node is not avoided yet."""
-    node = failure.pods[0].node
-    return verdict.action is FailureAction.REPLACE_POD_ELSEWHERE and node not in (None, *climb.tally.avoids)
+    """Return whether pods are to be made elsewhere, and a node of theirs is not avoided yet."""
+    known = {None, *climb.tally.avoids}
+    return verdict.action is FailureAction.REPLACE_POD_ELSEWHERE and any(pod.node not in known for pod in failure.pods)
 
 
 def _is_due(seen: Observation, climb: Climb, failure: Failure, verdict: Verdict) -> bool:
@@ -479,9 +479,11 @@ def lost_engines(seen: Observation) -> Iterator[Failure]:
 def lost_pods(seen: Observation, *, tries: int) -> Iterator[Failure]:
     """Yield GPU pods lost for a known cause, with a bad device, that leave their node, or whose member is silent.
 
-    One that a person deleted is no failure.
+    Those that are still there are one failure for each cause, so that all of a lost rack move at once, and none to a
+    node that another one leaves. A pod that a person deleted is no failure.
     """
     newest = {member.seat: member for member in sorted(seen.members, key=lambda member: member.attempt)}
+    there: dict[FailureCause, list[tuple[Member, str]]] = {}
     for seat in seen.job.gpu_seats:
         current, pod = seen.current.get(seat), newest.get(seat)
         if current is None:
@@ -490,27 +492,40 @@ def lost_pods(seen: Observation, *, tries: int) -> Iterator[Failure]:
                 yield Failure(pod.fate, message, (pod,), seen.now, tries)
         elif current.bad_device and not came_back(seen, current):
             message = f"a device of pod {current.name} is bad ({current.bad_device})"
-            yield Failure(FailureCause.BAD_DEVICE, message, (current,), seen.now, tries)
+            there.setdefault(FailureCause.BAD_DEVICE, []).append((current, message))
         elif current.notice and current in seen.noticed and seen.now >= leaves_at(seen, current.notice, seat):
             message = f"pod {current.name} leaves node {current.node} ({current.notice.message})"
-            yield Failure(current.notice.cause, message, (current,), seen.now, tries)
+            there.setdefault(current.notice.cause, []).append((current, message))
         elif is_silent(seen, current):
             message = f"no answer from pod {current.name} for {seen.now - (current.silent_since or seen.now):.0f} s"
-            yield Failure(FailureCause.MEMBER_SILENT, message, (current,), seen.now, tries)
+            there.setdefault(FailureCause.MEMBER_SILENT, []).append((current, message))
+    for cause, found in there.items():
+        pods, messages = zip(*found, strict=True)
+        yield Failure(cause, listed(list(messages)), pods, seen.now, tries)
 
 
 def came_back(seen: Observation, pod: Member) -> bool:
-    """Return whether the pod was made again and is on a node that was left in vain: no other one had room for it."""
-    return pod.attempt > 0 and seen.climb is not None and seen.climb.tally.was_left_in_vain(pod.node)
+    """Return whether the pod was made again for a bad device, on a node that was left in vain: no other had room.
+
+    A node that is avoided for another reason, such as a silence that is over, has not been left for that.
+    """
+    tally = seen.climb.tally if seen.climb else FailureTally()
+    return pod.attempt > 0 and tally.cause == FailureCause.BAD_DEVICE and pod.node in tally.avoids
 
 
 def taints(seen: Observation, climb: Climb) -> tuple[TaintNode, ...]:
-    """Return the taint of each node that the job avoids and on which it has a pod with a bad device."""
+    """Return the taint of each node that the job avoids and on which it has a pod with a bad device.
+
+    A pod that has ended is only a reason when its node begins to be avoided: later somebody may have mended that.
+    """
+    before = seen.climb.tally.avoids if seen.climb else ()
     return tuple(
         TaintNode(node, pod.uid)
         for node in climb.tally.avoids
         for pod in seen.members
-        if pod.node == node and (pod.bad_device or (pod.notice and pod.notice.cause is FailureCause.BAD_DEVICE))
+        if pod.node == node
+        and (pod.bad_device or (pod.notice and pod.notice.cause is FailureCause.BAD_DEVICE))
+        and (pod.holds_room or node not in before)
     )
 
 

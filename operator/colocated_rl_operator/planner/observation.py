@@ -189,13 +189,6 @@ class FailureTally:
         """Return the failures in a row before the next one, in a climb to `step`: none once an earlier step is done."""
         return self.tries if step <= self.step else 0
 
-    def was_left_in_vain(self, node: str | None) -> bool:
-        """Return whether a pod that is on the node is there again, since no other had room: the newest loss was that of
-        a bad device or of a node that gave notice. A node that is avoided for another reason, such as a silence that is
-        over, has not been left for that.
-        """
-        return self.cause in (FailureCause.BAD_DEVICE, FailureCause.POD_EVICTED) and node in self.avoids
-
 
 @dataclass(frozen=True)
 class Climb:
@@ -653,9 +646,11 @@ class Observation:
 
     @property
     def not_retriable(self) -> str:
-        """Return why a rank of the climb's lineage has ended and would end again, as it reported; "" if none did."""
-        climb = self.climb
-        words = (rank.not_retriable for rank in self.ranks if climb and _has_died(rank, climb))
+        """Return why a rank of the climb's lineage ends and would end again, as it reported; "" if none did.
+
+        A peer may be seen to end before it, with which it had a collective.
+        """
+        words = (rank.not_retriable for rank in self.ranks if self.climb and rank.lineage == self.climb.lineage)
         return next(filter(None, words), "")
 
     @property
@@ -678,17 +673,15 @@ class Observation:
     def noticed(self) -> tuple[Member, ...]:
         """Return the GPU pods whose nodes give notice.
 
-        Without one that came back, because no other node had room. Of more nodes than a job avoids, the first would be
-        forgotten for the last: then a pod moves once for a notice.
+        Without one that was made since and came to its node though that is avoided: no other had room. Of more nodes
+        than a job avoids, the first would be forgotten for the last: then a pod moves once for a notice.
         """
-        tally = self.climb.tally if self.climb else FailureTally()
-        has_all = len(tally.avoids) == MAX_AVOIDED
+        avoids = self.climb.tally.avoids if self.climb else ()
+        has_all = len(avoids) == MAX_AVOIDED
         return tuple(
             member
             for member in self.gpu_members
-            if member.notice
-            and not tally.was_left_in_vain(member.node)
-            and not (has_all and member.was_made_after(member.notice))
+            if member.notice and not (member.was_made_after(member.notice) and (has_all or member.node in avoids))
         )
 
     @property

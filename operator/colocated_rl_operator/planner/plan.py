@@ -370,6 +370,8 @@ def patience_s(ladder: Ladder, barrier: Rung, switch: Switch) -> float:
             return max(2 * step, switch.engine_start_seconds) + MARGIN_S  # an engine lost meanwhile starts again
         case Rung.EXPORTED:
             return 2 * step + MARGIN_S
+        case Rung.OFFLOADED:
+            return step + MARGIN_S
         case Rung.UPDATED:
             return step + switch.engine_start_seconds + 2 * call + MARGIN_S
         case Rung.SERVING:

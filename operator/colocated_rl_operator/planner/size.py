@@ -36,7 +36,10 @@ def size_at_boundary(seen: Observation) -> int:
     if not is_resizable(seen):
         return job.replicas
     coming = tuple(takewhile(lambda seat: _answers(seen, seat), job.waiting_seats))
-    return min(job.spec.replicas, job.replicas + len(coming))
+    shares = job.engine_seats == job.trainer_seats
+    at_a_time = job.spec.rollout.engine.pods if shares else 1  # the pods of an engine come together
+    there = job.replicas + len(coming)
+    return min(job.spec.replicas, there - there % at_a_time)
 
 
 def no_room_at(seen: Observation) -> float | None:

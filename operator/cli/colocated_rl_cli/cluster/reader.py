@@ -31,9 +31,12 @@ POLL_S = 0.5
 def reader_pod(job: Mapping[str, Any], record: Mapping[str, Any], *, minutes: int) -> Object:
     """Return the pod. record: the ControllerRevision of the job's newest start. minutes: after which it ends."""
     name, uid = job["metadata"]["name"], job["metadata"]["uid"]
-    template = record["data"]["templates"][names.ROLE_ROLLOUT]["spec"]
+    whole = record["data"]["templates"][names.ROLE_ROLLOUT]
+    template, digests = whole["spec"], job["status"]["start"].get("digests", {})
     (rollout,) = (each for each in template["containers"] if each["name"] == names.ROLLOUT_CONTAINER)
     fetching = [each for each in template.get("initContainers", ()) if each["name"] == names.MODEL_CONTAINER]
+    for each in (rollout, *fetching):
+        each["image"] = digests.get(each["image"], each["image"])
     mounts = [
         each | ({"readOnly": True} if each["mountPath"] == names.STATE_DIR else {})
         for each in rollout["volumeMounts"]
@@ -54,7 +57,8 @@ def reader_pod(job: Mapping[str, Any], record: Mapping[str, Any], *, minutes: in
         "kind": "Pod",
         "metadata": {
             "name": f"{name}-reader-{uid[:8]}",
-            "labels": {LABEL: name},
+            "labels": _others(whole["metadata"].get("labels")) | {LABEL: name},
+            "annotations": _others(whole["metadata"].get("annotations")),
             "ownerReferences": [owner],
         },
         "spec": {key: value for key, value in template.items() if key not in ("schedulingGates", "resourceClaims")}
@@ -67,6 +71,12 @@ def reader_pod(job: Mapping[str, Any], record: Mapping[str, Any], *, minutes: in
             "terminationGracePeriodSeconds": 5,
         },
     }
+
+
+def _others(words: Mapping[str, str] | None) -> dict[str, str]:
+    """Return labels or annotations but for those by which operators and queues know the pods of a job."""
+    own = (names.GROUP, "app.kubernetes.io", "kueue.x-k8s.io")
+    return {key: value for key, value in (words or {}).items() if not key.partition("/")[0].endswith(own)}
 
 
 async def start(api: Api, name: str, *, minutes: int) -> str:
