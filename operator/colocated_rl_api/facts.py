@@ -227,7 +227,7 @@ class EvaluationResult(Wire):
     step: int
     samples: int  # answers
     mean: float
-    stderr: float  # over prompts: answers to one of them are not independent
+    stderr: float  # over prompts: answers to one of them are not independent; 0 with one, which tells of no spread
     best: float | None = None  # mean of the best answer to each prompt; None with one answer each
     # of fewer answers than each prompt has: 2, 4, 8 and so on
     best_of: tuple[BestOf, ...] = Field(default=(), max_length=MOST_PARTS)

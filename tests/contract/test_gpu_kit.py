@@ -120,6 +120,8 @@ def test_machine_without_a_gpu_is_told_what_it_lacks(unpacked: Path, machine: Pa
     assert "LACKS an NVIDIA GPU that torch finds" in done.stdout
 
 
+@pytest.mark.slow
+@pytest.mark.release  # it runs what is in it on this machine, for two minutes
 def test_unpacked_kit_needs_nothing_else(unpacked: Path, machine: Path) -> None:
     """Tests for a GPU are collected, which imports all that they use; switches are made on a CPU."""
     for words in (

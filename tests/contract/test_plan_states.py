@@ -133,7 +133,7 @@ def test_every_state_under_a_failure_policy_is_safe_and_leads_to_an_end(
 @pytest.mark.parametrize("placement", [each for each in Placement if each is not Placement.DISAGGREGATED])
 @pytest.mark.parametrize(
     ("replicas", "deaths", "of"),
-    [(1, 2, (LEAVING, *MORTAL)), (2, 1, (LEAVING,))],
+    [pytest.param(1, 2, (LEAVING, *MORTAL), marks=RARELY), (2, 1, (LEAVING,))],
     ids=["one-and-a-death", "two"],
 )
 def test_every_state_of_a_job_whose_node_gives_notice_is_safe_and_leads_to_an_end(
@@ -148,7 +148,7 @@ def test_every_state_of_a_job_whose_node_gives_notice_is_safe_and_leads_to_an_en
 @pytest.mark.parametrize(
     ("replicas", "steps", "deaths", "of", "suspensions"),
     [
-        (1, 1, 2, (GROWING, *MORTAL), 0),
+        pytest.param(1, 1, 2, (GROWING, *MORTAL), 0, marks=RARELY),
         (1, 2, 1, (GROWING,), 1),
         (2, 2, 1, (GROWING,), 0),
         pytest.param(2, 1, 2, (GROWING, "trainer"), 0, marks=RARELY),

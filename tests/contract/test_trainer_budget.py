@@ -29,6 +29,7 @@ from colocated_rl_trainer.grpo.loop import GRPOTrainer
 from colocated_rl_trainer.protocol.settings import TrainerConfig
 from colocated_rl_trainer.state import rehearsal
 from colocated_rl_trainer.state.rehearsal import Pass, pass_bytes
+from colocated_rl_trainer.state.weights import load_model
 from fakes.tiny_model import write_tiny_model
 from scenarios.corpus import GPU_EXAMPLES, Case
 from setup.layout import CHECKOUT
@@ -66,12 +67,13 @@ def assert_near(found: int, config: PreTrainedConfig, of: Pass) -> None:
 
 @pytest.mark.parametrize("recomputes", [True, False], ids=["recomputing", "keeping"])
 def test_pass_of_a_trained_model_on_one_rank(tmp_path: Path, recomputes: bool) -> None:
+    """64 tokens take a minute on a core without instructions for bfloat16."""
     model = CHECKOUT.trained_model
     trainer = RankInProcess(tmp_path, model, dtype="bfloat16", activationCheckpointing=recomputes)
 
-    found = held(trainer.loop, tokens=128)
+    found = held(trainer.loop, tokens=64)
 
-    assert_near(found, AutoConfig.from_pretrained(model), Pass(128, torch.bfloat16, recomputes=recomputes))
+    assert_near(found, AutoConfig.from_pretrained(model), Pass(64, torch.bfloat16, recomputes=recomputes))
 
 
 @pytest.mark.parametrize("recomputes", [True, False], ids=["recomputing", "keeping"])
@@ -160,6 +162,19 @@ def test_model_that_computes_by_values_is_not_rehearsed() -> None:
     assert pass_bytes(config, Pass(10, torch.float32)) is None
 
 
+@pytest.mark.parametrize("kind", ["gptj", "falcon", "gpt_neo", "mpt"])
+def test_model_whose_attention_is_its_own_is_not_rehearsed_and_trains(tmp_path: Path, kind: str) -> None:
+    """The trainer ended in a traceback while it loaded, and so did the forecast."""
+    small = {"vocab_size": 48, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "eos_token_id": 1}
+    own = {"mpt": {"d_model": 32, "n_heads": 4, "n_layers": 2}, "gptj": {"rotary_dim": 4}}
+    own["gpt_neo"] = {"num_layers": 2, "attention_types": [[["global", "local"], 1]], "num_heads": 4}
+    AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **small | own.get(kind, {}))).save_pretrained(
+        tmp_path / "model"
+    )
+    assert pass_bytes(AutoConfig.from_pretrained(tmp_path / "model"), Pass(10, torch.float32)) is None
+    load_model(tmp_path / "model")  # and its trainer starts
+
+
 @pytest.mark.parametrize("shared_by", [1, 4])
 @pytest.mark.parametrize("recomputes", [True, False])
 def test_few_layers_tell_of_many(shared_by: int, recomputes: bool, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -173,7 +188,8 @@ def test_few_layers_tell_of_many(shared_by: int, recomputes: bool, monkeypatch: 
 
 
 RARELY = (pytest.mark.slow, pytest.mark.release)
-QUICK = ("Qwen3-0.6B", "Qwen3-30B-A3B")
+QUICK = ("Qwen3-0.6B",)
+USUAL = ("dense-4b", "mixture-30b")
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in QUICK else RARELY) for name in MODELS])
@@ -207,7 +223,10 @@ def described(folder: Path, name: str) -> Path:
     return folder / name
 
 
-@pytest.mark.parametrize("example", GPU_EXAMPLES, ids=lambda case: case.name)
+@pytest.mark.parametrize(
+    "example",
+    [pytest.param(case, marks=() if case.name in USUAL else RARELY, id=case.name) for case in GPU_EXAMPLES],
+)
 def test_jobs_for_gpu_nodes_fit_into_their_devices_and_volumes_by_the_same_budget(
     example: Case, tmp_path: Path
 ) -> None:

@@ -152,7 +152,11 @@ def differing_tensors(trainer: UnwatchedTrainer) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("name", "ranks"), [("qwen3 moe", 2), ("qwen3 moe", 3), ("gpt2", 3), ("gemma3", 3), ("phi3", 3), ("llama tied", 3)]
+    ("name", "ranks"),
+    [
+        *(("qwen3 moe", 2), ("qwen3 moe", 3), ("gpt2", 3), ("gemma3", 3), ("phi3", 3), ("llama tied", 3)),
+        ("falcon h1", 2),  # no file holds what its layers scale by
+    ],
 )
 def test_what_ranks_load_is_the_model_also_where_its_files_have_another_form(
     tmp_path: Path, name: str, ranks: int

@@ -21,6 +21,7 @@ from transformers import AutoModelForCausalLM
 
 from colocated_rl_trainer.state import packing
 from colocated_rl_trainer.state.packing import attend, attend_at_once, ends_of, has_kernel
+from colocated_rl_trainer.state.sharding import computing_in
 from colocated_rl_trainer.state.weights import load_model
 from fakes.tiny_model import write_tiny_model
 
@@ -133,6 +134,27 @@ def test_a_packed_model_computes_by_it_what_transformers_does(tmp_path: Path, mo
     ours = computed(load_model(origin, packing=True), sample_ends=ends_of(lengths))
     for mine, other in zip(ours, theirs, strict=True):
         assert (mine - other).norm() < SAME * other.norm()
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_rounding_of_a_kernel_is_not_taken_for_samples_that_see_each_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    """Weights of bfloat16, as ranks that share a model and adapters have them, round in other places by it."""
+    origin = write_tiny_model(tmp_path / "model", seed=seed, layers=8)
+    monkeypatch.setattr(packing, "has_kernel", lambda *_, **__: True)
+    load_model(origin, packing=True, frozen=torch.bfloat16)
+
+
+def test_a_model_that_computes_in_another_dtype_than_its_weights_asks_for_the_kernel_of_that(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With one rank weights are float32, and so were query and key: on a GPU the kernel was never used."""
+    asked, model = [], load_model(write_tiny_model(tmp_path / "model"), packing=True)
+    monkeypatch.setattr(packing, "has_kernel", lambda device, dtype, *, width: asked.append(dtype))
+    with torch.no_grad(), computing_in(torch.bfloat16, model, torch.device("cpu")):
+        model(input_ids=torch.arange(5)[None], sample_ends=(2, 5), use_cache=False)
+    assert {torch.bfloat16} == set(asked)
 
 
 @pytest.mark.parametrize(

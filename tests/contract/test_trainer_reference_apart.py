@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,8 +16,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from contract.test_trainer_reference import TEMPERATURE, make_samples, own_forward, scored
 from contract.trainer_in_process import RankInProcess, only_rank
+from contract.trainer_ranks_in_process import ANSWER_S
 from numpy.typing import NDArray
 from real_reference import START_S, RunningReference
 
@@ -28,9 +30,11 @@ from colocated_rl_trainer.grpo.batch import BadShard, Shard
 from colocated_rl_trainer.protocol.settings import TrainerConfig
 from colocated_rl_trainer.ref_policy.score_queue import QueuedSample
 from colocated_rl_trainer.ref_policy.scorer import Scorer
-from colocated_rl_trainer.state.weights import load_model
+from colocated_rl_trainer.state.sharding import divide
+from colocated_rl_trainer.state.weights import load_model, probe
 from fakes.authority import FakeAuthority
 from fakes.tiny_model import write_tiny_model
+from fakes.watched_trainer import forking
 
 TOKEN = "a-token-of-this-test"
 
@@ -117,6 +121,21 @@ def test_policy_that_is_still_the_reference_has_no_divergence_from_it(
     trainer = RankInProcess(tmp_path, model, reference_apart=True, **config)
 
     assert 0.0 == trainer.train(with_scores, temperature=TEMPERATURE)["kl"]
+
+
+def _logps_in_parts(model: Path) -> tuple[float, ...]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    shared = load_model(model, share=lambda whole: divide(whole, torch.device("cpu"), ranks=1, dtype=torch.bfloat16))
+    return probe(shared, torch.bfloat16).logp
+
+
+@pytest.mark.parametrize("of_shared", [True, False])
+def test_reference_of_trainers_that_divide_the_model_rounds_where_they_do(model: Path, of_shared: bool) -> None:
+    """They had a divergence from themselves before the first step."""
+    with ProcessPoolExecutor(1, mp_context=forking) as pool:
+        policy = pool.submit(_logps_in_parts, model).result(ANSWER_S)
+    scorer = Scorer(model, "cpu", TrainerConfig.model_validate({"dtype": "bfloat16"}), of_shared=of_shared)
+    assert of_shared is (policy == probe(scorer._model, torch.bfloat16).logp)
 
 
 def test_batch_that_was_sealed_with_scores_is_trained_as_one_that_the_trainer_scores_itself(

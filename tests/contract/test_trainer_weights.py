@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import errno
 import json
 from collections import Counter
@@ -27,7 +28,7 @@ from colocated_rl_trainer.state.export import Writers, _File, write_model
 from colocated_rl_trainer.state.packing import ends_of
 from colocated_rl_trainer.state.residency import Residency
 from colocated_rl_trainer.state.tensor_file import PIECE_BYTES, write_tensors
-from colocated_rl_trainer.state.weights import load_model, probe
+from colocated_rl_trainer.state.weights import checkpoint_activations, load_model, probe
 from fakes.tiny_model import write_tiny_model
 
 
@@ -109,10 +110,32 @@ ARCHITECTURES: dict[str, PreTrainedConfig] = {
     ),
     "llama tied": transformers.LlamaConfig(**SMALL, tie_word_embeddings=True),
     "mistral": transformers.MistralConfig(**SMALL),
-    "gemma2": transformers.Gemma2Config(**SMALL, head_dim=8),
+    "gemma2": transformers.Gemma2Config(**SMALL, head_dim=8, attn_logit_softcapping=0.1),
     "gemma3": transformers.Gemma3TextConfig(**SMALL, head_dim=8),
     "phi3": transformers.Phi3Config(**SMALL),
     "olmo2": transformers.Olmo2Config(**SMALL),
+    "glm4 moe": transformers.Glm4MoeConfig(
+        **SMALL,
+        head_dim=8,
+        moe_intermediate_size=16,
+        n_routed_experts=8,
+        num_experts_per_tok=2,
+        n_group=1,
+        topk_group=1,
+        first_k_dense_replace=1,
+    ),
+    "falcon h1": transformers.FalconH1Config(
+        **SMALL,
+        head_dim=8,
+        mamba_d_ssm=32,
+        mamba_n_heads=4,
+        mamba_d_head=8,
+        mamba_d_state=8,
+        mamba_n_groups=1,
+        mamba_chunk_size=16,
+        ssm_multipliers=[0.5, 0.6, 0.7, 0.8, 0.9],
+    ),
+    "biogpt": transformers.BioGptConfig(**SMALL),
     "gpt2": transformers.GPT2Config(vocab_size=48, n_positions=64, n_embd=32, n_layer=2, n_head=4, eos_token_id=1),
 }
 
@@ -128,6 +151,8 @@ def test_export_of_any_architecture_is_what_transformers_loads(
     AutoModelForCausalLM.from_config(ARCHITECTURES[name]).save_pretrained(origin)
     model = load_model(origin)
     Residency(model, torch.device("cpu")).parameters[0].mul_(1.5)
+    for buffer in _written_buffers(model).values():
+        buffer.add_(torch.linspace(4, 4.01, buffer.numel()))  # biases of experts, which bfloat16 would make equal
 
     write_model(model, out, origin=origin, dtype=dtype, file_bytes=20_000)
 
@@ -136,8 +161,35 @@ def test_export_of_any_architecture_is_what_transformers_loads(
     assert dtype == again.dtype
     for expected, parameter in zip(model.parameters(), again.parameters(), strict=True):
         torch.testing.assert_close(parameter, expected.to(dtype), rtol=0, atol=0)
+    for tensor, buffer in zip(_written_buffers(model).values(), _written_buffers(again).values(), strict=True):
+        assert torch.equal(tensor, buffer)
     index = json.loads((out / "model.safetensors.index.json").read_bytes())["weight_map"]
     assert tensor_entries(origin / "model.safetensors").keys() == index.keys()
+
+
+def _written_buffers(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """Return the numbers that are no parameters and stand in files."""
+    buffers = dict(model.named_buffers())
+    return {name: each for name, each in model.state_dict().items() if name in buffers and each.is_floating_point()}
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_any_architecture_computes_what_transformers_plain_attention_does_and_drops_nothing_out(
+    tmp_path: Path, name: str
+) -> None:
+    """Its usual attention left Gemma 2's soft cap out, and layers that recompute dropped out by themselves."""
+    torch.manual_seed(0)
+    config = copy.deepcopy(ARCHITECTURES[name])
+    config.initializer_range = 0.3
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32, attn_implementation="eager")
+    ids = torch.arange(40)[None] * 7919 % 48
+    model = load_model(tmp_path / "model")
+    with torch.no_grad():
+        expected = plain.eval()(input_ids=ids, use_cache=False).logits
+        torch.testing.assert_close(model(input_ids=ids, use_cache=False).logits, expected, rtol=1e-3, atol=1e-3)
+        checkpoint_activations(model)
+        torch.testing.assert_close(model(input_ids=ids, use_cache=False).logits, expected, rtol=1e-3, atol=1e-3)
 
 
 def test_large_export_is_divided_and_loads_as_one(origin: Path, out: Path) -> None:
@@ -201,8 +253,26 @@ def test_packing_is_refused_where_samples_would_see_each_other(tmp_path: Path) -
     config |= {"layer_types": ["full_attention", "sliding_attention"], "use_sliding_window": True, "sliding_window": 4}
     (origin / "config.json").write_text(json.dumps(config))
 
-    with pytest.raises(ConfigError, match=r"packing: .* in Qwen3ForCausalLM: leave packing out"):
+    with pytest.raises(ConfigError, match=r"packing: .* leave packing out"):
         load_model(origin, packing=True)
+
+
+@pytest.mark.parametrize(
+    ("config", "what"),
+    [
+        (transformers.MistralConfig(**SMALL, sliding_window=32), "windows"),
+        (transformers.Phi3Config(**SMALL, sliding_window=32), "windows"),
+        (transformers.Gemma2Config(**SMALL, head_dim=8, layer_types=["full_attention"] * 2), "a soft cap"),
+    ],
+    ids=lambda value: getattr(value, "model_type", None),
+)
+def test_packing_is_refused_where_attention_is_more_than_that_of_packed_samples(
+    tmp_path: Path, config: PreTrainedConfig, what: str
+) -> None:
+    """The samples of the comparison are shorter than any window, and say nothing of it."""
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
+    with pytest.raises(ConfigError, match=f"packing: attention of this model has {what}, .*: leave packing out"):
+        load_model(tmp_path / "model", packing=True)
 
 
 @pytest.mark.parametrize(

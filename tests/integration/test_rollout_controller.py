@@ -642,7 +642,7 @@ async def test_evaluation_counts_answers_of_one_version_only(job: JobOnDisk, pro
         assert (0, 8) == (result.step, result.samples)
         assert 0 < result.mean < 1
         share = result.mean
-        assert result.stderr == pytest.approx(np.sqrt(share * (1 - share) / 8))
+        assert result.stderr == pytest.approx(np.sqrt(share * (1 - share) / 7))
 
 
 OWN_SET = EvaluationSet(

@@ -58,7 +58,7 @@ def test_an_evaluation_ends_when_every_prompt_has_an_answer() -> None:
     result = board.result()
     assert result is not None
     assert (3, 4, 0.75) == (result.step, result.samples, result.mean)
-    assert math.isclose(math.sqrt(0.75 * 0.25 / 4), result.stderr)
+    assert math.isclose(math.sqrt(0.75 * 0.25 / 3), result.stderr)
 
 
 def test_rewards_that_are_no_shares_have_a_standard_error_of_their_own() -> None:
@@ -69,7 +69,7 @@ def test_rewards_that_are_no_shares_have_a_standard_error_of_their_own() -> None
     result = board.result()
     assert result is not None
     assert 2.0 == result.mean
-    assert math.isclose(math.sqrt(3.0 / 4), result.stderr)
+    assert math.isclose(math.sqrt(3.0 / 3), result.stderr)
 
 
 def test_several_answers_to_a_prompt_have_a_best_one_and_count_as_one_for_the_error() -> None:
@@ -80,7 +80,7 @@ def test_several_answers_to_a_prompt_have_a_best_one_and_count_as_one_for_the_er
     result = board.result()
     assert result is not None
     assert (6, 0.5, 2 / 3) == (result.samples, result.mean, result.best)
-    assert math.isclose(math.sqrt((0.5**2 + 0.5**2) / 3 / 3), result.stderr)
+    assert math.isclose(math.sqrt((0.5**2 + 0.5**2) / 2 / 3), result.stderr)
 
 
 @pytest.mark.parametrize("right", range(9))

@@ -99,7 +99,7 @@ class Scoreboard:
             step=self.step,
             samples=self.size,
             mean=statistics.fmean(means),
-            stderr=statistics.pstdev(means) / math.sqrt(len(means)),
+            stderr=statistics.stdev(means) / math.sqrt(len(means)) if len(means) > 1 else 0.0,
             best=statistics.fmean(max(each) for each in answers) if self.responses > 1 else None,
             best_of=tuple(
                 BestOf(answers=count, mean=statistics.fmean(best_of(each, count) for each in answers))

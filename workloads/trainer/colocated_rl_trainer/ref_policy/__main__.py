@@ -76,7 +76,9 @@ def _compute(settings: ReferenceSettings, requests: ScoreRequests) -> int:
     from colocated_rl_trainer.ref_policy.scorer import Scorer
 
     began = time.monotonic()
-    scorers = [Scorer(settings.model, device, settings.config) for device in settings.devices]
+    scorers = [
+        Scorer(settings.model, device, settings.config, of_shared=settings.is_of_shared) for device in settings.devices
+    ]
     ended: queue.SimpleQueue[BaseException] = queue.SimpleQueue()
     for device, scorer in zip(settings.devices, scorers, strict=True):
         work = (scorer, requests.queue, requests.figures, ended)

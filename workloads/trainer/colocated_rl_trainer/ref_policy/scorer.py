@@ -38,17 +38,20 @@ class _QueuedBatch:
 
 
 class Scorer:
-    """Scores samples with one copy of the model. config: how passes are made, as for trainers."""
+    """Scores samples with one copy of the model. config: how passes are made, as for trainers.
 
-    def __init__(self, directory: Path, device: str, config: TrainerConfig) -> None:
+    of_shared: trainers divide the model among themselves.
+    """
+
+    def __init__(self, directory: Path, device: str, config: TrainerConfig, *, of_shared: bool = False) -> None:
         """Load the model. Raises ConfigError, OSError."""
         self._config = config
         self._device = torch.device(device)
         self._dtype = torch.bfloat16 if config.computes_in(device) == "bfloat16" else torch.float32
         if config.threads is not None:
             torch.set_num_threads(config.threads)
-        # frozen weights as a policy with adapters holds them: other rounding would count as divergence
-        frozen = self._dtype if config.lora else None
+        # layers compute as those of a policy with adapters, or of a divided one: other rounding would be divergence
+        frozen = self._dtype if config.lora or of_shared else None
         model = load_model(directory, packing=config.packing, frozen=frozen)
         self._model = model.requires_grad_(False).to(self._device)
         self.vocabulary = int(self._model.config.get_text_config().vocab_size)

@@ -13,6 +13,7 @@ from colocated_rl_api import names
 from colocated_rl_api.job import Trainer
 from colocated_rl_api.listening import EVERYWHERE
 from colocated_rl_api.member_wire import JobFile
+from colocated_rl_trainer.grpo.forecast import ranks_of
 from colocated_rl_trainer.protocol.settings import ConfigError, TrainerConfig
 
 
@@ -57,6 +58,11 @@ class ReferenceSettings:
             metrics_port=options.metrics_port,
             socket=options.socket,
         )
+
+    @property
+    def is_of_shared(self) -> bool:
+        """Return whether the job's trainers divide the model among themselves."""
+        return self.config.training_state == "Sharded" and ranks_of(self.job.spec) > 1
 
     @property
     def devices(self) -> list[str]:

@@ -15,7 +15,7 @@ import json
 import os
 import shutil
 import threading
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,7 +32,7 @@ from colocated_rl_trainer.state.checkpoint import OPTIMIZER
 from colocated_rl_trainer.state.lora import CONFIG, TENSORS, Adapters, is_of_adapter
 from colocated_rl_trainer.state.sharding import is_part, whole_on
 from colocated_rl_trainer.state.tensor_file import write_tensors
-from colocated_rl_trainer.state.weights import INDEX, WEIGHT_FILES
+from colocated_rl_trainer.state.weights import INDEX, WEIGHT_FILES, kept_in_float32
 
 ADAPTERS = "adapter"  # directory in an export
 FILE_BYTES = 128 * 1024**2  # most of one safetensors file, unless one tensor is larger
@@ -40,6 +40,7 @@ AT_ONCE = 4  # most files that a pod writes at a time, unless it has more ranks
 _OURS = (MANIFEST, CONTENTS, OPTIMIZER)
 
 Written = dict[str, Digest]  # by file name
+_Kept = Callable[[str], object]  # whether a tensor of this name keeps its dtype
 
 
 @dataclass(frozen=True)
@@ -109,21 +110,21 @@ def write_files(
     has failed, until it raises OSError at the end. Besides the files that it writes at the time, and which are whole
     only where ranks share the model, a rank holds one whole tensor.
     """
-    tensors = _tensors_of(model, adapters)
+    tensors, kept = _tensors_of(model, adapters), kept_in_float32(model, dtype)
     may_hold = threading.Semaphore(writers.threads)
     writes: list[Future[Written]] = []
     set_device = (torch.cuda.set_device, (model.device,)) if model.device.type == "cuda" else (None, ())
     with ThreadPoolExecutor(writers.threads, "write weights", *set_device) as pool:
         if writers.rank in writers.of_pod[:1]:
             writes.append(pool.submit(_write_others, directory, origin, dtype, adapters))
-        for file, ranks in writers.assign(_divide(tensors, dtype, file_bytes)):
+        for file, ranks in writers.assign(_divide(tensors, dtype, file_bytes, kept)):
             if writers.rank not in ranks or any(map(_has_failed, writes)):
-                _gather(tensors, file.tensors, dtype, ranks)
+                _gather(tensors, file.tensors, dtype, ranks, kept)
                 continue
             may_hold.acquire()
-            gathered = _gather(tensors, file.tensors, dtype, ranks, adapters)
+            gathered = _gather(tensors, file.tensors, dtype, ranks, kept, adapters)
             named = revert_weight_conversion(model, gathered)
-            write = pool.submit(_write_file, directory / file.name, named, dtype)
+            write = pool.submit(_write_file, directory / file.name, named, dtype, kept)
             write.add_done_callback(lambda _: may_hold.release())
             writes.append(write)
             del gathered, named  # before the next ones are gathered
@@ -159,11 +160,11 @@ def _tensors_of(model: PreTrainedModel, adapters: Adapters | None) -> Mapping[st
     }
 
 
-def _divide(tensors: Mapping[str, Tensor], dtype: torch.dtype, file_bytes: int) -> Sequence[_File]:
+def _divide(tensors: Mapping[str, Tensor], dtype: torch.dtype, file_bytes: int, kept: _Kept) -> Sequence[_File]:
     """Divide the tensors among files, in the model's order."""
     parts: list[tuple[list[str], int]] = [([], 0)]
     for name, tensor in tensors.items():
-        size = tensor.numel() * dtype.itemsize
+        size = tensor.numel() * (tensor.dtype if kept(name) else dtype).itemsize
         names, filled = parts[-1]
         if names and filled + size > file_bytes:
             parts.append(([name], size))
@@ -182,6 +183,7 @@ def _gather(
     names: Sequence[str],
     dtype: torch.dtype,
     ranks: Collection[int],
+    kept: _Kept,
     adapters: Adapters | None = None,
 ) -> dict[str, Tensor]:
     """Return the whole tensors on these ranks, merged with adapters. Collective where they are divided.
@@ -191,7 +193,7 @@ def _gather(
     gathered = {}
     for name in names:
         part = tensors[name]
-        if is_part(part) and part.is_floating_point():
+        if is_part(part) and part.is_floating_point() and not kept(name):
             part = part.to(dtype)  # so that fewer bytes are gathered; frozen weights are in it already
         tensor = whole_on(ranks, part)
         if tensor is not None:
@@ -206,9 +208,9 @@ def _has_failed(write: Future[Written]) -> bool:
     return write.done() and write.exception() is not None
 
 
-def _write_file(file: Path, tensors: dict[str, Tensor], dtype: torch.dtype) -> Written:
+def _write_file(file: Path, tensors: dict[str, Tensor], dtype: torch.dtype, kept: _Kept) -> Written:
     try:
-        return {file.name: write_tensors(file, tensors, dtype=dtype)}
+        return {file.name: write_tensors(file, tensors, dtype=dtype, kept=kept)}
     finally:
         tensors.clear()  # the pool keeps its arguments for a moment longer
 

@@ -237,7 +237,8 @@ def _is_head_of(model: PreTrainedModel, form: LogitForm) -> bool:
             logits = model(input_ids=torch.zeros(1, 3, dtype=torch.int64), use_cache=False).logits
         except (AttributeError, RuntimeError, TypeError):  # it looks at more of its layers than their output
             return False
-    return torch.allclose(logits, form.apply_in_place(hidden.clone()))
+    scored = form.apply_in_place(hidden.clone())
+    return logits.shape == scored.shape and torch.allclose(logits, scored)
 
 
 class _LayersOutput:

@@ -44,7 +44,7 @@ from colocated_rl_trainer.state.sharding import (
     part_of,
     pretended_mesh,
 )
-from colocated_rl_trainer.state.weights import checkpoint_activations
+from colocated_rl_trainer.state.weights import attention_of, checkpoint_activations
 
 FEW, MORE = 3, 4  # layers of a rehearsed model
 _PRODUCT_OVER_EXPERTS = "aten._grouped_mm.default"
@@ -77,7 +77,7 @@ def pass_bytes(config: PreTrainedConfig, of: Pass) -> int | None:
                 return max(_rehearse(config, of))
             early, _ = _rehearse(_with_layers(config, FEW), of)
             more, late = _rehearse(_with_layers(config, MORE), of)
-        except RuntimeError as error:  # all that fake tensors raise derives from it
+        except (RuntimeError, KeyError, AttributeError, TypeError) as error:  # fake tensors, or a model of other parts
             reason = str(error).partition("\n")[0]
             log(_LOG, "a pass can't be rehearsed", logging.WARNING, model=config.model_type, reason=reason)
             return None
@@ -102,7 +102,8 @@ def _rehearse(config: PreTrainedConfig, of: Pass) -> tuple[int, int]:
     form = form_of_logits(outline)
     with FakeTensorMode():
         dtype = of.dtype if of.lora else torch.float32
-        model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=PACKED_ATTENTION)
+        attention = attention_of(config) or PACKED_ATTENTION
+        model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
         model.eval().requires_grad_(of.lora is None)
         if form is not None:
             ScoringForward(model, form)

@@ -10,7 +10,7 @@ the copy that a mapping saves; a full volume is an OSError for a write, and ends
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from itertools import accumulate
 from pathlib import Path
 
@@ -34,15 +34,17 @@ def write_tensors(
     tensors: Mapping[str, Tensor],
     *,
     dtype: torch.dtype | None = None,
+    kept: Callable[[str], object] = lambda name: None,
     metadata: Mapping[str, str] | None = None,
 ) -> Digest:
     """Write one safetensors file, with the bytes that safetensors itself would write, and return its digest.
 
-    dtype: of tensors of floating-point numbers, in place of their own. A file that is there is replaced, and stays as
-    it is for whoever has mapped it. Raises OSError when there is no space.
+    dtype: of tensors of floating-point numbers, in place of their own, but for names that are `kept`. A file that is
+    there is replaced, and stays as it is for whoever has mapped it. Raises OSError when there is no space.
     """
     written = {
-        name: dtype if dtype and tensor.is_floating_point() else tensor.dtype for name, tensor in tensors.items()
+        name: dtype if dtype and tensor.is_floating_point() and not kept(name) else tensor.dtype
+        for name, tensor in tensors.items()
     }
     names = sorted(tensors, key=lambda name: (-written[name].itemsize, name))  # so that each tensor is aligned
     file.unlink(missing_ok=True)

@@ -25,8 +25,10 @@ from transformers import (
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
     WeightConverter,
+    build_glob_alternation,
     convert_and_load_state_dict_in_model,
 )
+from transformers.initialization import guard_torch_init_functions
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import LoadStateDictConfig
 from transformers.utils import logging as transformers_logging
@@ -61,7 +63,7 @@ def load_model(
     """
     transformers_logging.disable_progress_bar()
     _check_trainable(directory)
-    attention = PACKED_ATTENTION if packing else None
+    attention = PACKED_ATTENTION if packing else attention_of(read_config(directory))
     with _explaining_load_errors(directory):
         if share is None:
             model, loading = _load_whole(directory, attention, frozen)
@@ -74,6 +76,22 @@ def load_model(
     if packing:
         check_packing(model, type(model).__name__)
     return model
+
+
+def attention_of(config: PreTrainedConfig) -> str | None:
+    """Return the implementation of attention that computes what the model is; None: transformers' choice.
+
+    Its usual one (SDPA) leaves out a soft cap of scores (Gemma 2), which engines apply.
+    """
+    return "eager" if getattr(config.get_text_config(), "attn_logit_softcapping", None) is not None else None
+
+
+def kept_in_float32(model: PreTrainedModel, dtype: torch.dtype) -> Callable[[str], object]:
+    """Return whether a tensor of this name is float32 in a model of `dtype`, as transformers has and engines read it:
+    biases by which tokens choose their experts (DeepSeek-V3, GLM-4-MoE) would be rounded to equal ones.
+    """
+    plan = model._get_dtype_plan(dtype)  # noqa: SLF001 - as `from_pretrained` reads it
+    return build_glob_alternation(list(plan))[0].search if plan else lambda _: None
 
 
 def _load_whole(directory: Path, attention: str | None, frozen: torch.dtype | None) -> tuple[PreTrainedModel, _Loading]:
@@ -113,19 +131,35 @@ def _load_part(
         return model, loading
     how = LoadStateDictConfig(
         dtype=dtype,
+        dtype_plan=model._get_dtype_plan(dtype),  # noqa: SLF001 - as `from_pretrained` does
         device_map={"": device_of(model)},
         ignore_mismatched_sizes=True,
         weight_mapping=conversions,
     )
-    found, _ = convert_and_load_state_dict_in_model(model, _stored(_weight_files(directory), dtype), how)
+    kept = kept_in_float32(model, dtype)
+    found, _ = convert_and_load_state_dict_in_model(model, _stored(_weight_files(directory), dtype, kept), how)
     loading = {
         "missing_keys": found.missing_keys - model.all_tied_weights_keys.keys(),
         "mismatched_keys": found.mismatched_keys,
     }
     if not any(loading.values()):
         model._finalize_model_loading(model, how, found)  # noqa: SLF001 - ties weights, computes what no file holds
+        _compute_buffers_of_layers(model)
         take_over_parts(model)
     return model, loading
+
+
+def _compute_buffers_of_layers(model: PreTrainedModel) -> None:
+    """Compute what no file holds of layers and the model as a whole makes (Falcon-H1's scales).
+
+    transformers takes a class of FSDP2 for code of others, and leaves out its modules without tensors of their own.
+    Tensors that were read are marked, and stay.
+    """
+    with torch.no_grad(), guard_torch_init_functions():
+        for part in model.modules():
+            has_none = not [*part.parameters(recurse=False), *part.buffers(recurse=False)]
+            if has_none and isinstance(part, PreTrainedModel):
+                part._init_weights(part)  # noqa: SLF001 - as `from_pretrained` does
 
 
 class _OpenFile:
@@ -167,14 +201,15 @@ class _Stored:
         return self.stored_as
 
 
-def _stored(files: Sequence[Path], dtype: torch.dtype) -> dict[str, Any]:
-    """Return the tensors of all files by name, to be read later. Raises OSError."""
+def _stored(files: Sequence[Path], dtype: torch.dtype, kept: Callable[[str], object]) -> dict[str, Any]:
+    """Return the tensors of all files by name, to be read later as `dtype`, or float32 if kept. Raises OSError."""
     opened, found = _OpenFile(), dict[str, Any]()
     for file in files:
         content = opened.of(file)
         for name in content.keys():  # noqa: SIM118 - it is no mapping
             each = content.get_slice(name)
-            found[name] = _Stored(opened, file, name, each.get_shape(), str(each.get_dtype()), dtype)
+            read_as = torch.float32 if kept(name) else dtype
+            found[name] = _Stored(opened, file, name, each.get_shape(), str(each.get_dtype()), read_as)
     return found
 
 
@@ -258,6 +293,9 @@ def checkpoint_activations(model: PreTrainedModel) -> None:
     for layer in model.modules():
         if isinstance(layer, GradientCheckpointingLayer):
             layer.training = True  # that module alone: those below it still drop nothing out
+            for name, value in vars(layer).items():
+                if "drop" in name and isinstance(value, float):  # what it drops out by itself, when it is in training
+                    setattr(layer, name, 0.0)
 
 
 def probe(model: PreTrainedModel, dtype: torch.dtype, *, float32_head: bool = False) -> Probe:
