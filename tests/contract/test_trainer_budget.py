@@ -166,8 +166,11 @@ def test_model_that_computes_by_values_is_not_rehearsed() -> None:
 def test_model_whose_attention_is_its_own_is_not_rehearsed_and_trains(tmp_path: Path, kind: str) -> None:
     """The trainer ended in a traceback while it loaded, and so did the forecast."""
     small = {"vocab_size": 48, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "eos_token_id": 1}
-    own = {"mpt": {"d_model": 32, "n_heads": 4, "n_layers": 2}, "gptj": {"rotary_dim": 4}}
-    own["gpt_neo"] = {"num_layers": 2, "attention_types": [[["global", "local"], 1]], "num_heads": 4}
+    own: dict[str, dict[str, Any]] = {
+        "mpt": {"d_model": 32, "n_heads": 4, "n_layers": 2},
+        "gptj": {"rotary_dim": 4},
+        "gpt_neo": {"num_layers": 2, "attention_types": [[["global", "local"], 1]], "num_heads": 4},
+    }
     AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **small | own.get(kind, {}))).save_pretrained(
         tmp_path / "model"
     )
