@@ -110,7 +110,7 @@ def test_a_pod_that_came_back_to_such_a_node_stays_there() -> None:
 @pytest.mark.parametrize("cause", ["PodEvicted", "BadDevice", "MemberSilent"])
 @pytest.mark.parametrize("attempt", [0, 1])
 def test_a_pod_leaves_a_node_that_was_left_before_by_another_or_for_another_notice(cause: str, attempt: int) -> None:
-    """Of two on one node only the first left, and after one upgrade of all nodes no drain moved a pod any more."""
+    """Only the first of two on one node left, and after one upgrade of all nodes no drain moved a pod any more."""
     seen = avoiding(noticed(saved=2), cause=cause, attempt=attempt, created_at=LEAVING.since - 1)
     assert [f"sums-gpu-1-{attempt}"] == [name for name, _ in deleted(plan(seen))]
 
