@@ -144,7 +144,6 @@ def ranks_of(spec: ColocatedRLJobSpec) -> int:
 
 def main(arguments: Sequence[str]) -> int:
     options = _options(arguments)
-    logging.disable()  # what a rehearsal logs
     try:
         spec = ColocatedRLJob.read(yaml.safe_load(options.job.read_text())).spec
         config = TrainerConfig.of(spec.trainer.config)
@@ -200,4 +199,5 @@ def _size(text: str) -> int:
 
 
 if __name__ == "__main__":
+    logging.disable()  # what a rehearsal logs
     sys.exit(main(sys.argv[1:]))
