@@ -14,6 +14,7 @@ pytestmark = pytest.mark.slow
 LARGEST = ("agent", "operator", "pod", "trainer")  # a minute or two each
 
 
+@pytest.mark.release
 def test_what_a_search_leaves_out_of_three_pods_differs_in_nothing_from_what_it_looks_at() -> None:
     """A pod that is made again stands behind those that were not."""
     job = make_job(replicas=3, steps=1, checkpoint={"everySteps": 1}, **PLACED[Placement.TRAIN_ONLY])

@@ -40,6 +40,7 @@ EXPERTS: dict[str, Any] = {
     "vocab_size": 1000, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 6, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 32, "moe_intermediate_size": 96, "num_experts": 8, "num_experts_per_tok": 2,
 }  # fmt: skip
+RARELY = (pytest.mark.slow, pytest.mark.release)
 
 
 def held(trainer: GRPOTrainer, *, tokens: int) -> int:
@@ -65,7 +66,7 @@ def assert_near(found: int, config: PreTrainedConfig, of: Pass) -> None:
     assert abs(expected - found) < NEAR * found, (expected, found)
 
 
-@pytest.mark.parametrize("recomputes", [True, False], ids=["recomputing", "keeping"])
+@pytest.mark.parametrize("recomputes", [True, pytest.param(False, marks=RARELY)], ids=["recomputing", "keeping"])
 def test_pass_of_a_trained_model_on_one_rank(tmp_path: Path, recomputes: bool) -> None:
     """64 tokens take a minute on a core without instructions for bfloat16."""
     model = CHECKOUT.trained_model
@@ -190,7 +191,6 @@ def test_few_layers_tell_of_many(shared_by: int, recomputes: bool, monkeypatch: 
     assert pass_bytes(config, of) == estimate
 
 
-RARELY = (pytest.mark.slow, pytest.mark.release)
 QUICK = ("Qwen3-0.6B",)
 USUAL = ("dense-4b", "mixture-30b")
 

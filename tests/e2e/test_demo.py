@@ -143,6 +143,7 @@ def test_demo_ends_with_a_table_a_report_and_what_it_falls_short_of(out: Path) -
 
 
 @pytest.mark.slow
+@pytest.mark.release
 def test_demo_that_is_killed_leaves_nothing(out: Path) -> None:
     before = traces(out)
     with demo(out) as process:
@@ -152,6 +153,7 @@ def test_demo_that_is_killed_leaves_nothing(out: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.release
 def test_demo_that_is_interrupted_in_its_live_view_leaves_nothing(out: Path) -> None:
     before = traces(out)
     with demo_on_a_terminal(out) as (process, typed):
@@ -163,6 +165,7 @@ def test_demo_that_is_interrupted_in_its_live_view_leaves_nothing(out: Path) -> 
 
 
 @pytest.mark.slow
+@pytest.mark.release
 def test_demo_whose_cluster_is_killed_says_so_and_leaves_nothing(out: Path) -> None:
     before = traces(out)
     with demo(out) as process:
