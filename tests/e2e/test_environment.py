@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
 from e2e.conftest import apply
 from e2e.running_job import KubectlCall
+
+pytestmark = [pytest.mark.slow, pytest.mark.release]  # `make test-slow`
 
 DONE_S = 1200  # an engine and a trainer start, two steps of episodes
 
