@@ -136,6 +136,18 @@ ARCHITECTURES: dict[str, PreTrainedConfig] = {
         ssm_multipliers=[0.5, 0.6, 0.7, 0.8, 0.9],
     ),
     "biogpt": transformers.BioGptConfig(**SMALL),
+    "opt": transformers.OPTConfig(
+        vocab_size=48,
+        hidden_size=32,
+        word_embed_proj_dim=32,
+        ffn_dim=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        max_position_embeddings=64,
+        bos_token_id=None,
+        eos_token_id=1,
+        pad_token_id=0,
+    ),
     "gpt2": transformers.GPT2Config(vocab_size=48, n_positions=64, n_embd=32, n_layer=2, n_head=4, eos_token_id=1),
 }
 
@@ -253,7 +265,7 @@ def test_packing_is_refused_where_samples_would_see_each_other(tmp_path: Path) -
     config |= {"layer_types": ["full_attention", "sliding_attention"], "use_sliding_window": True, "sliding_window": 4}
     (origin / "config.json").write_text(json.dumps(config))
 
-    with pytest.raises(ConfigError, match=r"packing: .* leave packing out"):
+    with pytest.raises(ConfigError, match=r"packing: .* in Qwen3ForCausalLM: leave packing out"):
         load_model(origin, packing=True)
 
 
@@ -271,7 +283,10 @@ def test_packing_is_refused_where_attention_is_more_than_that_of_packed_samples(
 ) -> None:
     """The samples of the comparison are shorter than any window, and say nothing of it."""
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
-    with pytest.raises(ConfigError, match=f"packing: attention of this model has {what}, .*: leave packing out"):
+    with pytest.raises(
+        ConfigError,
+        match=f"packing: attention has {what}, which packed samples lack, in .*ForCausalLM: leave packing out",
+    ):
         load_model(tmp_path / "model", packing=True)
 
 

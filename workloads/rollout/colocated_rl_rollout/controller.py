@@ -249,7 +249,7 @@ class Controller:
                     epoch=self._store.epoch,
                     step=self._store.next_step,
                     began_at=self._store.began_at,
-                    samples=self._counts(),
+                    samples=self._store.counted,
                     # evaluations of earlier pods, whose logs are gone
                     evaluations=[one.model_dump(mode="json", by_alias=True) for one in in_one_line(evaluations)],
                     ports=dataclasses.asdict(member.ports),
@@ -263,7 +263,8 @@ class Controller:
                     task.cancel()
         finally:
             self._store.close()
-        log(LOG, "rollout controller ended", reason="goal Stop" if self._stop else "SIGTERM", samples=self._counts())
+        reason = "goal Stop" if self._stop else "SIGTERM"
+        log(LOG, "rollout controller ended", reason=reason, samples=self._store.counted)
 
     @property
     def is_stopped(self) -> bool:
@@ -293,9 +294,8 @@ class Controller:
         self._tune(target)
         if self._store.commit(target.trained_step):
             self._sealer.discard_stale()
-        self._store.forget(
-            min(target.saved_step, self._store.next_step - 2)
-        )  # people may want to read the newest batch
+        newest = self._store.next_step - 1  # stays, for people to read
+        self._store.forget(min(target.saved_step, newest - 1))
         self._evaluation.ask(target.evaluate)
         if target.goal is Goal.STOP:
             self._stop = True
@@ -384,9 +384,6 @@ class Controller:
         found = next((part.problem for part in parts if part.problem), None)
         found = found or (self._reference and self._reference.problem) or self._sealer.filter_problem
         return found or self._store.deal_problem
-
-    def _counts(self) -> dict[str, int]:
-        return {state.value: count for state, count in self._store.counts.items() if count}
 
     def _filtered(self) -> dict[str, int]:
         """Return how many samples each filter of the job kept from training; a store of a former job knows others."""

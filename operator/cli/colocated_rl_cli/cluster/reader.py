@@ -33,10 +33,12 @@ def reader_pod(job: Mapping[str, Any], record: Mapping[str, Any], *, minutes: in
     name, uid = job["metadata"]["name"], job["metadata"]["uid"]
     whole = record["data"]["templates"][names.ROLE_ROLLOUT]
     template, digests = whole["spec"], job["status"]["start"].get("digests", {})
-    (rollout,) = (each for each in template["containers"] if each["name"] == names.ROLLOUT_CONTAINER)
-    fetching = [each for each in template.get("initContainers", ()) if each["name"] == names.MODEL_CONTAINER]
-    for each in (rollout, *fetching):
-        each["image"] = digests.get(each["image"], each["image"])
+    taken = (names.ROLLOUT_CONTAINER, names.MODEL_CONTAINER)
+    rollout, *fetching = (
+        each | {"image": digests.get(each["image"], each["image"])}
+        for each in (*template["containers"], *template.get("initContainers", ()))
+        if each["name"] in taken
+    )
     mounts = [
         each | ({"readOnly": True} if each["mountPath"] == names.STATE_DIR else {})
         for each in rollout["volumeMounts"]

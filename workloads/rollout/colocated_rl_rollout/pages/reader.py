@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
 import logging
 import os
 import signal
@@ -61,12 +60,15 @@ def application(store: StoreReader, hello: Hello, model: Path) -> web.Applicatio
     return made
 
 
-async def serve(job: JobFile, pod: str, given: argparse.Namespace, copy: Path) -> None:
-    """Serve until SIGTERM. copy: empty directory, for the database. Raises StoreFailed, ModelUnusable and OSError."""
+async def serve(job: JobFile, environment: Mapping[str, str], given: argparse.Namespace, copy: Path) -> None:
+    """Serve until SIGTERM. copy: empty directory, for the database.
+
+    environment: names this pod. Raises SettingsError, StoreFailed, ModelUnusable and OSError.
+    """
     store = await asyncio.to_thread(StoreCopy, given.store, copy, job_uid=job.uid)
     hello = Hello(
-        pod=pod,
-        pod_uid=names.PodUid(""),
+        pod=required(environment, names.ENV_POD_NAME),
+        pod_uid=names.PodUid(required(environment, names.ENV_POD_UID)),
         job_uid=job.uid,
         role=names.ROLE_ROLLOUT,
         incarnation=uuid.uuid4().hex,
@@ -77,12 +79,13 @@ async def serve(job: JobFile, pod: str, given: argparse.Namespace, copy: Path) -
         asyncio.get_running_loop().add_signal_handler(number, ending.set)
     runner = web.AppRunner(application(store, hello, given.models / job.spec.model.path), access_log=None)
     await runner.setup()
-    async with contextlib.AsyncExitStack() as stack:
-        stack.push_async_callback(runner.cleanup)
+    try:
         site = web.SockSite(runner, listen("127.0.0.1", given.pages_port))
         await site.start()
         logs.log(LOG, "reader ready", address=site.name, step=store.trained_step)
         await ending.wait()
+    finally:
+        await runner.cleanup()
 
 
 def main(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
@@ -99,7 +102,7 @@ def main(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
         job = read_job(given.job_file)
         logs.configure(job=job.name, job_uid=job.uid)
         with tempfile.TemporaryDirectory() as copy:
-            asyncio.run(serve(job, required(environment, names.ENV_POD_NAME), given, Path(copy)))
+            asyncio.run(serve(job, environment, given, Path(copy)))
     except (SettingsError, StoreFailed, ModelUnusable, OSError) as error:
         logs.log(LOG, "reader failed", logging.ERROR, reason=str(error))
         return 1

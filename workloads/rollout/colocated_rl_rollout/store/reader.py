@@ -46,6 +46,11 @@ class StoreReader:
     async def flushed(self) -> None:
         """Return once every change so far is durable: here, at once."""
 
+    @property
+    def counted(self) -> dict[str, int]:
+        """Return the samples by state, of states that some have."""
+        return {state.value: count for state, count in self.counts.items() if count}
+
     def facts(self, **others: Any) -> RolloutFacts:
         """Return how far the job is, as far as the store says. others: further facts."""
         sealed = self.sealed and SealedBatch(
@@ -59,7 +64,7 @@ class StoreReader:
             sealed=sealed,
             trained_step=self.trained_step,
             began_at=self.began_at,
-            samples={state.value: count for state, count in self.counts.items() if count},
+            samples=self.counted,
             reward_mean=self.sealed and self.sealed.reward_mean,
             staleness_mean=self.sealed and self.sealed.staleness_mean,
             **others,

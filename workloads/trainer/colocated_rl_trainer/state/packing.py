@@ -29,6 +29,10 @@ _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1}  # of the spread of logi
 _BESIDE = {"sliding_window": "windows", "softcap": "a soft cap", "s_aux": "sinks"}  # as transformers hands them over
 
 
+class _MoreThanCausal(Exception):
+    """Attention of a model has something that packed samples lack."""
+
+
 def attend(
     module: nn.Module,
     query: Tensor,
@@ -46,7 +50,7 @@ def attend(
     if sample_ends is None:
         return _causal(module, query, key, value, attention_mask, options)
     if what := next((words for name, words in _BESIDE.items() if options.get(name) is not None), None):
-        raise ConfigError(f"packing: attention of this model has {what}, which packed samples lack: leave packing out")
+        raise _MoreThanCausal(what)
     if torch.is_autocast_enabled(query.device.type):  # as attention would, and so that a kernel of that dtype is found
         kind = torch.get_autocast_dtype(query.device.type)
         query, key, value = (tensor.to(kind) for tensor in (query, key, value))
@@ -100,14 +104,19 @@ def check_packing(model: PreTrainedModel, name: str) -> None:
     device = embedding.weight.device
     samples = [torch.arange(1, length + 1, device=device) * 7919 % vocabulary for length in _PROBE]
     places = torch.cat([torch.arange(length, device=device) for length in _PROBE])
-    with torch.no_grad():
-        alone = torch.cat([model(input_ids=ids[None], use_cache=False).logits[0] for ids in samples])
-        packed = model(
-            input_ids=torch.cat(samples)[None],
-            position_ids=places[None],
-            sample_ends=ends_of(_PROBE),
-            use_cache=False,
-        ).logits[0]
+    try:
+        with torch.no_grad():
+            alone = torch.cat([model(input_ids=ids[None], use_cache=False).logits[0] for ids in samples])
+            packed = model(
+                input_ids=torch.cat(samples)[None],
+                position_ids=places[None],
+                sample_ends=ends_of(_PROBE),
+                use_cache=False,
+            ).logits[0]
+    except _MoreThanCausal as error:
+        raise ConfigError(
+            f"packing: attention has {error}, which packed samples lack, in {name}: leave packing out"
+        ) from error
     windows = getattr(model.config.get_text_config(), "layer_types", None) or ["full_attention"]
     apart = float((alone.float() - packed.float()).abs().max() / alone.float().std())
     if {"full_attention"} != set(windows) or not apart <= _TOLERANCE[alone.dtype]:

@@ -77,7 +77,7 @@ def pass_bytes(config: PreTrainedConfig, of: Pass) -> int | None:
                 return max(_rehearse(config, of))
             early, _ = _rehearse(_with_layers(config, FEW), of)
             more, late = _rehearse(_with_layers(config, MORE), of)
-        except (RuntimeError, KeyError, AttributeError, TypeError) as error:  # fake tensors, or a model of other parts
+        except (RuntimeError, KeyError, AttributeError) as error:  # of fake tensors, or attention of another kind
             reason = str(error).partition("\n")[0]
             log(_LOG, "a pass can't be rehearsed", logging.WARNING, model=config.model_type, reason=reason)
             return None
