@@ -226,6 +226,7 @@ ONLY_ELSEWHERE = {
     "rollout.placement",
     "rollout.replicas",
     "rollout.gpus",
+    "rollout.topology",
 }  # in another mode or placement
 
 
