@@ -20,6 +20,7 @@ from colocated_rl_api import names
 
 RECORD_S = 900  # an engine starts on two cores
 TRAIN_S = 600
+SUCCEEDED_S = 240  # kubelet may look at a pod once a minute
 STEPS = 1000  # more than are recorded while somebody looks: a job that is complete shows no samples
 
 PAGE = "docs/one-side.md"
@@ -77,6 +78,12 @@ def test_a_pod_serves_its_samples_when_it_is_over(
     recorded: RunningJob, command_line: CommandLine, tmp_path: Path
 ) -> None:
     name, file = recorded.name, tmp_path / "samples.parquet"
+    wait_for(
+        "the rollout pod to have succeeded",
+        lambda: "Succeeded" == recorded.pods(names.ROLE_ROLLOUT)[0]["status"]["phase"],
+        deadline_s=SUCCEEDED_S,
+        explain=recorded.describe,
+    )
     with pytest.raises(AssertionError, match=f"kubectl crlj reader {name} makes one"):
         command_line("samples", name)
     assert "serves its samples" in command_line("reader", name)

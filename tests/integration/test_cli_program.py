@@ -446,6 +446,27 @@ def test_a_job_without_a_rollout_pod_is_said_to_need_a_reader_or_to_be_explained
     assert message in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("refused", "message"),
+    [
+        (
+            {"portforward": 500},
+            "the pod's node forwards no port (500): the pod ends, or the node is away; kubectl get pod",
+        ),
+        ({"portforward": 500, "pods/sums-rollout-0": UNREACHED}, "kubectl reaches no API server: dial tcp"),
+        ({"portforward": 403}, "portforward is refused; docs/cli.md lists the rights"),
+    ],
+)
+def test_a_port_that_is_not_forwarded_is_not_blamed_on_the_api_server(
+    run: Run, api: ClusterApi, refused: dict[str, int], message: str
+) -> None:
+    """The node of a pod that had just ended answered 500, and people were told that kubectl reached no API server."""
+    api.refused = refused
+    done = run("samples", "sums")
+    assert Exit.NO_ANSWER == done.code
+    assert message in done.stderr
+
+
 def test_without_the_right_to_forward_ports_the_job_is_explained_from_its_status(run: Run, api: ClusterApi) -> None:
     api.refused["portforward"] = 403
     done = run("explain", "sums")

@@ -11,6 +11,7 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from contextlib import asynccontextmanager
+from http import HTTPStatus
 from typing import Any
 
 import aiohttp
@@ -115,7 +116,7 @@ async def opened(
             await answer.read_head()
             yield answer
     except aiohttp.WSServerHandshakeError as error:
-        raise await _why_refused(api, address, error, what) from error
+        raise await _why_refused(api, pod, address, error, what) from error
     except aiohttp.ClientError as error:
         raise NotReached(f"{what}: port-forward failed: {in_words(error)}") from error
 
@@ -231,16 +232,22 @@ class PageBody:
         return NotReached(f"{self._what}: the member's answer was cut off")
 
 
-async def _why_refused(api: Api, address: str, error: aiohttp.WSServerHandshakeError, what: str) -> CliError:
+async def _why_refused(api: Api, pod: str, address: str, error: aiohttp.WSServerHandshakeError, what: str) -> CliError:
     """Return the error with the server's reason, which only the answer to an ordinary request holds.
 
     A WebSocket's handshake hides it.
     """
+    is_of_node = error.status >= HTTPStatus.INTERNAL_SERVER_ERROR  # it forwards nothing, and no request tells why
     try:
-        await api.get(address, what=what)
+        await api.get(f"{api.pods}/{pod}" if is_of_node else address, what=what)
     except CliError as why:
-        if error.status in (401, 403, 404):
+        if is_of_node or error.status in (401, 403, 404):
             return why
+    if is_of_node:
+        return NotReached(
+            f"{what}: the pod's node forwards no port ({error.status}): the pod ends, or the node is away; kubectl get "
+            f"pod {pod} -o wide shows which"
+        )
     return refusal(error.status, error.message, what)
 
 
