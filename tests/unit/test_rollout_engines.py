@@ -142,6 +142,17 @@ class ScriptedClient(EngineClient):
         return self.brings
 
 
+class SilentClient(EngineClient):
+    """Its gate answers no request, and a connection takes a moment to end."""
+
+    async def _post(self, body: bytes, read: Any) -> Generated:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            await asyncio.sleep(1)
+        raise AssertionError("nobody sets it")
+
+
 def test_an_engine_that_brings_nothing_rests_twice_as_long_each_time_until_it_brings_something() -> None:
     """Otherwise one that refuses everything would be asked without end, and hold up what the others could take."""
 
@@ -179,6 +190,29 @@ def test_a_gate_that_opens_ends_the_rest_of_its_engine() -> None:
         for state in (OPEN.model_copy(update={"open": False, "version": None}), OPEN):
             client._set(state)
         assert client.takes_requests
+
+    virtual_time.run(main())
+
+
+@pytest.mark.parametrize("event", ["open", "lost", "abandoned"])
+def test_a_gate_that_changes_while_its_attempts_are_being_given_up_ends_nothing_else(event: str) -> None:
+    """The deadline of an attempt can't be moved once it has passed: the controller ended of the error."""
+
+    async def main() -> None:
+        nobody: Any = None
+        client = SilentClient(Endpoint(pod="a", address="", port=1), nobody, settle_s=1, changed=lambda: None)
+        client._set(OPEN)
+        asked = asyncio.create_task(client.generate(GenerateRequest([1], 9, 1.0, end_ids=[2])))
+        await asyncio.sleep(0)
+        client._set(OPEN.model_copy(update={"open": False, "version": None}))
+        await asyncio.sleep((client._given_up_at or 0.0) - asyncio.get_running_loop().time())
+        assert [True] == [attempt.expired() for attempt in client._under_way]
+        if event == "abandoned":
+            client.abandon()
+        else:
+            client._set(OPEN if event == "open" else None)
+        with pytest.raises(AttemptLost, match="given up"):
+            await asked
 
     virtual_time.run(main())
 

@@ -298,18 +298,22 @@ class EngineClient:
             event, patience_s, self._rests_until = "gate open", None, 0.0
         else:
             event, patience_s = "gate closed", self._settle_s + GIVE_UP_MARGIN_S
-        self._given_up_at = None if patience_s is None else asyncio.get_running_loop().time() + patience_s
-        for attempt in self._under_way:
-            attempt.reschedule(self._given_up_at)
+        self._end_attempts(None if patience_s is None else asyncio.get_running_loop().time() + patience_s)
         version = str(state.version) if state and state.version else None
         log(LOG, event, gate=self.name, epoch=state and state.epoch, version=version, reason=reason)
         self._changed()
 
     def abandon(self) -> None:
         """End all attempts: the job no longer has this engine."""
-        self.state, self._given_up_at = None, 0.0
+        self.state = None
+        self._end_attempts(0.0)
+
+    def _end_attempts(self, at: float | None) -> None:
+        """End all attempts at this time on the loop's clock, unless it is moved again; those past theirs are ending."""
+        self._given_up_at = at
         for attempt in self._under_way:
-            attempt.reschedule(self._given_up_at)
+            if not attempt.expired():
+                attempt.reschedule(at)
 
     # ------------------------------------------------------------------------------------------------- one attempt
     async def generate(self, request: GenerateRequest, grew: Callable[[Tokens], None] | None = None) -> Generated:
