@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
+from tokenizers import Tokenizer
 
 from colocated_rl_api.rungs import WeightVersion
 from colocated_rl_rollout.engines import engine_client
@@ -338,6 +340,33 @@ def test_calls_are_read_of_templates_that_teach_the_form() -> None:
     assert not reads_calls_of("{{ messages }}")
     assert not reads_calls_of("{{ tools }} <tool_call><function=name>")
     assert not reads_calls_of("{{ tools }} [TOOL_CALLS]")
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_calls_are_found_also_where_the_tokenizer_has_their_tags_special(tmp_path: Path, streams: bool) -> None:
+    """Some Hermes models have: their calls came as text without tags, and no client called a tool."""
+    model = write_model(tmp_path)
+    (model / "chat_template.jinja").write_text("{{ tools }}{# <tool_call> #}")
+    tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
+    tokenizer.add_special_tokens(["<tool_call>", "</tool_call>"])
+    tokenizer.save(str(model / "tokenizer.json"))
+    chat = Chat(model)
+    tokens = tokens_of(chat, f"Look. {CALL}<|im_end|>")
+    asks = CompletionRequest(np.array([1], np.int32), 100, 1.0)
+    reply = CompletionReply(Form(chat=True, streams=streams, tools=True), asks, "m", 1, "id")
+    more = extension(tokens, Finish.STOP, 1)
+    if streams:
+        pieces = Pieces(reply, chat)
+        events = [event for length in range(len(tokens)) for event in pieces.more(cut(tokens, length))]
+        deltas = [event["choices"][0]["delta"] for event in (*events, *pieces.rest(tokens, Finish.STOP, more))]
+        text = "".join(delta.get("content", "") for delta in deltas)
+        called = next(delta["tool_calls"] for delta in deltas if "tool_calls" in delta)
+    else:
+        message = reply.whole(chat, tokens, Finish.STOP, more)["choices"][0]["message"]
+        text, called = message["content"], message["tool_calls"]
+    assert ("Look. ", ["find"]) == (text, [call["function"]["name"] for call in called])
+    assert not chat.never_in_text("</tool_call>")
+    assert chat.never_in_text("<|im_start|>")
 
 
 @given(st.text("abé", max_size=12), st.lists(st.text("ab", min_size=1, max_size=3), max_size=2))

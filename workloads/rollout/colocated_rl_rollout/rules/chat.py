@@ -19,7 +19,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 
 from colocated_rl_api.logs import in_places, in_words
-from colocated_rl_rollout.rules.tool_calls import arguments_of
+from colocated_rl_rollout.rules.tool_calls import BEGIN, END, arguments_of
 
 RENDERING_ERRORS = (
     TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError,
@@ -50,7 +50,8 @@ class Chat:
     """Hold the tokenizer and chat template of one model. Raises ModelUnusable.
 
     template: its text. end_ids: tokens that end a response. vocabulary: all ids are below it. special_ids: tokens that
-    stand for no text. byte_ids: tokens that stand for one byte, where the tokenizer has them.
+    stand for no text; tags of tool calls are text, though some tokenizers have them special. byte_ids: tokens that
+    stand for one byte, where the tokenizer has them.
     """
 
     def __init__(self, model: Path) -> None:
@@ -68,11 +69,13 @@ class Chat:
         self._render = _renderer(self.template)
         self.vocabulary: int = self._tokenizer.get_vocab_size(with_added_tokens=True)
         added = self._tokenizer.get_added_tokens_decoder()
-        self.special_ids = frozenset(number for number, token in added.items() if token.special)
+        special = {token.content: number for number, token in added.items() if token.special}
+        self._special_texts = {text: number for text, number in special.items() if text not in (BEGIN, END)}
+        self._has_special_tags = len(self._special_texts) < len(special)
+        self.special_ids = frozenset(self._special_texts.values())
         bytes_alone = (self._tokenizer.token_to_id(f"<0x{value:02X}>") for value in range(256))
         self.byte_ids = frozenset(number for number in bytes_alone if number is not None)
         self.end_ids = frozenset(self._end_ids(model))
-        self._special_texts = {token.content: number for number, token in added.items() if token.special}
         if not self.end_ids:
             raise ModelUnusable(
                 f"{model}: no eos_token in generation_config.json, config.json or tokenizer_config.json"
@@ -118,7 +121,9 @@ class Chat:
 
     def text(self, ids: Sequence[int]) -> str:
         """Return the text of a whole response, without special tokens."""
-        return str(self._tokenizer.decode(ids, skip_special_tokens=True))
+        if self._has_special_tags:
+            ids = [token for token in ids if token not in self.special_ids]
+        return str(self._tokenizer.decode(ids, skip_special_tokens=not self._has_special_tags))
 
     def never_in_text(self, stop: str) -> bool:
         """Return whether the stop string contains a special token and is not itself a token that ends a response."""

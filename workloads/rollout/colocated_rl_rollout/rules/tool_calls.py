@@ -10,7 +10,7 @@ import json
 import re
 from typing import Any, NamedTuple
 
-BEGIN = "<tool_call>"
+BEGIN, END = "<tool_call>", "</tool_call>"
 FORM = 'JSON between <tool_call> tags: {"name": ..., "arguments": {...}}'
 _END = re.compile(r"\}\s*</tool_call>")  # in a text of a call's arguments the tag may stand too
 
