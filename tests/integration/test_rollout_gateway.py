@@ -851,6 +851,33 @@ async def test_many_long_conversations_leave_threads_to_others(scene: Scene) -> 
         go_on.set()
 
 
+async def test_clients_that_leave_do_not_take_the_threads_of_others(scene: Scene) -> None:
+    """Each that left before its prompt was made let another one in, and its thread worked on beside that."""
+    asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(4))
+    gateway, go_on = scene.controller._gateway, threading.Event()
+    under_way: list[int] = []
+
+    def long_conversation() -> None:
+        under_way.append(1)
+        assert go_on.wait(DEADLINE_S)
+
+    try:
+        async with asyncio.TaskGroup() as clients:
+            leaving = [clients.create_task(gateway._in_thread(long_conversation)) for _ in range(3)]
+            await until(lambda: len(under_way) == 3)
+            for each in leaving:
+                each.cancel()
+            await asyncio.wait(leaving)
+            coming = clients.create_task(gateway._in_thread(long_conversation))
+            await asyncio.sleep(0)  # it begins, where there is a place
+            async with asyncio.timeout(BATCH_S):
+                await asyncio.to_thread(scene.job.chat.encode, "a batch")
+            go_on.set()
+            await coming
+    finally:
+        go_on.set()
+
+
 async def test_many_who_look_at_samples_leave_threads_to_others(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each look took a thread of the process, and a batch waited behind all of them."""
     asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(5))
