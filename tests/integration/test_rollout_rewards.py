@@ -33,7 +33,13 @@ import json, os, pathlib, sys, time
 json.loads(sys.stdin.readline())
 print(json.dumps({"value": {"size": 100, "digest": "x"}}), flush=True)
 for line in sys.stdin:
-    index, text = json.loads(line)["score"]
+    request = json.loads(line)
+    if "prompts" in request:  # long ones
+        start, count = request["prompts"]
+        rows = [[row, "x" * 16384, False] for row in range(start, start + count)]
+        print(json.dumps({"value": rows}), flush=True)
+        continue
+    index, text = request["score"]
     if text == "hang":
         time.sleep(600)
     if text == "die":
@@ -90,6 +96,16 @@ async def test_many_requests_are_answered_in_order(tmp_path: Path) -> None:
         assert [float(index) for index in range(100)] == await asyncio.gather(
             *(made.score(index, "ok") for index in range(100))
         )
+
+
+async def test_long_prompts_and_long_responses_do_not_wait_for_each_other(tmp_path: Path) -> None:
+    """All lines had to be taken before an answer was read, and a process that writes an answer takes no line."""
+    async with processes(tmp_path) as made:
+        prompts, rewards = await asyncio.gather(
+            made.prompts(0, 64), asyncio.gather(*(made.score(index, "x" * 65536) for index in range(31)))
+        )
+    assert list(range(64)) == [prompt.row for prompt in prompts]
+    assert [float(index) for index in range(31)] == rewards
 
 
 async def test_a_verifier_that_raises_fails_one_sample(tmp_path: Path) -> None:

@@ -211,7 +211,7 @@ class TaskProcesses:
         while len(batch) < min(share, AT_ONCE):
             batch.append(self._requests.get_nowait())
         try:
-            await process.send(b"".join(request.line for request in batch), deadline_s=self._reply_deadline_s)
+            process.post(b"".join(request.line for request in batch))
             while batch:
                 reply = await process.receive(deadline_s=self._reply_deadline_s, most_bytes=batch[0].most_bytes)
                 _resolve(batch.pop(0), reply)

@@ -96,6 +96,12 @@ class TaskConnection:
         except ConnectionError as error:
             raise ProcessLost("task process closed its input") from error
 
+    def post(self, lines: bytes) -> None:
+        """Send lines that are answered one after the other, without waiting until they are taken: a process that writes
+        an answer takes no further line until the answer is read.
+        """
+        self.writer.write(lines)
+
     async def receive(self, *, deadline_s: float | None, most_bytes: int = MAX_LINE_BYTES) -> TaskReply:
         """Return the next line. Raises ProcessLost, TimeoutError."""
         try:
