@@ -11,11 +11,12 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
+import uvloop
 from waiting import until
 
 from colocated_rl_api.prompts import Prompts, ReasoningGym
 from colocated_rl_rollout.rewards.rewards import RewardFailed, TaskProcesses
-from colocated_rl_rollout.rewards.task_connection import TaskUnusable
+from colocated_rl_rollout.rewards.task_connection import ProcessLost, TaskConnection, TaskUnusable
 from colocated_rl_rollout.tasks.gym import answer_in
 from colocated_rl_rollout.tasks.tasks import is_held_out
 from fakes.tasks import task_processes, task_server
@@ -207,6 +208,25 @@ def is_alive(process: int) -> bool:
 def stat(process: int) -> list[str]:
     """Return the fields of the process from its state on: state, parent."""
     return Path(f"/proc/{process}/stat").read_text().rpartition(") ")[2].split()
+
+
+def test_lines_for_a_process_that_has_gone_are_lost_with_it_and_end_nothing_else(tmp_path: Path) -> None:
+    """After the first one uvloop, by which the controller runs, raised RuntimeError, and that ended the controller."""
+
+    async def main() -> None:
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(str(tmp_path / "tasks.sock"))
+            listener.listen()
+            async with asyncio.timeout(60), TaskConnection.open(tmp_path / "tasks.sock") as connection:
+                listener.accept()[0].close()
+                lost = 0
+                while lost < 2:
+                    try:
+                        await connection.send(b"{}\n", deadline_s=60)
+                    except ProcessLost:
+                        lost += 1
+
+    uvloop.run(main())
 
 
 async def test_a_task_server_that_is_not_there_is_reported_until_it_is(tmp_path: Path) -> None:

@@ -89,17 +89,19 @@ class TaskConnection:
 
     async def send(self, lines: bytes, *, deadline_s: float) -> None:
         """Send lines. Raises ProcessLost, TimeoutError."""
+        self.post(lines)
         try:
             async with asyncio.timeout(deadline_s):
-                self.writer.write(lines)
                 await self.writer.drain()
         except ConnectionError as error:
             raise ProcessLost("task process closed its input") from error
 
     def post(self, lines: bytes) -> None:
         """Send lines that are answered one after the other, without waiting until they are taken: a process that writes
-        an answer takes no further line until the answer is read.
+        an answer takes no further line until the answer is read. Raises ProcessLost.
         """
+        if self.writer.is_closing():  # uvloop's transport raises RuntimeError then
+            raise ProcessLost("task process closed its input")
         self.writer.write(lines)
 
     async def receive(self, *, deadline_s: float | None, most_bytes: int = MAX_LINE_BYTES) -> TaskReply:
