@@ -6,17 +6,21 @@ Here a process is scripted: the row of a task says how its episode goes. Real en
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import sys
+import threading
 from collections.abc import AsyncIterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from prometheus_client import CollectorRegistry
-from waiting import until
+from waiting import DEADLINE_S, until
 
 from colocated_rl_api.job import EvaluationSet
 from colocated_rl_api.prompts import Environment, Mix, Prompts, ReasoningGym, WeightedSource
@@ -32,6 +36,8 @@ from colocated_rl_rollout.rules.samples import (
     Trajectory,
 )
 from colocated_rl_rollout.store.store import Store
+from colocated_rl_rollout.tasks.player import play
+from colocated_rl_rollout.tasks.task_wire import TaskReply
 from fakes.rollout import JOB_UID
 from fakes.tasks import task_server
 
@@ -343,3 +349,37 @@ async def test_a_process_without_the_row_that_is_to_be_played_is_replaced(tmp_pa
         assert problem is not None
         assert "row 50 is of no environment there; it is started again" == problem.message
         await until(lambda: scene.episodes.problem is None)
+
+
+class BusyTasks:
+    """Its episodes keep every thread of the loop busy, as tools that are not asynchronous do."""
+
+    def __init__(self) -> None:
+        self.environments: list[Any] = []
+        self.data = None
+        self.begun: list[int] = []
+        self.go_on = threading.Event()
+
+    async def play(self, row: int, *, model: str, address: str) -> None:
+        self.begun.append(row)
+        await asyncio.gather(*(asyncio.to_thread(self.go_on.wait, DEADLINE_S) for _ in range(8)))
+
+
+async def test_an_environment_that_keeps_all_threads_busy_is_still_told_what_to_do() -> None:
+    """Lines waited for a thread behind its tools: an episode was not told to stop, and its process was replaced."""
+    asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(2))
+    tasks: Any = BusyTasks()
+    lines, end = os.pipe()
+    replies: list[TaskReply] = []
+    with os.fdopen(lines) as requests, os.fdopen(end, "w") as asked:
+        playing = asyncio.create_task(play(requests, replies.append, tasks, model="job", note=str))
+        try:
+            for row in range(2):
+                print(json.dumps({"play": {"episode": row, "row": row, "address": ""}}), file=asked, flush=True)
+            await until(lambda: len(tasks.begun) == 2)
+            print(json.dumps({"stop": {"episode": 0}}), file=asked, flush=True)
+            await until(lambda: 0 in [reply.episode for reply in replies])
+        finally:
+            tasks.go_on.set()
+            asked.close()
+            await playing

@@ -13,6 +13,7 @@ import asyncio
 import contextlib
 import json
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, TextIO
 
@@ -45,8 +46,9 @@ async def play(
             stopped = TaskReply(episode=number, error="stopped", reason="EpisodeFailed")
             reply(stopped if task.cancelled() else task.result())
 
+        reading = ThreadPoolExecutor(1)  # of its own: environments may keep the loop's threads busy
         async with asyncio.TaskGroup() as group:
-            while line := await asyncio.to_thread(requests.readline):
+            while line := await asyncio.get_running_loop().run_in_executor(reading, requests.readline):
                 asked = read(line)
                 if isinstance(asked, Play):
                     playing[asked.episode] = task = group.create_task(episode(asked))
