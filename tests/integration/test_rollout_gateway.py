@@ -851,24 +851,26 @@ async def test_many_long_conversations_leave_threads_to_others(scene: Scene) -> 
         go_on.set()
 
 
-async def test_clients_that_leave_do_not_take_the_threads_of_others(scene: Scene) -> None:
-    """Each that left before its prompt was made let another one in, and its thread worked on beside that."""
-    asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(4))
-    gateway, go_on = scene.controller._gateway, threading.Event()
+@pytest.mark.parametrize(("place", "threads"), [("gateway", 3), ("pages", 1)])
+async def test_clients_that_leave_do_not_take_the_threads_of_others(scene: Scene, place: str, threads: int) -> None:
+    """Each that left before its answer was made let another one in, and its thread worked on beside that."""
+    asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(threads + 1))
+    controller, go_on = scene.controller, threading.Event()
+    work = controller._gateway._in_thread if place == "gateway" else controller._followers.in_turn
     under_way: list[int] = []
 
-    def long_conversation() -> None:
+    def take_long() -> None:
         under_way.append(1)
         assert go_on.wait(DEADLINE_S)
 
     try:
         async with asyncio.TaskGroup() as clients:
-            leaving = [clients.create_task(gateway._in_thread(long_conversation)) for _ in range(3)]
-            await until(lambda: len(under_way) == 3)
+            leaving = [clients.create_task(work(take_long)) for _ in range(threads)]
+            await until(lambda: len(under_way) == threads)
             for each in leaving:
                 each.cancel()
             await asyncio.wait(leaving)
-            coming = clients.create_task(gateway._in_thread(long_conversation))
+            coming = clients.create_task(work(take_long))
             await asyncio.sleep(0)  # it begins, where there is a place
             async with asyncio.timeout(BATCH_S):
                 await asyncio.to_thread(scene.job.chat.encode, "a batch")

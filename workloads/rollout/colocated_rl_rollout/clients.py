@@ -1,13 +1,15 @@
-"""Write to clients: each write has a deadline, and a client that does not read is disconnected."""
+"""Serve clients: each write has a deadline, who does not read is disconnected, and few threads work for all of them."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from typing import TypeVar
 
 from aiohttp import web
 
+ResultT = TypeVar("ResultT")
 CLIENT_S = 30.0  # for a client to read a piece of an answer
 PIECE_BYTES = 256 * 1024  # so slow may a client be: 70 kbit/s
 
@@ -59,3 +61,14 @@ async def wait_until_set(event: asyncio.Event, within_s: float) -> bool:
     except TimeoutError:
         return False
     return True
+
+
+async def in_thread(work: Callable[[], ResultT], *, places: asyncio.Semaphore) -> ResultT:
+    """Work in a thread, of which there are as many at a time as `places`: others write batches and make prompts.
+
+    A thread can't be cancelled: where its client has left, it keeps its place until it is done.
+    """
+    await places.acquire()
+    working = asyncio.get_running_loop().run_in_executor(None, work)
+    working.add_done_callback(lambda _: places.release())
+    return await asyncio.shield(working)

@@ -29,6 +29,7 @@ from colocated_rl_api.job import ROUTED_EXPERTS
 from colocated_rl_rollout.clients import (
     CLIENT_S,
     ClientGone,
+    in_thread,
     reading,
     send_within_deadline,
     wait_until_set,
@@ -242,14 +243,8 @@ class Gateway:
             return await self._in_thread(partial(read, await _body(request)))
 
     async def _in_thread(self, work: Callable[[], ReadT]) -> ReadT:
-        """Run in one of a few threads: long conversations take their time, and there may be hundreds of them.
-
-        A thread can't be cancelled: where its client has left, the thread keeps its place until it is done.
-        """
-        await self._threads.acquire()
-        working = asyncio.get_running_loop().run_in_executor(None, work)
-        working.add_done_callback(lambda _: self._threads.release())
-        return await asyncio.shield(working)
+        """Run in one of a few threads: long conversations take their time, and there may be hundreds of them."""
+        return await in_thread(work, places=self._threads)
 
     async def _complete(
         self, request: web.Request, body: Body, form: Form, prompt: tuple[int, ...], place: TurnPlace | None

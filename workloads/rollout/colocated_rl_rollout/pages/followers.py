@@ -17,7 +17,7 @@ from typing import TypeVar
 
 from aiohttp import web
 
-from colocated_rl_rollout.clients import ClientGone, reading, wait_until_set
+from colocated_rl_rollout.clients import ClientGone, in_thread, reading, wait_until_set
 from colocated_rl_rollout.rules.samples import SampleState
 from colocated_rl_rollout.store.reader import StoreReader, Words
 
@@ -47,7 +47,7 @@ class Followers:
         self._words = words
         self._at_most = at_most
         self._pace_s, self._silence_s = pace_s, silence_s
-        self._one_reads = asyncio.Lock()
+        self._one_reads = asyncio.Semaphore(1)
         self._is_over = False
 
     def end(self) -> None:
@@ -113,6 +113,5 @@ class Followers:
         return await self.in_turn(read)
 
     async def in_turn(self, read: Callable[[], ReadT]) -> ReadT:
-        """Read the store in a thread, one after the other: the others write batches and make prompts."""
-        async with self._one_reads:
-            return await asyncio.to_thread(read)
+        """Read the store in a thread, one after the other."""
+        return await in_thread(read, places=self._one_reads)
