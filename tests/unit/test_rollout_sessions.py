@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import shutil
 from collections.abc import Iterator
 from contextlib import suppress
@@ -26,8 +27,10 @@ from colocated_rl_rollout.gateway.sessions import (
     RecordedTurn,
     Session,
     Sessions,
+    prompt_after,
 )
 from colocated_rl_rollout.metrics import RolloutMetrics
+from colocated_rl_rollout.rules.chat import Chat
 from colocated_rl_rollout.rules.samples import (
     Finish,
     SampleState,
@@ -35,7 +38,7 @@ from colocated_rl_rollout.rules.samples import (
     Tokens,
 )
 from colocated_rl_rollout.store.store import Store
-from fakes.rollout import JOB_UID
+from fakes.rollout import JOB_UID, write_model
 
 NAMES = ("a", "b", "c", "d")
 GROUP_SIZE = 2
@@ -423,3 +426,24 @@ async def test_a_reward_that_comes_again_changes_nothing_as_long_as_its_sample_i
     assert 404 == await again(), "nothing is kept for good"
     assert 2 == store.counts.total()
     store.close()
+
+
+@pytest.mark.parametrize("swallows", [False, True])
+@pytest.mark.parametrize("reply", ["yes<|im_end|>", "yes"])
+def test_what_follows_a_reply_has_the_tokens_that_the_whole_conversation_has(
+    tmp_path: Path, swallows: bool, reply: str
+) -> None:
+    """Some end tokens (Phi 3) swallow the space behind them: without the one before it, that was a token of its own."""
+    model = write_model(tmp_path)
+    tokenizer = json.loads((model / "tokenizer.json").read_text())
+    for token in tokenizer["added_tokens"]:
+        token["rstrip"] = swallows
+    (model / "tokenizer.json").write_text(json.dumps(tokenizer))
+    chat = Chat(model)
+    messages = [
+        {"role": role, "content": text} for role, text in (("user", "1 ?"), ("assistant", "yes"), ("user", "2"))
+    ]
+    prompt, ids = (np.array(chat.encode(text), np.int32) for text in (chat.rendered(messages[:1]), reply))
+    tokens = Tokens(ids, np.zeros(len(ids), np.float32), (Span(WeightVersion(0, 1), 0, len(ids)),))
+    turn = RecordedTurn(1, None, tuple(messages[:2]), "", prompt, tokens, Finish.STOP)
+    assert chat.encode(chat.rendered(messages)) == prompt_after(turn, Conversation(tuple(messages)), chat)

@@ -458,14 +458,13 @@ def prompt_after(turn: RecordedTurn, conversation: Conversation, chat: Chat) -> 
     try:
         text = chat.rendered(marked, tools=conversation.tools, options=conversation.options)
         _, *after = text.split(MARK)
-        ends = [chat.token_text(token) for token in sorted(chat.end_ids)]
-        if len(after) != 1 or not any(after[0].startswith(end) for end in ends):
+        between = chat.encode(after[0]) if len(after) == 1 else ()
+        if not between or between[0] not in chat.end_ids:
             return None  # the text's token boundaries would be a guess
         ids = turn.ids
-        between = after[0]
-        if ids[-1] in chat.end_ids:  # the policy wrote it: it must not stand twice
-            between = between.removeprefix(chat.token_text(ids[-1]))
-        return (*ids, *chat.encode(between))
+        if between[0] == ids[-1]:  # the policy wrote it: it must not stand twice
+            between = between[1:]
+        return (*ids, *between)
     except Unrenderable:
         return None
 
