@@ -354,3 +354,24 @@ def test_a_stop_text_is_found_with_the_token_that_completes_it(stops: tuple[str,
     assert expected == stopped_at(
         np.arange(5, dtype=np.int32), stops, lambda ids: "".join("abcde"[each] for each in ids)
     )
+
+
+@given(st.text("ab", min_size=1, max_size=40), st.lists(st.text("ab", min_size=1, max_size=3), max_size=3))
+def test_a_stop_text_is_found_wherever_it_stands(text: str, stops: list[str]) -> None:
+    ends = [size for size in range(len(text) + 1) if any(stop in text[:size] for stop in stops)]
+    assert next(iter(ends), None) == stopped_at(
+        np.arange(len(text), dtype=np.int32), stops, lambda ids: "".join(text[each] for each in ids)
+    )
+
+
+def test_a_stop_text_at_the_end_of_a_long_response_is_found_by_a_few_looks() -> None:
+    """Each decodes the response: there were as many as its length has digits in base 2, and everybody waited."""
+    decoded: list[int] = []
+
+    def text_of(ids: list[int]) -> str:
+        decoded.append(len(ids))
+        return "".join(map(chr, ids))
+
+    text = "a" * 32760 + "stop"
+    assert len(text) == stopped_at(np.array([*map(ord, text)], np.int32), ("stop",), text_of)
+    assert len(decoded) <= 4

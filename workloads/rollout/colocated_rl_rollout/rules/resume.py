@@ -227,7 +227,8 @@ def cut(tokens: Tokens, length: int) -> Tokens:
 def stopped_at(ids: NDArray[np.int32], stops: Sequence[str], text_of: Callable[[list[int]], str]) -> int | None:
     """Return the number of tokens up to the end of the first stop string, or None without one.
 
-    An engine looks for stop strings only in the tokens it generated: it misses one that spans two attempts.
+    An engine looks for stop strings only in the tokens it generated: it misses one that spans two attempts. It stops
+    at those that it finds: so the last tokens are looked at first, because each look decodes all before it.
     """
 
     def is_stopped(length: int) -> bool:
@@ -236,4 +237,7 @@ def stopped_at(ids: NDArray[np.int32], stops: Sequence[str], text_of: Callable[[
 
     if not stops or not is_stopped(len(ids)):
         return None
-    return bisect_left(range(len(ids)), True, key=is_stopped)
+    last = 1
+    while last < len(ids) and is_stopped(len(ids) - last):
+        last *= 2
+    return bisect_left(range(len(ids)), True, lo=max(0, len(ids) - last), key=is_stopped)
