@@ -563,7 +563,19 @@ async def test_a_hub_that_does_not_answer_is_asked_again(tmp_path: Path) -> None
         assert 3 == len(hub.revisions)
     assert {"prompt": "1 + 1?", "answer": 2} == json.loads(path.read_bytes())
     with pytest.raises(RowsUnusable, match=f"can't be fetched from {endpoint}: ConnectError"):
-        await asyncio.to_thread(fetch, source, cache=tmp_path, patience_s=0)
+        await asyncio.to_thread(fetch, source, cache=tmp_path / "another pod's", patience_s=0)
+
+
+async def test_a_process_that_takes_over_asks_no_hub_for_the_rows_that_are_there(tmp_path: Path) -> None:
+    """A hub that was away for ten minutes, or a branch that had moved on, left the job without rewards for good."""
+    hub = FakeHub("us/sums", {"train.jsonl": b'{"prompt": "1 + 1?", "answer": 2}'})
+    async with listening(hub.application()) as endpoint:
+        source = HuggingFace(name="us/sums", endpoint=endpoint, reward=Reward(math=MathReward()))
+        first = await asyncio.to_thread(fetch, source, cache=tmp_path)
+    assert first == await asyncio.to_thread(fetch, source, cache=tmp_path, patience_s=0)
+    other = source.model_copy(update={"split": "test"})
+    with pytest.raises(RowsUnusable, match="ConnectError"):
+        await asyncio.to_thread(fetch, other, cache=tmp_path, patience_s=0)
 
 
 async def test_a_mix_scores_each_row_as_its_source_says(tmp_path: Path) -> None:

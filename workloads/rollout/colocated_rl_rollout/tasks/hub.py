@@ -7,6 +7,9 @@ else their names, decide which of them make a split.
 
 from __future__ import annotations
 
+import hashlib
+import json
+import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePosixPath
@@ -21,15 +24,24 @@ PATIENCE_S = 600.0  # below the deadline of a process's start
 
 
 def fetch(source: HuggingFace, *, cache: Path, patience_s: float = PATIENCE_S) -> list[Path]:
-    """Return the files of the split, downloaded unless they are in the cache. Raises RowsUnusable.
+    """Return the files of the split, as they were first fetched into this cache. Raises RowsUnusable.
 
-    patience_s: how long to retry a hub that does not answer.
+    A process that takes the place of another one needs the same rows, and no hub: that may be away by then, and a
+    branch may have moved on. patience_s: how long to retry a hub that does not answer.
     """
+    asked = json.dumps([source.endpoint, source.name, source.revision, source.config, source.split])
+    fetched = cache / f"{hashlib.sha256(asked.encode()).hexdigest()[:32]}.fetched"
+    if fetched.exists():
+        return [Path(path) for path in json.loads(fetched.read_text())]
     try:
-        return call(lambda: _download(source, cache), patience_s=patience_s)
+        found = call(lambda: _download(source, cache), patience_s=patience_s)
     except HubFailed as error:
         what = f"{source.name} at {source.revision} can't be fetched from {source.endpoint}"
         raise RowsUnusable(f"{what}: {error}") from error
+    unfinished = fetched.with_suffix(f".{os.getpid()}")  # several processes start at once
+    unfinished.write_text(json.dumps([str(path) for path in found]))
+    unfinished.replace(fetched)
+    return found
 
 
 def _download(source: HuggingFace, cache: Path) -> list[Path]:
