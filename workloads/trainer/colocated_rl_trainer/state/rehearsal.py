@@ -68,7 +68,8 @@ class Pass:
 def pass_bytes(config: PreTrainedConfig, of: Pass) -> int | None:
     """Return the most that a pass holds beside parameters and their gradients, in bytes, on each rank.
 
-    None: what the model computes depends on values, so it can't be rehearsed. There must be no process group yet.
+    None: what the model computes depends on values, or on a mask that packed samples lack, so it can't be rehearsed.
+    There must be no process group yet.
     """
     layers: int = config.get_text_config().num_hidden_layers
     with _pretending_ranks(of.shared_by):
@@ -77,8 +78,8 @@ def pass_bytes(config: PreTrainedConfig, of: Pass) -> int | None:
                 return max(_rehearse(config, of))
             early, _ = _rehearse(_with_layers(config, FEW), of)
             more, late = _rehearse(_with_layers(config, MORE), of)
-        except (RuntimeError, KeyError, AttributeError) as error:  # of fake tensors, or attention of another kind
-            reason = str(error).partition("\n")[0]
+        except Exception as error:  # noqa: BLE001 - of fake tensors, or of an architecture; it is an estimate
+            reason = f"{type(error).__name__}: {error}".partition("\n")[0]
             log(_LOG, "a pass can't be rehearsed", logging.WARNING, model=config.model_type, reason=reason)
             return None
     return max(early + (layers - FEW) * (more - early), late)
