@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from colocated_rl_api.checkpoint import CONTENTS
 from colocated_rl_api.weights import MANIFEST
 from colocated_rl_trainer.protocol.manifest import digest_of, tensor_entries
-from colocated_rl_trainer.protocol.settings import ConfigError
+from colocated_rl_trainer.protocol.settings import ConfigError, Unready
 from colocated_rl_trainer.state.checkpoint import OPTIMIZER
 from colocated_rl_trainer.state.export import Writers, _File, write_model
 from colocated_rl_trainer.state.packing import ends_of
@@ -293,6 +293,25 @@ def test_packing_is_refused_where_attention_is_more_than_that_of_packed_samples(
         match=f"packing: attention has {what}, which packed samples lack, in .*ForCausalLM: leave packing out",
     ):
         load_model(tmp_path / "model", packing=True)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (transformers.PhimoeConfig(**SMALL, num_local_experts=4, sliding_window=32), "would see each other"),
+        (transformers.GPTJConfig(vocab_size=48, n_embd=32, n_layer=2, n_head=4, rotary_dim=4), "attention by itself"),
+        (transformers.DeepseekV32Config(**SMALL | SPARSE), "attention by itself"),
+    ],
+    ids=lambda value: getattr(value, "model_type", None),
+)
+def test_packing_is_refused_where_attention_is_not_what_packing_replaces(
+    tmp_path: Path, config: PreTrainedConfig, message: str
+) -> None:
+    """PhiMoE has a window in its mask alone, and was computed without it. The others ended in a traceback."""
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
+    with pytest.raises(ConfigError, match=f"packing: .*{message}.*: leave packing out") as refused:
+        load_model(tmp_path / "model", packing=True)
+    assert not isinstance(refused.value, Unready)  # to start again is of no use
 
 
 @pytest.mark.parametrize(

@@ -99,7 +99,8 @@ def _starts(sample_ends: tuple[int, ...], device: torch.device) -> Tensor:
 
 def check_packing(model: PreTrainedModel, name: str) -> None:
     """Raise ConfigError if packing changes a sample's logits. Collective where ranks share the model."""
-    vocabulary = int(model.config.get_text_config().vocab_size)
+    config = model.config.get_text_config()
+    vocabulary = int(config.vocab_size)
     embedding: Any = model.get_input_embeddings()
     device = embedding.weight.device
     samples = [torch.arange(1, length + 1, device=device) * 7919 % vocabulary for length in _PROBE]
@@ -117,7 +118,10 @@ def check_packing(model: PreTrainedModel, name: str) -> None:
         raise ConfigError(
             f"packing: attention has {error}, which packed samples lack, in {name}: leave packing out"
         ) from error
-    windows = getattr(model.config.get_text_config(), "layer_types", None) or ["full_attention"]
+    except TypeError as error:  # it takes no positions, or needs the mask of all
+        raise ConfigError(f"packing: {name} computes attention by itself: leave packing out; {error}") from error
+    window = "full_attention" if getattr(config, "sliding_window", None) is None else "sliding_attention"
+    windows = getattr(config, "layer_types", None) or [window]  # PhiMoE has its window in the mask alone
     apart = float((alone.float() - packed.float()).abs().max() / alone.float().std())
     if {"full_attention"} != set(windows) or not apart <= _TOLERANCE[alone.dtype]:
         raise ConfigError(f"packing: samples in one row would see each other in {name}: leave packing out")

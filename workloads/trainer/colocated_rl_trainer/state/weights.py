@@ -64,7 +64,7 @@ def load_model(
     transformers_logging.disable_progress_bar()
     _check_trainable(directory)
     attention = PACKED_ATTENTION if packing else attention_of(read_config(directory))
-    with _explaining_load_errors(directory):
+    with _refusing_own_attention(packing), _explaining_load_errors(directory):
         if share is None:
             model, loading = _load_whole(directory, attention, frozen)
         else:
@@ -342,6 +342,17 @@ def _check_trainable(directory: Path) -> None:
             raise Unready(
                 f"{file} is cut off, or not what its name is (a pointer of Git LFS?): copy the model again; {error}"
             ) from error
+
+
+@contextlib.contextmanager
+def _refusing_own_attention(packing: bool) -> Iterator[None]:
+    """Raise ConfigError where an architecture has a table of attentions of its own (GPT-J), without that of packing."""
+    try:
+        yield
+    except KeyError as error:
+        if not packing or error.args != (PACKED_ATTENTION,):
+            raise
+        raise ConfigError("packing: the model computes attention by itself: leave packing out") from error
 
 
 @contextlib.contextmanager
