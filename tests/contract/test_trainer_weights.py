@@ -67,11 +67,18 @@ def test_everything_but_weights_is_copied_byte_by_byte(origin: Path, out: Path) 
     (origin / "chat_template.jinja").write_text("{{ messages }}")
     (origin / "pytorch_model.bin").write_bytes(b"old")
     (origin / "model.safetensors.index.json").write_text("{}")
+    (origin / "rust_model.ot").write_bytes(b"as large as the model")
+    (origin / "additional_chat_templates").mkdir()
+    (origin / "additional_chat_templates/tool_use.jinja").write_text("{{ tools }}")
 
     write_model(load_model(origin), out, origin=origin, dtype=torch.float32)
 
+    other = "additional_chat_templates/tool_use.jinja"
+    assert (origin / other).read_bytes() == (out / other).read_bytes()
     copied = ["chat_template.jinja", "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"]
-    assert [*copied, "model.safetensors"] == sorted((file.name for file in out.iterdir()), key=_weights_last)
+    assert [*copied, "model.safetensors"] == sorted(
+        (file.name for file in out.iterdir() if file.is_file()), key=_weights_last
+    )
     for name in copied:
         assert (origin / name).read_bytes() == (out / name).read_bytes()
 

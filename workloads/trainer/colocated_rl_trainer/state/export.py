@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
+from transformers.utils import CHAT_TEMPLATE_DIR
 
 from colocated_rl_api.checkpoint import CONTENTS
 from colocated_rl_api.weights import MANIFEST, Digest
@@ -220,6 +221,9 @@ def _write_others(directory: Path, origin: Path, dtype: torch.dtype, adapters: A
     for file in sorted(origin.iterdir()):
         if file.is_file() and not file.name.endswith(WEIGHT_FILES) and file.name not in _OURS:
             shutil.copyfile(file, directory / file.name)
+    for file in sorted((origin / CHAT_TEMPLATE_DIR).glob("*.jinja")):
+        (directory / CHAT_TEMPLATE_DIR).mkdir(exist_ok=True)
+        shutil.copyfile(file, directory / CHAT_TEMPLATE_DIR / file.name)
     _set_dtype(directory / "config.json", dtype)
     if adapters is not None:
         tensors, config = adapters.files()

@@ -42,7 +42,9 @@ from colocated_rl_trainer.state.sharding import computing_in, device_of, leaves_
 
 INDEX = "model.safetensors.index.json"
 PROBE_TOKENS = 64  # the more, the steadier is the mean of differences
-WEIGHT_FILES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".npz", ".index.json")
+WEIGHT_FILES = (
+    ".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".npz", ".ot", ".tflite", ".index.json",
+)  # fmt: skip
 _PROBE_STRIDE = 7919  # prime: ids all over the vocabulary
 
 _Loading = Mapping[str, Collection[Any]]  # what transformers reports of a load
