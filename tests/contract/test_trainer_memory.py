@@ -168,6 +168,15 @@ def test_what_ranks_load_is_the_model_also_where_its_files_have_another_form(
     assert [[]] * ranks == in_ranks(ranks, tmp_path, tmp_path / "model", differing_tensors)
 
 
+def test_ranks_share_a_model_in_files_of_torch(tmp_path: Path) -> None:
+    """One rank trained it, and of two each said that the model should be copied again."""
+    model = write_tiny_model(tmp_path / "model")
+    torch.save(load_file(model / "model.safetensors"), model / "pytorch_model.bin")
+    (model / "model.safetensors").unlink()
+
+    assert [[]] * 2 == in_ranks(2, tmp_path, model, differing_tensors)
+
+
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [

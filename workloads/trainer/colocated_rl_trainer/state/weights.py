@@ -116,7 +116,8 @@ def _load_part(
     """Load as transformers does it, with `share` between the model's definition and its weights.
 
     Its loader reads the slice of a file that a divided tensor needs, and converts what files hold in another form. It
-    can't where a rank gets none of the experts that files hold one by one: then each rank loads all, as one alone.
+    can't where a rank gets none of the experts that files hold one by one, nor from files of torch (`.bin`): then each
+    rank loads all, as one alone.
     """
     config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
     dtype = frozen or torch.float32
@@ -126,7 +127,8 @@ def _load_part(
     conversions = get_model_conversion_mapping(model)
     score_without_logits(model)
     share(model)
-    if leaves_a_rank_empty(model) and any(isinstance(each, WeightConverter) for each in conversions):
+    is_converted = any(isinstance(each, WeightConverter) for each in conversions)
+    if (leaves_a_rank_empty(model) and is_converted) or not _has_safetensors(directory):
         model, loading = _load_whole(directory, attention, frozen)
         score_without_logits(model)
         share(model)
@@ -213,6 +215,11 @@ def _stored(files: Sequence[Path], dtype: torch.dtype, kept: Callable[[str], obj
             read_as = torch.float32 if kept(name) else dtype
             found[name] = _Stored(opened, file, name, each.get_shape(), str(each.get_dtype()), read_as)
     return found
+
+
+def _has_safetensors(directory: Path) -> bool:
+    """Return whether the model is in files of safetensors, or at least should be."""
+    return any((directory / name).is_file() for name in (INDEX, "model.safetensors"))
 
 
 def _weight_files(directory: Path) -> Sequence[Path]:
