@@ -229,7 +229,7 @@ def form_of_logits(model: PreTrainedModel) -> LogitForm | None:
 def _is_head_of(model: PreTrainedModel, form: LogitForm) -> bool:
     """Return True if the model's logits are hidden states times its head in this form, and nothing else."""
     head: Any = model.get_output_embeddings()
-    if not isinstance(head, nn.Linear):
+    if not isinstance(head, nn.Linear) or model.base_model is model:  # Llama 4's layers have another name than it says
         return False
     hidden = torch.linspace(-50, 50, 12).view(1, 3, 4)
     with _standing_in(model.base_model, hidden), _standing_in(head, None), torch.no_grad():
