@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from contract.test_trainer_weights import EXPERTS, SMALL
+from contract.test_trainer_weights import ARCHITECTURES, EXPERTS, SMALL
 from contract.trainer_in_process import RankInProcess
 from contract.trainer_ranks_in_process import UnwatchedTrainer, in_ranks
 from safetensors import safe_open
@@ -276,3 +276,30 @@ def test_a_model_whose_choice_cannot_be_replayed_is_refused(
 
     with pytest.raises(ConfigError, match=message):
         RankInProcess(tmp_path, tmp_path / "model", replays=True)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_biases_by_which_experts_are_chosen_are_no_weights(tmp_path: Path, ranks: int) -> None:
+    """ERNIE 4.5 has them as parameters that are not trained, which weight decay drew to zero all the same."""
+    origin = tmp_path / "model"
+    model = AutoModelForCausalLM.from_config(ARCHITECTURES["ernie moe"])
+    (name,) = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
+    with torch.no_grad():
+        model.get_parameter(name).copy_(torch.linspace(4, 4.01, 4))  # which bfloat16 would make equal
+    model.save_pretrained(origin)
+
+    config: dict[str, object] = {"learningRate": 0.1, "weightDecay": 0.5, "dtype": "bfloat16"}
+    for found in in_ranks(ranks, tmp_path, origin, partial(train_and_look_up, name=name), **config):
+        assert torch.equal(model.get_parameter(name), found)
+
+
+def train_and_look_up(trainer: UnwatchedTrainer, *, name: str) -> Tensor:
+    """Return a tensor as layers see it after a step."""
+    ranks = trainer._settings.world_size
+    (folder := trainer.folder / f"rank-{trainer.rank}").mkdir()
+    trainer.train(1, write_shards(folder, samples(), step=1, split=ranks)[trainer.rank], trainer)
+    seen: list[Tensor] = []
+    owner = trainer.model.get_submodule(name.rpartition(".")[0])
+    owner.register_forward_hook(lambda module, *_: seen.append(getattr(module, name.rpartition(".")[2]).clone()))
+    trainer._keep_up(with_gradient=False)
+    return seen[0]

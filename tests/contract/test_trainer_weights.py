@@ -18,6 +18,7 @@ from full_disk import no_file_above
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
 
 from colocated_rl_api.checkpoint import CONTENTS
 from colocated_rl_api.weights import MANIFEST
@@ -28,7 +29,7 @@ from colocated_rl_trainer.state.export import Writers, _File, write_model
 from colocated_rl_trainer.state.packing import ends_of
 from colocated_rl_trainer.state.residency import Residency
 from colocated_rl_trainer.state.tensor_file import PIECE_BYTES, write_tensors
-from colocated_rl_trainer.state.weights import checkpoint_activations, load_model, probe
+from colocated_rl_trainer.state.weights import checkpoint_activations, kept_in_float32, load_model, probe
 from fakes.tiny_model import write_tiny_model
 
 
@@ -136,6 +137,10 @@ ARCHITECTURES: dict[str, PreTrainedConfig] = {
         topk_group=1,
         first_k_dense_replace=1,
     ),
+    "minimax m2": transformers.MiniMaxM2Config(**SMALL, head_dim=8, num_local_experts=4, num_experts_per_tok=2),
+    "ernie moe": transformers.Ernie4_5_MoeConfig(
+        **SMALL, moe_intermediate_size=16, moe_num_experts=4, moe_k=2, moe_layer_start_index=1
+    ),
     "falcon h1": transformers.FalconH1Config(
         **SMALL,
         head_dim=8,
@@ -183,12 +188,31 @@ def test_export_of_any_architecture_is_what_transformers_loads(
     again, loading = AutoModelForCausalLM.from_pretrained(out, dtype="auto", output_loading_info=True)
     assert not any(loading.values()), loading
     assert dtype == again.dtype
-    for expected, parameter in zip(model.parameters(), again.parameters(), strict=True):
-        torch.testing.assert_close(parameter, expected.to(dtype), rtol=0, atol=0)
-    for tensor, buffer in zip(_written_buffers(model).values(), _written_buffers(again).values(), strict=True):
-        assert torch.equal(tensor, buffer)
+    found = again.state_dict()
+    for each, parameter in model.named_parameters():
+        expected = parameter if kept_in_float32(model, dtype)(each) else parameter.to(dtype)
+        torch.testing.assert_close(found[each], expected, rtol=0, atol=0)
+    held = {each: tensor for file in out.glob("*.safetensors") for each, tensor in load_file(file).items()}
+    for each, tensor in revert_weight_conversion(model, _written_buffers(model)).items():
+        assert torch.equal(held[each], tensor)
     index = json.loads((out / "model.safetensors.index.json").read_bytes())["weight_map"]
     assert tensor_entries(origin / "model.safetensors").keys() == index.keys()
+
+
+@pytest.mark.parametrize("name", ["minimax m2", "ernie moe"])
+def test_constants_are_not_rounded_with_the_weights_that_adapters_leave_alone(tmp_path: Path, name: str) -> None:
+    """transformers reads those of MiniMax-M2 in bfloat16, and an engine in float32."""
+    origin = tmp_path / "model"
+    AutoModelForCausalLM.from_config(ARCHITECTURES[name]).save_pretrained(origin)
+    tensors = load_file(origin / "model.safetensors")
+    (bias,) = [each for each in tensors if "layers.1." in each and each.endswith("e_score_correction_bias")]
+    tensors[bias] = torch.linspace(4, 4.01, 4).view_as(tensors[bias])
+    save_file(tensors, origin / "model.safetensors", {"format": "pt"})
+
+    model = load_model(origin, frozen=torch.bfloat16)
+
+    held = revert_weight_conversion(model, _written_buffers(model))
+    assert torch.equal(tensors[bias], held[bias])
 
 
 def _written_buffers(model: PreTrainedModel) -> dict[str, torch.Tensor]:

@@ -27,6 +27,7 @@ from transformers.core_model_loading import (
     WeightConverter,
     build_glob_alternation,
     convert_and_load_state_dict_in_model,
+    revert_weight_conversion,
 )
 from transformers.initialization import guard_torch_init_functions
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -71,6 +72,8 @@ def load_model(
             model, loading = _load_whole(directory, attention, frozen)
         else:
             model, loading = _load_part(directory, attention, share, frozen)
+        if frozen is not None:
+            _read_constants(model, directory)
     _check_loaded(model, loading, directory)
     model.eval()
     if share is None:
@@ -89,11 +92,22 @@ def attention_of(config: PreTrainedConfig) -> str | None:
 
 
 def kept_in_float32(model: PreTrainedModel, dtype: torch.dtype) -> Callable[[str], object]:
-    """Return whether a tensor of this name is float32 in a model of `dtype`, as transformers has and engines read it:
-    biases by which tokens choose their experts (DeepSeek-V3, GLM-4-MoE) would be rounded to equal ones.
+    """Return whether a tensor of this name, in the model or in its files, is float32 in a model of `dtype`.
+
+    So are tensors that transformers names, and all constants that files hold: biases by which tokens choose their
+    experts (DeepSeek-V3, GLM-4-MoE, MiniMax-M2) would be rounded to equal ones, and engines have them in float32.
     """
     plan = model._get_dtype_plan(dtype)  # noqa: SLF001 - as `from_pretrained` reads it
-    return build_glob_alternation(list(plan))[0].search if plan else lambda _: None
+    constants = _constants_of(model)
+    names = {*constants, *revert_weight_conversion(model, constants)}
+    search: Callable[[str], object] = build_glob_alternation(list(plan))[0].search if plan else lambda _: None
+    return lambda name: name in names or search(name)
+
+
+def _constants_of(model: PreTrainedModel) -> dict[str, Tensor]:
+    """Return the numbers by name that files hold, and that are not trained."""
+    buffers = dict(model.named_buffers())
+    return {name: each for name, each in model.state_dict().items() if name in buffers and each.is_floating_point()}
 
 
 def _load_whole(directory: Path, attention: str | None, frozen: torch.dtype | None) -> tuple[PreTrainedModel, _Loading]:
@@ -106,6 +120,9 @@ def _load_whole(directory: Path, attention: str | None, frozen: torch.dtype | No
         ignore_mismatched_sizes=True,  # otherwise its error names no tensor
         output_loading_info=True,
     )
+    with torch.device("meta"):
+        outline = AutoModelForCausalLM.from_config(model.config)  # what was read has no sign of it any more
+    _keep_constant(model, _not_trained(outline))
     model.requires_grad_(frozen is None)
     return model, loading
 
@@ -123,7 +140,9 @@ def _load_part(
     dtype = frozen or torch.float32
     with torch.device("meta"):
         model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
+    _keep_constant(model, _not_trained(model))
     model.requires_grad_(frozen is None)
+    kept = kept_in_float32(model, dtype)
     conversions = get_model_conversion_mapping(model)
     score_without_logits(model)
     share(model)
@@ -140,7 +159,6 @@ def _load_part(
         ignore_mismatched_sizes=True,
         weight_mapping=conversions,
     )
-    kept = kept_in_float32(model, dtype)
     found, _ = convert_and_load_state_dict_in_model(model, _stored(_weight_files(directory), dtype, kept), how)
     loading = {
         "missing_keys": found.missing_keys - model.all_tied_weights_keys.keys(),
@@ -151,6 +169,35 @@ def _load_part(
         _compute_buffers_of_layers(model)
         take_over_parts(model)
     return model, loading
+
+
+def _not_trained(model: PreTrainedModel) -> Sequence[str]:
+    """Return the parameters of a new model that its architecture trains in no way by gradients."""
+    return [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
+
+
+def _keep_constant(model: PreTrainedModel, names: Sequence[str]) -> None:
+    """Make parameters buffers: nothing updates, decays, divides or rounds them, and they are written as they are.
+
+    They are biases by which tokens choose their experts (ERNIE 4.5, AFMoE, Laguna). In others these are buffers anyway.
+    """
+    for name in names:
+        owner, _, last = name.rpartition(".")
+        module = model.get_submodule(owner)
+        constant = module.get_parameter(last).detach()
+        delattr(module, last)
+        module.register_buffer(last, constant)
+
+
+def _read_constants(model: PreTrainedModel, directory: Path) -> None:
+    """Read constants again, which transformers rounds to the dtype of frozen weights unless it names them."""
+    files = _weight_files(directory) if _has_safetensors(directory) else ()
+    stored = _stored(files, torch.float32, lambda _: None)
+    for name, constant in _constants_of(model).items():
+        (named,) = revert_weight_conversion(model, {name: constant})
+        if named in stored:
+            owner, _, last = name.rpartition(".")
+            model.get_submodule(owner).register_buffer(last, stored[named][:].to(constant.device))
 
 
 def _compute_buffers_of_layers(model: PreTrainedModel) -> None:
@@ -205,9 +252,9 @@ class _Stored:
         return self.stored_as
 
 
-def _stored(files: Sequence[Path], dtype: torch.dtype, kept: Callable[[str], object]) -> dict[str, Any]:
+def _stored(files: Sequence[Path], dtype: torch.dtype, kept: Callable[[str], object]) -> dict[str, _Stored]:
     """Return the tensors of all files by name, to be read later as `dtype`, or float32 if kept. Raises OSError."""
-    opened, found = _OpenFile(), dict[str, Any]()
+    opened, found = _OpenFile(), dict[str, _Stored]()
     for file in files:
         content = opened.of(file)
         for name in content.keys():  # noqa: SIM118 - it is no mapping
