@@ -90,6 +90,18 @@ class PodTarget(Wire):
         return WeightVersion(self.step, self.lineage)
 
 
+class Climbed(Wire):
+    """The newest climb that ended with the whole group at the top: its step's, told to whoever keeps it for people."""
+
+    epoch: int
+    step: int
+    took_s: dict[str, float] = Field(
+        max_length=MOST_PARTS,
+        description="seconds of the slowest pod to each rung from the one before, to the first from the epoch's begin; "
+        "none of a climb that did not begin at the top",
+    )
+
+
 class RolloutTarget(Wire):
     """A target carries what the rollout controller should know and do."""
 
@@ -101,6 +113,7 @@ class RolloutTarget(Wire):
     engines: tuple[Endpoint, ...]  # gates to use; whether they are open is for the gates to say
     references: tuple[Endpoint, ...] = ()  # data ports that score samples; whether they answer they say themselves
     evaluate: int | None = None  # evaluate this step's weights now; the switch waits for it
+    climbed: Climbed | None = None  # to be kept for people; None: the operator has seen no whole climb yet
     # what of the spec may change, as it is now; None: as in the job's file
     last_step: int | None = None  # spec.steps
     concurrency: int | None = None  # groups in flight at most

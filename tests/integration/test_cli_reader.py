@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import sys
 from asyncio.subprocess import PIPE
 from collections.abc import AsyncIterator, Iterator, Mapping
@@ -11,10 +12,11 @@ from typing import Any
 
 import pytest
 from unit.test_rollout_followers import FollowersScene, serving
-from unit.test_rollout_store import JOB, completed_group
+from unit.test_rollout_store import JOB, climb_to, completed_group, seal
 
 from builders import make_job, make_manifest
 from colocated_rl_api import names
+from colocated_rl_api.facts import EvaluationResult
 from colocated_rl_cli.base.errors import Exit
 from colocated_rl_operator.manifests.belongings import start_parts
 from colocated_rl_operator.manifests.resources import PodImages
@@ -57,6 +59,10 @@ def kubectl(api: ClusterApi, tmp_path: Path) -> Iterator[Played]:
 async def scene(api: ClusterApi, tmp_path: Path) -> AsyncIterator[FollowersScene]:
     """The pod serves this, once it is there."""
     store = Store(tmp_path / "store", job_uid=JOB)
+    seal(store, [completed_group(store)])
+    store.remember_climb(climb_to(1, epoch=2, took_s={"Sealed": 1.0, "Trained": 5.0, "Serving": 2.0}))
+    for step in (0, 1):
+        store.record_evaluation(EvaluationResult(step=step, samples=4, mean=0.25 + step / 2, stderr=0.1))
     completed_group(store)
     async with serving(store) as scene:
         api.members[READER] = scene.port
@@ -119,6 +125,25 @@ async def test_samples_says_that_there_is_one_and_then_asks_it(
     assert (0, True) == (code, "completed" in said)
     assert 0 == (await run(kubectl, *READ))[0]
     assert READER == made(api)["metadata"]["name"], "it is the same"
+
+
+async def test_who_had_the_gpus_and_every_evaluation_come_from_it_once_pods_are_gone(
+    api: ClusterApi, kubectl: Played, scene: FollowersScene
+) -> None:
+    job = api.jobs["sums"]
+    job["spec"] |= {"suspend": True, "evaluation": {"everySteps": 1}}
+    newest = {"step": 1, "name": "held-out", "mean": 0.75, "stderr": 0.1, "samples": 4}
+    job["status"] |= {"phase": "Suspended", "placement": "TimeSliced", "evaluations": [newest]}
+    for words in (("timeline", "sums"), ("eval", "sums")):
+        code, said = await run(kubectl, *words)
+        assert "kubectl crlj reader sums makes one" in said
+        assert (Exit.NO_ANSWER if words[0] == "timeline" else 0) == code
+    assert (True, False) == ("0.75" in said, "0.25" in said), "the status has the newest alone"
+    await run(kubectl, *READ)
+    code, said = await run(kubectl, "timeline", "sums")
+    assert (0, True, True) == (code, "all pods from step 1  " in said, "NextStep" in said), said
+    code, said = await run(kubectl, "eval", "sums", "-o", "json")
+    assert [(0, 0.25), (1, 0.75)] == [(one["step"], one["mean"]) for one in json.loads(said)]
 
 
 async def test_one_that_has_ended_is_made_again(api: ClusterApi, kubectl: Played, scene: FollowersScene) -> None:

@@ -24,6 +24,7 @@ from waiting import until
 from yarl import URL
 
 from colocated_rl_api import names
+from colocated_rl_api.member_wire import Climbed
 from colocated_rl_api.rungs import WeightVersion
 from fakes.interface import rollout_interface
 from fakes.rollout import JobOnDisk, make_spec
@@ -107,7 +108,8 @@ async def left(tmp_path: Path) -> tuple[JobOnDisk, Path, dict[str, Any]]:
         await gate.open(WeightVersion(0, 1))
         await life.operator.until(lambda facts: facts.sealed)
         await gate.close()
-        await life.operator.send(2, [gate.endpoint], trained_step=1)
+        climbed = Climbed(epoch=2, step=1, took_s={"Trained": 1.5})
+        await life.operator.send(2, [gate.endpoint], trained_step=1, climbed=climbed)
         await gate.open(WeightVersion(1, 1), pace=4)
         await until(lambda: gate.in_flight == 6)
         await gate.close()
@@ -115,6 +117,8 @@ async def left(tmp_path: Path) -> tuple[JobOnDisk, Path, dict[str, Any]]:
         (ready,) = (line for line in life.log if line["event"] == "rollout controller ready")
         async with aiohttp.ClientSession(f"http://127.0.0.1:{ready['ports']['pages']}") as client:
             last = await asked(client)
+            ((kept,),) = last["/v1/batches"].values()
+            assert climbed == Climbed.model_validate(kept["climb"])
             assert "is held: its job still runs" in await refusal(job, volume)
         await life.kill()
     return job, volume, last

@@ -25,9 +25,9 @@ from colocated_rl_api.facts import (
 )
 from colocated_rl_api.job_status import ConditionStatus, Holder, Phase
 from colocated_rl_api.ladder import RESIDENT, TIME_SLICED
-from colocated_rl_api.member_wire import PodTarget, RolloutTarget
+from colocated_rl_api.member_wire import Climbed, PodTarget, RolloutTarget
 from colocated_rl_api.rungs import Placement, Rung, WeightVersion
-from colocated_rl_operator.planner.observation import Job, Observation, remember
+from colocated_rl_operator.planner.observation import Job, Observation, in_epoch, remember
 from colocated_rl_operator.planner.plan import patience_s, plan
 from colocated_rl_operator.planner.reasons import Cause, ConditionType
 
@@ -226,10 +226,31 @@ def test_status_says_what_follows_from_the_placement(job: Job) -> None:
         assert ("take turns" in sharing.message) == (not job.ladder.serves_on)
 
 
-def test_the_time_of_a_switch_is_that_of_closed_gates() -> None:
-    seen = climbing(Rung.SEALED, climb=make_climb(1, cause=Cause.NEXT_STEP))
+def whole(cause: Cause, *, raised: bool = True) -> Observation:
+    """A step that took 300 s to Trained, 20 to Exported, 1 to Updated, and 2 until all gates were open."""
+    seen = climbing(Rung.SEALED, climb=make_climb(1, cause=cause), raised=raised)
     for rung, seconds in ((Rung.TRAINED, 300.0), (Rung.EXPORTED, 20.0), (Rung.UPDATED, 1.0), (Rung.SERVING, 2.0)):
+        assert rollout_target(seen).climbed is None, "not before it is whole"
         members = (replace(seen.members[0], facts=facts(rung)), *seen.members[1:])
         seen = later(replace(seen, members=members), seconds)
+    return seen
+
+
+def test_the_rollout_controller_is_told_how_long_the_group_took_to_each_rung() -> None:
+    seen = whole(Cause.NEXT_STEP)
+    climbed = rollout_target(seen).climbed
+    took = dict.fromkeys(RESIDENT.rungs, 0.0) | {"Trained": 300.0, "Exported": 20.0, "Closed": 1.0, "Serving": 2.0}
+    assert climbed == Climbed(epoch=1, step=1, took_s=took)
+    following = replace(seen, memory=in_epoch(make_climb(2, epoch=2), seen, seen.memory, now=seen.now))
+    assert climbed == following.memory.climbed, "a step that is sealed already begins in the same pass"
+
+
+@pytest.mark.parametrize(("cause", "raised"), [(Cause.TRAINER_DIED, True), (Cause.NEXT_STEP, False)])
+def test_of_a_climb_that_nobody_saw_from_the_top_there_are_no_times(cause: Cause, raised: bool) -> None:
+    assert Climbed(epoch=1, step=1, took_s={}) == rollout_target(whole(cause, raised=raised)).climbed
+
+
+def test_the_time_of_a_switch_is_that_of_closed_gates() -> None:
+    seen = whole(Cause.NEXT_STEP)
     assert seen.memory.last_switch_s is not None
     assert 3.0 == pytest.approx(seen.memory.last_switch_s)

@@ -49,6 +49,7 @@ from colocated_rl_rollout.rules.samples import (
 )
 from colocated_rl_rollout.store.batches import (
     BatchRecord,
+    KeptClimb,
     shard_path,
     write_batch,
     write_shards,
@@ -920,6 +921,42 @@ async def test_records_of_batches_stay_for_the_learning_curve_without_digests_of
     again = Store(tmp_path, job_uid=JOB)
     assert [*without[:3], sealed[3]] == again.records(after=0, limit=10)
     assert (sealed[3], 5) == (again.sealed, again.next_step)
+    again.close()
+
+
+def climb_to(step: int, *, epoch: int, **changes: Any) -> KeptClimb:
+    return KeptClimb(**{"epoch": epoch, "step": step, "took_s": {"Trained": 2.5}, "ended": 10.0 * epoch} | changes)
+
+
+async def test_the_climb_to_a_step_stays_beside_its_batch(store: Store, tmp_path: Path) -> None:
+    """The first one does: when a job goes on, its group climbs once more to the step at which it stopped."""
+    records = [seal(store, [completed_group(store)])]
+    store.remember_climb(climb_to(0, epoch=1))
+    store.remember_climb(climb_to(1, epoch=2))
+    store.remember_climb(climb_to(1, epoch=2, ended=99.0))
+    store.commit(1)
+    records.append(seal(store, [completed_group(store)]))
+    await store.dealt(1, 3)
+    store.remember_epoch(2)
+    store.close()
+    again = Store(tmp_path, job_uid=JOB)
+    again.remember_climb(climb_to(1, epoch=3, took_s={}))
+    await again.flushed()
+    kept, without = again.records(after=0, limit=10)
+    assert (climb_to(1, epoch=2), 3) == (kept.climb, len(kept.sha256))
+    assert (records[1], records[1]) == (without, again.sealed)
+    again.close()
+
+
+async def test_a_store_of_a_program_that_kept_no_climbs_goes_on(store: Store, tmp_path: Path) -> None:
+    record = seal(store, [completed_group(store)])
+    store.close()
+    with closing(sqlite3.connect(store.path)) as database:
+        database.execute("ALTER TABLE batches DROP COLUMN climb")
+    again = Store(tmp_path, job_uid=JOB)
+    again.remember_climb(climb_to(1, epoch=2))
+    await again.flushed()
+    assert [record.model_copy(update={"climb": climb_to(1, epoch=2)})] == again.records(after=0, limit=1)
     again.close()
 
 

@@ -10,7 +10,7 @@ import time
 from argparse import Namespace
 from collections.abc import Awaitable, Callable, Container, Mapping
 from contextlib import aclosing, nullcontext
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from operator import itemgetter
 from pathlib import Path
@@ -38,8 +38,9 @@ from colocated_rl_cli.draw import costs, timeline
 from colocated_rl_cli.draw.figures import best_of, read_figures, standings
 from colocated_rl_cli.draw.trace import trace
 from colocated_rl_cli.draw.view import frame
-from colocated_rl_cli.evidence.evidence import Evidence, has_pages, is_over
+from colocated_rl_cli.evidence.evidence import Evidence, has_pages, is_at_rest, is_over
 from colocated_rl_cli.evidence.gpu_hours import GpuHours
+from colocated_rl_cli.evidence.kept import kept_lines
 from colocated_rl_cli.evidence.records import Records, read_line
 from colocated_rl_cli.explain.explanation import Explanation, explain
 from colocated_rl_cli.live import Terminal, shown
@@ -310,8 +311,10 @@ async def evaluations(args: Namespace) -> Exit:
     async with Api.reach(login(args), args.namespace) as api:
         job = await api.job(args.job)
         records = await _kept(api, args.job, job)
-    found = {(one.step, one.name): asdict(one) for one in read_figures(records.lines).evaluations}
-    for newest in job.get("status", {}).get("evaluations", ()):  # the status has them even if no readable log does
+        logged = read_figures(records.lines).evaluations
+        stored = await _stored_evaluations(api, job) if is_at_rest(job) and not logged else []
+    found = {(one.step, one.name): asdict(one) for one in logged}
+    for newest in (*stored, *job.get("status", {}).get("evaluations", ())):  # which no readable log may have
         evaluated = {name: value for name, value in newest.items() if name != "bestOf"} | {"best_of": best_of(newest)}
         key = newest["step"], newest["name"]
         found[key] = {"ts": None, **found.get(key, {}), **evaluated}
@@ -328,6 +331,17 @@ async def evaluations(args: Namespace) -> Exit:
     else:
         print_out(document(rows, args.output))
     return Exit.FINE
+
+
+async def _stored_evaluations(api: Api, job: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return all evaluations of a job without pods, if a reader shows them."""
+    if not job["spec"].get("evaluation"):
+        return []
+    try:
+        return await samples.evaluations(api, job["metadata"]["name"])
+    except CliError as error:
+        print_error(f"the newest of each set alone: {error}")
+        return []
 
 
 # ------------------------------------------------------------------------------------------------------------- steering
@@ -414,7 +428,11 @@ async def show_timeline(args: Namespace) -> Exit:
         records = _read_records(Path(args.records))
     else:
         async with Api.reach(login(args), args.namespace) as api:
-            records = await _kept(api, args.job, await api.job(args.job))
+            job = await api.job(args.job)
+            records = await _kept(api, args.job, job)
+            if is_at_rest(job) and not read_figures(records.lines).spans:
+                lines = kept_lines(await samples.batches(api, args.job), records.ladder)
+                records = replace(records, lines=lines)
     if args.html:
         _write(args.html, timeline.render(records))
     if args.trace:

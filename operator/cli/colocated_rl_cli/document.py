@@ -45,8 +45,9 @@ RIGHTS = (
     ("`init`, `validate`, `completion`", "none", "everybody"),
     (
         "`top`, `eval`, `timeline`",
-        "`get, list, watch` of colocatedrljobs and pods; `get` of pods/log; `list` of events",
-        "`view`",
+        "`get, list, watch` of colocatedrljobs and pods; `get` of pods/log; `list` of events; of a job whose pods are "
+        "gone `eval` and `timeline` ask its reader, with `create` of pods/portforward",
+        "`view`; with a reader `edit`",
     ),
     (
         "`explain`",

@@ -203,7 +203,11 @@ COMMANDS = (
         "that pod then, and it has [the page](samples.md#in-a-browser) too. It ends by itself, goes with the job, and "
         "`resume` and `retry` remove it.",
     ),
-    Command("eval", "list the evaluations", [JOB, OUTPUT]),
+    Command(
+        "eval", "list the evaluations", [JOB, OUTPUT],
+        "From the rollout controller's log and the job's status. Of a job that is over or suspended, whose log is "
+        "gone, all come from the store, if `reader` serves it, and without one the newest of each set.",
+    ),
     Command(
         "cost", "show the GPU hours of a job, or of all jobs of a namespace, by who had the GPUs",
         [
@@ -283,7 +287,8 @@ COMMANDS = (
             Option(["--records"], metavar="FILE", help="of what --save wrote, instead of a job"),
         ],
         "From the log lines of the job's pods, as far back as their nodes keep them (10 MiB each, usually), its events "
-        "and status.",
+        "and status. Of a job that is over or suspended, whose pods are gone, from the store, if `reader` serves it: "
+        "there the slowest pod of each rung stands for all, and starts and steps that failed are gaps between rows.",
     ),
     Command(
         "bundle", "write a support archive without secrets",

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from datetime import datetime
 from enum import StrEnum
 from functools import cached_property
+from itertools import pairwise
 from operator import attrgetter
 
 from colocated_rl_api import names
@@ -21,7 +22,7 @@ from colocated_rl_api.facts import PodFacts, RolloutFacts, TrainerFacts
 from colocated_rl_api.failure import FailureCause
 from colocated_rl_api.job import ColocatedRLJobSpec
 from colocated_rl_api.ladder import Ladder
-from colocated_rl_api.member_wire import Endpoint
+from colocated_rl_api.member_wire import Climbed, Endpoint
 from colocated_rl_api.names import JobUid, PodUid
 from colocated_rl_api.pod_template import QUEUE_LABEL
 from colocated_rl_api.rungs import Rung, WeightVersion
@@ -392,6 +393,7 @@ class Memory:
     holders: frozenset[str] = frozenset()  # UIDs of pods that hold room and are not of the group
     freed_at: float | None = None  # when the room of one of them came free last
     last_switch_s: float | None = None  # None: no whole switch seen yet
+    climbed: Climbed | None = None  # the newest whole climb
     attempts: dict[str, int] = field(default_factory=dict)  # highest attempt seen, by seat
     stopped: frozenset[str] = frozenset()  # UIDs of members that reported that they stopped
     died: frozenset[str] = frozenset()  # UIDs of pods whose trainers were the first to die
@@ -783,7 +785,8 @@ def _remember_rungs(seen: Observation, memory: Memory) -> Memory:
     progress_at = memory.progress_at if progress == memory.progress and not has_fallen else now
     stood = [rung for rung in ladder.rungs if ladder.reaches(seen.slowest, rung) or rung in memory.reached]
     reached = {rung: memory.reached.get(rung, now) for rung in stood}
-    memory = replace(memory, last_switch_s=_last_switch_s(seen, memory, reached), was_up=seen.is_up)
+    climbed, last_switch_s = _climbed(seen, memory, reached), _last_switch_s(seen, memory, reached)
+    memory = replace(memory, climbed=climbed, last_switch_s=last_switch_s, was_up=seen.is_up)
     return replace(memory, reached=reached, highest=highest, progress=progress, progress_at=progress_at)
 
 
@@ -811,6 +814,21 @@ def _remember_pods(seen: Observation, memory: Memory) -> Memory:
         attempts[member.seat] = max(member.attempt, attempts.get(member.seat, 0))
     stopped = frozenset(member.uid for member in seen.members if seen.has_stopped(member))
     return replace(memory, attempts=attempts, stopped=stopped)
+
+
+def _climbed(seen: Observation, memory: Memory, reached: dict[Rung, float]) -> Climbed | None:
+    """Return the newest whole climb. A rung that was seen together with the one before took no time.
+
+    A climb that did not begin at the top has no times: nobody saw all of it.
+    """
+    climb, top = seen.climb, seen.job.ladder.top
+    if climb is None or top not in reached or top in memory.reached:
+        return memory.climbed
+    moments = (memory.epoch_at, *reached.values())
+    took_s = {str(rung): round(end - begin, 4) for rung, (begin, end) in zip(reached, pairwise(moments), strict=True)}
+    if climb.cause is not Cause.NEXT_STEP or not memory.raised:
+        took_s = {}
+    return Climbed(epoch=climb.epoch, step=climb.step, took_s=took_s)
 
 
 def _last_switch_s(seen: Observation, memory: Memory, reached: dict[Rung, float]) -> float | None:

@@ -107,6 +107,7 @@ def _rollout_target(seen: Observation, climb: Climb) -> RolloutTarget:
         engines=tuple(member.data_port for member in engines if member.data_port is not None),
         references=tuple(member.data_port for member in seen.scoring_members if member.data_port is not None),
         evaluate=evaluating.step if (evaluating := evaluation_due(seen)) else None,
+        climbed=seen.memory.climbed,
         last_step=spec.steps,
         concurrency=spec.rollout.concurrency,
         temperature=spec.rollout.sampling.temperature,

@@ -52,6 +52,7 @@ from colocated_rl_rollout.rules.holders import holder_behind
 from colocated_rl_rollout.rules.samples import SampleState, Tokens
 from colocated_rl_rollout.sealer import Sealer
 from colocated_rl_rollout.settings import RolloutSettings
+from colocated_rl_rollout.store.batches import KeptClimb
 from colocated_rl_rollout.store.former import FormerJob
 from colocated_rl_rollout.store.store import Store
 from colocated_rl_rollout.worker import Worker
@@ -294,6 +295,8 @@ class Controller:
         self._tune(target)
         if self._store.commit(target.trained_step):
             self._sealer.discard_stale()
+        if target.climbed is not None:
+            self._store.remember_climb(KeptClimb(**dict(target.climbed), ended=round(time.time(), 3)))
         newest = self._store.next_step - 1  # stays, for people to read
         self._store.forget(min(target.saved_step, newest - 1))
         self._evaluation.ask(target.evaluate)

@@ -16,7 +16,7 @@ from colocated_rl_api import names
 from colocated_rl_cli.base.errors import CliError, NotReached, ObjectMissing, UsageError
 from colocated_rl_cli.cluster.api import Api, Object
 from colocated_rl_cli.cluster.pages import page
-from colocated_rl_cli.evidence.evidence import is_over
+from colocated_rl_cli.evidence.evidence import is_at_rest
 
 LABEL = f"{names.GROUP}/reader-of"
 COMMAND = ("python3", "-P", "-m", "colocated_rl_rollout.pages.reader")
@@ -84,7 +84,7 @@ def _others(words: Mapping[str, str] | None) -> dict[str, str]:
 async def start(api: Api, name: str, *, minutes: int) -> str:
     """Make the pod, unless there is one, and wait until it answers. Return its name. Raises CliError."""
     job = await api.job(name)
-    if not is_over(job) and not job["spec"].get("suspend"):
+    if not is_at_rest(job):
         raise UsageError(f"job {api.namespace}/{name} has pods of its own: kubectl crlj samples {name} asks them")
     found = await pods(api, name)
     for ended in (each for each in found if not _is_alive(each)):

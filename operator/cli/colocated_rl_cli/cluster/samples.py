@@ -1,4 +1,4 @@
-"""Read a job's samples from its rollout controller: the newest, or each as it ends."""
+"""Read a job's samples, batches and evaluations from its rollout controller, or from a reader of its store."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from colocated_rl_cli.base.output import document, row_of, table
 from colocated_rl_cli.cluster import reader
 from colocated_rl_cli.cluster.api import Api
 from colocated_rl_cli.cluster.pages import opened, page
-from colocated_rl_cli.evidence.evidence import is_over
+from colocated_rl_cli.evidence.evidence import is_at_rest, is_over
 
 PAGE = "/v1/samples"
 LINES = "application/x-ndjson"
@@ -36,6 +36,20 @@ Row = Mapping[str, Any]
 async def newest(api: Api, job: str, query: Mapping[str, str]) -> list[Row]:
     """Return the newest samples that match the query. Raises CliError."""
     found: list[Row] = (await page(api, await rollout_pod(api, job), PAGE, query))["samples"]
+    return found
+
+
+async def batches(api: Api, job: str) -> list[Row]:
+    """Return the record of each batch, the oldest first. Raises CliError."""
+    pod, found = await rollout_pod(api, job), list[Row]()
+    while more := (await page(api, pod, "/v1/batches", {"after": str(found[-1]["step"] if found else 0)}))["batches"]:
+        found += more
+    return found
+
+
+async def evaluations(api: Api, job: str) -> list[dict[str, Any]]:
+    """Return every evaluation, the oldest first. Raises CliError."""
+    found: list[dict[str, Any]] = (await page(api, await rollout_pod(api, job), "/v1/evaluations"))["evaluations"]
     return found
 
 
@@ -124,7 +138,7 @@ async def rollout_pod(api: Api, job: str) -> str:
     for pod in (*of_rollout, *await reader.pods(api, job)):
         if pod["status"].get("phase") == "Running":
             return str(pod["metadata"]["name"])
-    if is_over(found) or found["spec"].get("suspend"):
+    if is_at_rest(found):
         how = "over" if is_over(found) else "suspended"
         why = f"is {how}, and has no pods: kubectl crlj reader {job} makes one that serves its samples"
     else:

@@ -37,7 +37,6 @@ class Sealed:
     reward: float
     samples: int
     tokens: int
-    took_s: float
     resumed_samples: int | None  # None in a recording, which does not hold it
     staleness: Mapping[int, int]
 
@@ -268,7 +267,6 @@ def _sealed(line: Line) -> Sealed:
         reward=line["reward_mean"],
         samples=line["samples"],
         tokens=line["loss_tokens"],
-        took_s=line["took_s"],
         resumed_samples=line.get("resumed_samples"),
         staleness={int(age): count for age, count in line["staleness"].items()},
     )

@@ -63,6 +63,11 @@ def is_over(job: Object) -> bool:
     return job.get("status", {}).get("phase") in (Phase.COMPLETE, Phase.FAILED)
 
 
+def is_at_rest(job: Object) -> bool:
+    """Return whether the job is over, or suspended: it has no pods, or will have none before long."""
+    return is_over(job) or bool(job["spec"].get("suspend"))
+
+
 def steps_of(job: Object) -> int:
     """Return the step that the job ends with: spec.steps, or an earlier one with which its prompts end."""
     steps = int(job.get("spec", {}).get("steps", 1))

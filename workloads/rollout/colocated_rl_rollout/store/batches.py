@@ -29,6 +29,7 @@ from safetensors.numpy import save
 
 from colocated_rl_api.batch import HEADER_KEY, BatchHeader
 from colocated_rl_api.durable import sync
+from colocated_rl_api.member_wire import Climbed
 from colocated_rl_api.names import PromptPosition
 from colocated_rl_api.wire import Wire
 from colocated_rl_rollout.rules.samples import Finish, Group, Sample, SampleId
@@ -42,6 +43,12 @@ ALIKE = 24_576  # tokens: attention of such a sample costs what its products wit
 def free_on_volume(at: Path) -> int:
     """Return the free bytes of the volume that a path is on."""
     return disk_usage(at).free
+
+
+class KeptClimb(Climbed):
+    """The store keeps how the group climbed to a step, for whoever asks once its pods are gone."""
+
+    ended: float = Field(description="when it was whole, as the rollout controller heard it: seconds since 1970, UTC")
 
 
 class BatchRecord(Wire):
@@ -67,6 +74,9 @@ class BatchRecord(Wire):
     truncated: int = Field(description="samples that ended by the token limit")
     masked_tokens: int = Field(default=0, description="tokens that are too old to be trained, and are context alone")
     sha256: tuple[str, ...] = Field(description="of each shard; none once its files are gone")
+    climb: KeptClimb | None = Field(
+        default=None, description="the group's, to this step; only on the page of all batches, and once it was whole"
+    )
 
     @property
     def staleness_mean(self) -> float | None:

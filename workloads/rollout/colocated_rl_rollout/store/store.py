@@ -51,6 +51,7 @@ from colocated_rl_rollout.store import tables
 from colocated_rl_rollout.store.backup import restore
 from colocated_rl_rollout.store.batches import (
     BatchRecord,
+    KeptClimb,
     batch_bytes,
     batch_is_there,
     free_on_volume,
@@ -76,7 +77,7 @@ LOG = logging.getLogger(__name__)
 COMMIT_DEADLINE_S = 60.0
 EPOCH_DEADLINE_S = 10.0
 CLOSE_DEADLINE_S = 10.0
-RECORDS_AT_MOST = 10_000  # of batches whose files are gone, about 400 bytes each
+RECORDS_AT_MOST = 10_000  # of batches whose files are gone, about 800 bytes each
 SPARE_BYTES = 64 * 1024 * 1024  # of the volume, for what is accepted already; plus twice the newest batch
 
 
@@ -126,6 +127,7 @@ class Store(StoreReader):
         self.cursor = PromptPosition(0)
         self.data_digest: str | None = None
         self._saved_step = 0
+        self._climb_epoch = 0  # of the newest climb that this process was told of
         self._group_count = 0
         self.groups: dict[GroupId, Group] = {}
         self.waiting: dict[SampleId, Sample] = {}
@@ -182,7 +184,10 @@ class Store(StoreReader):
         if not has_samples:
             self.cursor = checkpoint.prompt_position or PromptPosition(0)
         self.began_at = step
-        self._writer.write((tables.FACT, [("cursor", self.cursor), ("began_at", step)]))
+        self._writer.write(
+            (tables.FORGET_CLIMBS, [()]),  # which pods of the former job made
+            (tables.FACT, [("cursor", self.cursor), ("began_at", step)]),
+        )
 
     def _open(self) -> tuple[sqlite3.Connection, bool]:
         """Open the database, and return it and whether it is a backup in the place of a damaged one."""
@@ -484,6 +489,12 @@ class Store(StoreReader):
             self.counts[SampleState.SEALED] -= count
             self.counts[SampleState.TRAINED] += count
         return True
+
+    def remember_climb(self, climb: KeptClimb) -> None:
+        """Record the group's first whole climb to a step, beside the batch of that step, if there is one."""
+        if climb.epoch > self._climb_epoch:
+            self._climb_epoch = climb.epoch
+            self._writer.write((tables.CLIMB, [(climb.model_dump_json(by_alias=True), climb.step)]))
 
     def forget(self, saved_step: int) -> None:
         """Forget steps that a checkpoint holds: their batches need no replay, their samples are only counted."""

@@ -2,8 +2,9 @@
 
 A prompt's ids stand with its group until it is sealed, tokens as segments of a sample until it is; rows of samples stay
 until a checkpoint holds their step, and are only counted from then on (`retired`). Records of batches stay
-longer, for the learning curve, without the digests of files that are gone. Clients' turns at the gateway stand with
-their sessions, until they become samples of a group or are given up; such a sample has the names of both.
+longer, for the learning curve, without the digests of files that are gone, each with the group's climb to its step.
+Clients' turns at the gateway stand with their sessions, until they become samples of a group or are given up; such a
+sample has the names of both.
 """
 
 from __future__ import annotations
@@ -45,7 +46,9 @@ CREATE TABLE segments (
     sample_id INTEGER NOT NULL REFERENCES samples, attempt INTEGER NOT NULL,
     ids BLOB NOT NULL, logp BLOB NOT NULL, spans TEXT NOT NULL, PRIMARY KEY (sample_id, attempt)
 );
-CREATE TABLE batches (step INTEGER PRIMARY KEY, record TEXT NOT NULL, kept INTEGER NOT NULL DEFAULT 1);
+CREATE TABLE batches (
+    step INTEGER PRIMARY KEY, record TEXT NOT NULL, kept INTEGER NOT NULL DEFAULT 1, climb TEXT
+);
 CREATE TABLE evaluations (number INTEGER PRIMARY KEY, step INTEGER NOT NULL, result TEXT NOT NULL);
 CREATE TABLE sessions (number INTEGER PRIMARY KEY, id TEXT NOT NULL UNIQUE, reward REAL, grouping TEXT, figures TEXT);
 CREATE TABLE turns (
@@ -63,6 +66,7 @@ ADDED_COLUMNS = {
     ("samples", "figures"): "ALTER TABLE samples ADD COLUMN figures TEXT;",
     ("samples", "session"): "ALTER TABLE samples ADD COLUMN session TEXT; ALTER TABLE samples ADD COLUMN grouping TEXT;"
     " CREATE INDEX samples_by_session ON samples (session) WHERE session IS NOT NULL;",
+    ("batches", "climb"): "ALTER TABLE batches ADD COLUMN climb TEXT;",
     ("sessions", "figures"): "ALTER TABLE sessions ADD COLUMN figures TEXT;",
 }
 """A store of an older program with the same schema lacks these, by table and name; that program can go on with it."""
@@ -124,7 +128,11 @@ SELECT COALESCE(MIN(id) - 1, (SELECT MAX(id) FROM samples), 0) FROM
 RETIRED_BATCHES = """
 SELECT step FROM batches WHERE kept AND step <= (SELECT value FROM facts WHERE name = 'saved_step') ORDER BY step
 """
-RECORDS = "SELECT record FROM batches WHERE step > ? ORDER BY step LIMIT ?"
+CLIMB = "UPDATE batches SET climb = ? WHERE step = ? AND climb IS NULL"
+FORGET_CLIMBS = "UPDATE batches SET climb = NULL"
+RECORDS = """
+SELECT json_set(record, '$.climb', json(climb)) AS record FROM batches WHERE step > ? ORDER BY step LIMIT ?
+"""
 DROP_BATCHES = "UPDATE batches SET kept = 0 WHERE step <= ?"
 DROP_DIGESTS = """
 UPDATE batches SET record = json_set(record, '$.sha256', json('[]'))
