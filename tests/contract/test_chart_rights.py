@@ -63,6 +63,7 @@ CALLS: dict[str, list[dict[str, Any]]] = {
     "delete_job": [{"namespace": JOBS, "name": "some", "uid": "some"}],
     "drop_finalizer": [{"namespace": JOBS, "name": "some", "uid": "some"}],
     "list_pods": [{"namespace": JOBS, "job_uid": "some"}],
+    "list_readers": [{"namespace": JOBS, "job": "some"}],
     "create_pod": [{"namespace": JOBS, "pod": THING}],
     "delete_pod": [{"namespace": JOBS, "name": "some", "uid": "some"}],
     "apply": [{"namespace": JOBS, "body": {"apiVersion": api, "kind": kind, **THING}} for api, kind in APPLIED],

@@ -153,25 +153,6 @@ async def test_one_that_has_ended_is_made_again(api: ClusterApi, kubectl: Played
     assert {"phase": "Running"} == made(api)["status"]
 
 
-@pytest.mark.parametrize("words", [("resume", "sums"), ("retry", "sums")])
-async def test_a_job_that_goes_on_has_none(
-    api: ClusterApi, kubectl: Played, scene: FollowersScene, words: tuple[str, ...]
-) -> None:
-    api.jobs["sums"]["spec"]["suspend"] = True
-    api.jobs["sums"]["status"]["phase"] = {"resume": "Suspended", "retry": "Failed"}[words[0]]
-    assert 0 == (await run(kubectl, *READ))[0]
-    code, said = await run(kubectl, *words)
-    assert (0, [], False) == (code, api.pods, api.jobs["sums"]["spec"]["suspend"]), said
-
-
-async def test_a_job_goes_on_for_who_may_not_see_pods(api: ClusterApi, kubectl: Played) -> None:
-    api.jobs["sums"]["spec"]["suspend"] = True
-    api.jobs["sums"]["status"]["phase"] = "Suspended"
-    api.refused["/pods"] = 403
-    assert 0 == (await run(kubectl, "resume", "sums"))[0]
-    assert api.jobs["sums"]["spec"]["suspend"] is False
-
-
 async def test_a_job_with_pods_needs_none(api: ClusterApi, kubectl: Played) -> None:
     api.jobs["sums"]["status"]["phase"] = "Rollout"
     code, said = await run(kubectl, *READ)

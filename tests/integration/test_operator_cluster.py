@@ -37,6 +37,7 @@ from colocated_rl_api import names
 from colocated_rl_api.ladder import TIME_SLICED
 from colocated_rl_api.member_wire import Goal, PodTarget, RolloutTarget
 from colocated_rl_api.rungs import Rung
+from colocated_rl_cli.cluster.reader import reader_pod
 from colocated_rl_operator.clients.authority import SECRET_NAME, Authority, Keyholder, Keyring, secret_files
 from colocated_rl_operator.clients.cluster import ClusterAccess
 from colocated_rl_operator.clients.kube import APPLY
@@ -345,12 +346,25 @@ async def test_a_job_is_suspended_and_resumed_by_kubectl(world: RealWorld, kubec
         assert not await world.api.all(PODS)
         assert all(pod.stopped for pod in world.group.pods)
         assert 2 == len(await claims_of(world, world.job["metadata"]["uid"]))
+        await read_by_people(world)
         await kubectl("patch", job, "--type=merge", "--patch", '{"spec": {"suspend": false}}')
         world.kubelet.release("rollout")
         await seen_by_kubectl(world, kubectl, "Complete")
     assert (2, 0) == (world.status["lineage"], world.status["restarts"])
     assert started <= world.status["startTime"]
     assert "False" == world.condition("Suspended")["status"]
+    others = (pod["metadata"] for pod in await world.api.all(PODS) if names.ROLE_LABEL not in pod["metadata"]["labels"])
+    assert ["somebodys"] == [pod["name"] for pod in others], "the reader went as the job got pods"
+    await world.api.call("DELETE", f"{PODS}/somebodys")
+
+
+async def read_by_people(world: RealWorld) -> None:
+    """Make the pod of `kubectl crlj reader`, and one that somebody merely gave its label."""
+    record = await world.api.call("GET", f"{REVISIONS}/{world.status['start']['revision']}")
+    reader = reader_pod(world.job, record, minutes=60)
+    somebodys = {**reader, "metadata": {"name": "somebodys", "labels": reader["metadata"]["labels"]}}
+    for pod in (reader, somebodys):
+        await world.api.call("POST", PODS, pod)
 
 
 MORE_MEMORY = {

@@ -361,7 +361,6 @@ async def retry(args: Namespace) -> Exit:
             print_error(f"{name}: it has not failed ({status.get('phase', 'not acted on')})")
             return Exit.PROBLEM
         retries = max(job["spec"].get("retries", 0), status.get("retries", 0)) + 1
-        await reader.end(api, args.job)
         await api.change_job(args.job, {"spec": {"retries": retries, "suspend": False}})
     print_out(f"{name}: retried: its pods are made again, and it goes on where it stood")
     return Exit.FINE
@@ -407,8 +406,6 @@ async def _steer(args: Namespace, *, suspend: bool, effect: str) -> Exit:
         if bool(job["spec"].get("suspend")) is suspend:
             print_out(f"{name}: {'suspended' if suspend else 'not suspended'} already")
             return Exit.FINE
-        if not suspend:
-            await reader.end(api, args.job)
         await api.change_job(args.job, {"spec": {"suspend": suspend}})
     print_out(f"{name}: {'suspended' if suspend else 'resumed'}: {effect}")
     return Exit.FINE

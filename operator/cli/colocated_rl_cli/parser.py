@@ -201,7 +201,7 @@ COMMANDS = (
         ],
         "Makes a pod of the job's own rollout image, which mounts the claim of its samples read-only. `samples` asks "
         "that pod then, and it has [the page](samples.md#in-a-browser) too. It ends by itself, goes with the job, and "
-        "`resume` and `retry` remove it.",
+        "the operator removes it when the job gets pods again.",
     ),
     Command(
         "eval", "list the evaluations", [JOB, OUTPUT],

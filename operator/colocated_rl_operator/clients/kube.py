@@ -7,7 +7,7 @@
 | write_status | rl.colocate.dev colocatedrljobs/status | patch | of the job |
 | delete_job | rl.colocate.dev colocatedrljobs | delete | of the job |
 | drop_finalizer | rl.colocate.dev colocatedrljobs | patch | of the job |
-| list_pods | pods | list | of the job |
+| list_pods, list_readers | pods | list | of the job |
 | create_pod, delete_pod | pods | create, delete | of the job |
 | create_claim | persistentvolumeclaims | create | of the job |
 | apply | configmaps; networking.k8s.io networkpolicies | create, patch | of the job |
@@ -145,10 +145,15 @@ class Kube:
 
     # --------------------------------------------------------------------------------------------------------- pods
     async def list_pods(self, namespace: str, job_uid: JobUid) -> list[Body]:
-        answer = await self._call(
-            "get", "pods", _core_path(namespace, "pods"), query={"labelSelector": f"{names.JOB_UID_LABEL}={job_uid}"}
-        )
-        items: list[Body] = answer["items"]
+        return await self._labelled_pods(namespace, f"{names.JOB_UID_LABEL}={job_uid}")
+
+    async def list_readers(self, namespace: str, job: str) -> list[Body]:
+        """Return the pods that are labelled as readers of a job of that name, whoever made them."""
+        return await self._labelled_pods(namespace, f"{names.READER_LABEL}={job}")
+
+    async def _labelled_pods(self, namespace: str, selector: str) -> list[Body]:
+        path, query = _core_path(namespace, "pods"), {"labelSelector": selector}
+        items: list[Body] = (await self._call("get", "pods", path, query=query))["items"]
         return items
 
     async def create_pod(self, namespace: str, pod: Body, *, dry_run: bool = False) -> Body:

@@ -17,7 +17,7 @@ from colocated_rl_api.failure import FailureCause
 from colocated_rl_api.logs import log
 from colocated_rl_api.names import PodUid
 from colocated_rl_api.pod_template import PodTemplate
-from colocated_rl_api.seats import role_of
+from colocated_rl_api.seats import ROLLOUT_SEAT, role_of
 from colocated_rl_operator.clients.authority import Keyholder, secret_files
 from colocated_rl_operator.clients.errors import (
     ApiError,
@@ -72,6 +72,7 @@ async def apply_plan(state: JobState, seen: Observation, decided: Plan, doors: D
         objects = seen.job.generation, seen.job.replicas
         is_stale = state.objects_of != objects and not (seen.rests or decided.is_over)
         is_late = _repair_in_s(state, seen, decided, doors) == 0
+        await _end_readers(seen.job, decided, doors)
         if makes_pods:
             await _record_start(state, seen, doors)
             await _make_objects(seen.job, doors, has_begun=bool(state.status.lineage))
@@ -118,6 +119,19 @@ def is_lasting(state: JobState, error: ApiUnreachable, doors: Doors) -> bool:
 
 def refusal_of(error: ApiError) -> Stall:
     return Stall(Reason.OBJECT_REFUSED, str(error))
+
+
+async def _end_readers(job: Job, decided: Plan, doors: Doors) -> None:
+    """Delete the job's readers before a rollout pod is made, which may need their claim on another node."""
+    if not any(isinstance(action, CreatePod) and action.seat == ROLLOUT_SEAT for action in decided.pods):
+        return
+    for reader in await doors.kube.list_readers(job.namespace, job.name):
+        name, uid = reader["metadata"]["name"], reader["metadata"]["uid"]
+        if job.uid not in [owner["uid"] for owner in reader["metadata"].get("ownerReferences", ())]:
+            continue  # somebody's pod that merely has the label
+        with contextlib.suppress(NotAdmitted):  # it ends by itself, and most claims are mounted without it going
+            await doors.kube.delete_pod(job.namespace, name, uid=uid)
+            log(LOG, "reader deleted", pod=name, reason="its job has pods again")
 
 
 async def _record_start(state: JobState, seen: Observation, doors: Doors) -> None:

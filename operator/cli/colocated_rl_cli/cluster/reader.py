@@ -1,7 +1,8 @@
 """Make a pod that serves the samples of a job without pods: its rollout pod's image and volumes, the claim read-only.
 
 Everything in it is of the job's newest start, as the ControllerRevision that the status names has it. The pod has no
-label of the job, so the operator takes it for none of its pods; it ends by itself, and goes with the job.
+label of the job's pods, so the operator takes it for none of them; it deletes the pod when the job gets pods again.
+Else it ends by itself, and goes with the job.
 """
 
 from __future__ import annotations
@@ -13,12 +14,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from colocated_rl_api import names
-from colocated_rl_cli.base.errors import CliError, NotReached, ObjectMissing, UsageError
+from colocated_rl_cli.base.errors import NotReached, ObjectMissing, UsageError
 from colocated_rl_cli.cluster.api import Api, Object
 from colocated_rl_cli.cluster.pages import page
 from colocated_rl_cli.evidence.evidence import is_at_rest
 
-LABEL = f"{names.GROUP}/reader-of"
 COMMAND = ("python3", "-P", "-m", "colocated_rl_rollout.pages.reader")
 REQUESTS = {"cpu": "100m", "memory": "256Mi"}
 MOUNTED = (names.STATE_DIR, names.MODEL_DIR, names.JOB_FILE.rpartition("/")[0], "/tmp")
@@ -59,7 +59,7 @@ def reader_pod(job: Mapping[str, Any], record: Mapping[str, Any], *, minutes: in
         "kind": "Pod",
         "metadata": {
             "name": f"{name}-reader-{uid[:8]}",
-            "labels": _others(whole["metadata"].get("labels")) | {LABEL: name},
+            "labels": _others(whole["metadata"].get("labels")) | {names.READER_LABEL: name},
             "annotations": _others(whole["metadata"].get("annotations")),
             "ownerReferences": [owner],
         },
@@ -97,16 +97,9 @@ async def start(api: Api, name: str, *, minutes: int) -> str:
     return str(alive[0])
 
 
-async def end(api: Api, name: str) -> None:
-    """Remove the pod, if there is one: a pod of the job may need its claim on another node."""
-    with contextlib.suppress(CliError):  # of who has no right to pods, nor has made one
-        for each in await pods(api, name):
-            await api.delete_pod(each["metadata"]["name"])
-
-
 async def pods(api: Api, name: str) -> Sequence[Object]:
     """Return the pod that reads for the job, if there is one, also once it has ended."""
-    selector = {"labelSelector": f"{LABEL}={name}"}
+    selector = {"labelSelector": f"{names.READER_LABEL}={name}"}
     found: Sequence[Object] = (await api.get(api.pods, what=f"readers of job {name}", query=selector))["items"]
     return found
 
@@ -127,8 +120,9 @@ async def _record(api: Api, job: Mapping[str, Any]) -> Object:
 
 async def _made(api: Api, pod: Object) -> Object:
     """Make the pod, also while an ended one of its name is being removed."""
-    name, give_up = pod["metadata"]["name"], time.monotonic() + START_DEADLINE_S
-    while any(each["metadata"]["name"] == name for each in await pods(api, pod["metadata"]["labels"][LABEL])):
+    name, job = pod["metadata"]["name"], pod["metadata"]["labels"][names.READER_LABEL]
+    give_up = time.monotonic() + START_DEADLINE_S
+    while any(each["metadata"]["name"] == name for each in await pods(api, job)):
         _check_time(give_up, f"pod {name} that has ended is not removed")
         await asyncio.sleep(POLL_S)
     return await api.create_pod(pod)
