@@ -140,6 +140,7 @@ class TrainerFacts(Wire):
     exit_code: int | None = None  # of the last incarnation, when ABSENT; negative: signal
     lineage: int | None = None  # the group this process was started for, also of the last incarnation when ABSENT
     step: int | None = None  # last finished step; None until the checkpoint is loaded
+    mismatch: float | None = None  # of that step, in nats: `trainer_wire.MISMATCH`; None: not measured
     scored: int | None = None  # newest step whose batch the reference has scored, of this incarnation
     dirty: bool = False  # an optimizer call of an unfinished step has happened
     exported: Version | None = None

@@ -100,6 +100,11 @@ class Climbed(Wire):
         description="seconds of the slowest pod to each rung from the one before, to the first from the epoch's begin; "
         "none of a climb that did not begin at the top",
     )
+    mismatch: float | None = Field(
+        default=None,
+        description="of engine and trainer in the step, in nats: mean over its tokens of the present weights of the "
+        "difference of log-probabilities; null where trainers measure none",
+    )
 
 
 class RolloutTarget(Wire):

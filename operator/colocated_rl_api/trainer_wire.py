@@ -41,6 +41,9 @@ from colocated_rl_api.wire import Version, Wire
 PROTOCOL = 1  # rises when who speaks an older one can't be understood any more
 
 NOT_RETRIABLE = "NotRetriable"
+MISMATCH = "mismatch_mean"
+"""This metric of a step reaches the job's page: |engine - trainer| of log-probabilities of the same weights, in nats,
+as a mean over the step's tokens, the same on every rank."""
 
 
 class TrainerEnvironment(StrEnum):

@@ -330,8 +330,11 @@ def test_the_gateway_answers_as_the_page_for_one_gpu_asks_it(job: RunningJob, te
 def test_the_page_of_a_job_is_behind_the_port_that_kubectl_forwards(
     job: RunningJob, terminal: RecordedTerminal
 ) -> None:
-    """The document itself, and every step so far behind what it reads its curve from."""
-    job.wait_for_step(1, deadline_s=STEPS_S)
+    """The document itself, and every step so far behind what it reads its curve from.
+
+    A step that is over has the times of the group's climb to it, and what its trainers measured.
+    """
+    job.wait_for_step(2, deadline_s=STEPS_S)
     port = free_port()
     [forward] = under("docs/samples.md", "In a browser")
     forward = forward.replace("sums-rollout-0", job.rollout_pod).replace(" 8080", f" {port}:8080")
@@ -341,6 +344,8 @@ def test_the_page_of_a_job_is_behind_the_port_that_kubectl_forwards(
     steps = [batch["step"] for batch in batches["batches"]]
     assert [*range(1, len(steps) + 1)] == steps
     assert len(steps) >= job.step
+    climbs = [batch["climb"] for batch in batches["batches"] if batch["climb"] and batch["climb"]["tookS"]]
+    assert any("Trained" in climb["tookS"] and (climb["mismatch"] or 0) > 0 for climb in climbs), climbs
     assert answer[document:].startswith("<!doctype html>")
 
 

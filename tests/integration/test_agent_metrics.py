@@ -9,6 +9,7 @@ from colocated_rl_api.facts import TrainerState
 from colocated_rl_api.rungs import Rung, WeightVersion
 from colocated_rl_api.seats import FIRST_SPARE
 from fakes.pod import Network, PodGroup, PodProcesses, make_job, network, pod
+from fakes.trainer import METRICS
 
 V0, V1 = WeightVersion(0, 1), WeightVersion(1, 1)
 
@@ -73,6 +74,8 @@ async def test_steps_are_at_risk_until_a_checkpoint_holds_them(tmp_path_factory:
             )
         ]
         await group.climb(V1)
+        assert it.now is not None
+        assert METRICS["mismatch_mean"] == it.now.trainers[0].mismatch
         assert 1 == await shown("colocate_unsaved_steps")
         assert (await shown("colocate_unsaved_seconds") or 0) > 0
         await group.climb(WeightVersion(2, 1))

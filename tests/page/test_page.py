@@ -21,10 +21,11 @@ from integration.test_rollout_process import ControllerProcess, lines, running
 from playwright.async_api import Browser, Page, async_playwright, expect
 
 from colocated_rl_api.facts import EvaluationResult
+from colocated_rl_api.member_wire import Climbed
 from colocated_rl_api.names import PromptPosition
 from colocated_rl_api.rungs import WeightVersion
 from colocated_rl_rollout.rules.samples import Finish, Prompt, Span, Tokens
-from colocated_rl_rollout.store.batches import write_batch
+from colocated_rl_rollout.store.batches import KeptClimb, write_batch
 from colocated_rl_rollout.store.store import Store
 from fakes.gate import FakeGate
 from fakes.rollout import JOB_UID, JobOnDisk, WorkedSums, make_spec
@@ -111,6 +112,8 @@ def fill(job: JobOnDisk) -> None:
         store.score(sample, step / STEPS)
         record = write_batch(store.batch_directory, [sample.group], step=step, shards=2, temperature=1.0, seed=0)
         store.seal(record, [sample.group])
+        if step < STEPS - 1:  # the newest one is not trained, and the one before not served yet
+            store.remember_climb(KeptClimb(epoch=step + 1, step=step, took_s={}, mismatch=0.01 * step, ended=step))
         store.commit(min(step, STEPS - 1))
         store.forget(min(step, STEPS - 4))
     store.record_evaluation(EvaluationResult(name="held-out", step=4, samples=8, mean=0.25, stderr=0.05))
@@ -148,6 +151,8 @@ async def test_learning_is_a_curve_by_step_and_a_table_also_of_batches_that_a_ch
         await expect(reward.locator("path.line")).to_have_attribute("d", re.compile(f"^M[^L]+(L[^L]+){{{STEPS - 1}}}$"))
         await expect(reward.locator("circle.eval")).to_have_count(1)
         await expect(page.get_by_role("img", name="Staleness")).to_have_count(1)
+        mismatch = page.get_by_role("img", name=re.compile("Mismatch, nats by step.*newest: engine and trainer 0.1$"))
+        await expect(mismatch.locator("circle.a")).to_have_count(STEPS - 2)
         await page.get_by_text("All figures, by step").press("Enter")
         rows = page.get_by_role("region", name="All figures, by step").get_by_role("row")
         await expect(rows).to_have_count(1 + STEPS)
@@ -300,3 +305,15 @@ async def test_it_can_be_read_on_a_phone_and_in_the_dark(scene: PageScene, schem
         assert (background > text) == (scheme == "light")
         await page.keyboard.press("Tab")
         assert await page.evaluate("document.activeElement.tagName") == "SUMMARY"
+
+
+async def test_the_mismatch_of_a_step_is_drawn_once_the_group_has_climbed_to_it(scene: PageScene) -> None:
+    """It is the last test here, because with it the newest batch is trained."""
+    async with watching(scene) as page:
+        points = page.get_by_role("img", name="Mismatch").locator("circle.a")
+        await expect(points).to_have_count(STEPS - 2)
+        climbed = Climbed(epoch=STEPS, step=STEPS - 1, took_s={}, mismatch=0.5)
+        engines = [gate.endpoint for gate in scene.gates]
+        await scene.life.operator.send(1, engines, trained_step=STEPS, saved_step=STEPS - 4, climbed=climbed)
+        await expect(points).to_have_count(STEPS - 1)
+        await expect(page.get_by_role("img", name=re.compile("Mismatch.*trainer 0.5$"))).to_have_count(1)

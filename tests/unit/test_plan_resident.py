@@ -231,7 +231,9 @@ def whole(cause: Cause, *, raised: bool = True) -> Observation:
     seen = climbing(Rung.SEALED, climb=make_climb(1, cause=cause), raised=raised)
     for rung, seconds in ((Rung.TRAINED, 300.0), (Rung.EXPORTED, 20.0), (Rung.UPDATED, 1.0), (Rung.SERVING, 2.0)):
         assert rollout_target(seen).climbed is None, "not before it is whole"
-        members = (replace(seen.members[0], facts=facts(rung)), *seen.members[1:])
+        pod = facts(rung)
+        ranks = tuple(rank.model_copy(update={"mismatch": 0.25}) for rank in pod.trainers)
+        members = (replace(seen.members[0], facts=pod.model_copy(update={"trainers": ranks})), *seen.members[1:])
         seen = later(replace(seen, members=members), seconds)
     return seen
 
@@ -240,14 +242,14 @@ def test_the_rollout_controller_is_told_how_long_the_group_took_to_each_rung() -
     seen = whole(Cause.NEXT_STEP)
     climbed = rollout_target(seen).climbed
     took = dict.fromkeys(RESIDENT.rungs, 0.0) | {"Trained": 300.0, "Exported": 20.0, "Closed": 1.0, "Serving": 2.0}
-    assert climbed == Climbed(epoch=1, step=1, took_s=took)
+    assert climbed == Climbed(epoch=1, step=1, took_s=took, mismatch=0.25)
     following = replace(seen, memory=in_epoch(make_climb(2, epoch=2), seen, seen.memory, now=seen.now))
     assert climbed == following.memory.climbed, "a step that is sealed already begins in the same pass"
 
 
 @pytest.mark.parametrize(("cause", "raised"), [(Cause.TRAINER_DIED, True), (Cause.NEXT_STEP, False)])
 def test_of_a_climb_that_nobody_saw_from_the_top_there_are_no_times(cause: Cause, raised: bool) -> None:
-    assert Climbed(epoch=1, step=1, took_s={}) == rollout_target(whole(cause, raised=raised)).climbed
+    assert Climbed(epoch=1, step=1, took_s={}, mismatch=0.25) == rollout_target(whole(cause, raised=raised)).climbed
 
 
 def test_the_time_of_a_switch_is_that_of_closed_gates() -> None:

@@ -828,7 +828,8 @@ def _climbed(seen: Observation, memory: Memory, reached: dict[Rung, float]) -> C
     took_s = {str(rung): round(end - begin, 4) for rung, (begin, end) in zip(reached, pairwise(moments), strict=True)}
     if climb.cause is not Cause.NEXT_STEP or not memory.raised:
         took_s = {}
-    return Climbed(epoch=climb.epoch, step=climb.step, took_s=took_s)
+    measured = (rank.mismatch for rank in seen.ranks if rank.step == climb.step and rank.mismatch is not None)
+    return Climbed(epoch=climb.epoch, step=climb.step, took_s=took_s, mismatch=next(measured, None))
 
 
 def _last_switch_s(seen: Observation, memory: Memory, reached: dict[Rung, float]) -> float | None:

@@ -38,7 +38,7 @@ from colocated_rl_api.facts import TrainerState
 from colocated_rl_api.logs import log
 from colocated_rl_api.member_wire import Rendezvous
 from colocated_rl_api.rungs import WeightVersion
-from colocated_rl_api.trainer_wire import Standstill, TrainerStatus
+from colocated_rl_api.trainer_wire import MISMATCH, Standstill, TrainerStatus
 from colocated_rl_api.weights import finished_model
 
 LOG = logging.getLogger(__name__)
@@ -453,6 +453,7 @@ class Trainers:
             view.reported(
                 state=status.state,
                 step=status.step,
+                mismatch=status.metrics.get(MISMATCH),
                 scored=status.scored,
                 dirty=status.dirty,
                 exported=status.exported,

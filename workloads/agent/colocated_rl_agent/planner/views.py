@@ -197,6 +197,7 @@ class RankView:
     exit_code: int | None = None
     start_by: float = 0.0  # while its checkpoint is not loaded: the deadline past which the trainer is stopped
     step: int | None = None
+    mismatch: float | None = None
     scored: int | None = None
     dirty: bool = False
     exported: WeightVersion | None = None  # as the trainer reports; a fact only once its files were verified
@@ -253,6 +254,7 @@ class RankView:
             exit_code=self.exit_code,
             lineage=self.lineage,
             step=self.step,
+            mismatch=self.mismatch,
             scored=self.scored,
             dirty=self.dirty,
             exported=self.exported if self.exported == whole else None,

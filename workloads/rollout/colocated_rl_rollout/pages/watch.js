@@ -7,6 +7,7 @@ const NEWEST = 100; // samples that are asked for at a time
 const SHOWN = 50; // of those that match
 const KEPT = 2000;
 const LEGEND = 24; // steps
+const AGAIN = 3; // of the newest batches, which are read again
 const HUES = 8; // .w0 to .w7 of the style
 const at = (id) => document.getElementById(id);
 
@@ -85,6 +86,7 @@ const CURVES = [
             ["oldest token", (one) => (total(ages(one)) ? Math.max(...ages(one).map(([age]) => age)) : null)],
         ],
     },
+    { title: "Mismatch, nats", from: 0, lines: [["engine and trainer", (one) => one.climb?.mismatch ?? null]] },
     { title: "Tokens per sample", from: 0, lines: [["trained", (one) => one.lossTokens / one.samples]] },
     {
         title: "Share of samples",
@@ -146,10 +148,11 @@ function curve({ title, lines, from, to, evaluated }) {
         parts.push(drawn("line", { class: "eval", x1: here, x2: here, y1: down, y2: up }));
         parts.push(drawn("circle", { class: "eval", cx: here, cy: y(one.mean), r: 3.2 }));
     }
-    const newest = lines.map(([name, read]) => `${name} ${number(read(batches.at(-1)))}`).join(", ");
+    const measured = series.map(([, points]) => number(points.at(-1)?.[1]));
+    const newest = lines.map(([name], place) => `${name} ${measured[place]}`).join(", ");
     const label = `${title} by step, from step ${first} to ${last}; newest: ${newest}`;
     const picture = drawn("svg", { viewBox: `0 0 ${WIDTH} ${HEIGHT}`, role: "img", "aria-label": label }, ...parts);
-    const shown = make("output", {}, number(lines[0][1](batches.at(-1))));
+    const shown = make("output", {}, measured[0]);
     const cursor = drawn("line", { class: "cursor", visibility: "hidden", y1: TOP, y2: HEIGHT - BOTTOM });
     picture.append(cursor);
     picture.addEventListener("pointermove", (event) => {
@@ -216,10 +219,12 @@ function showFigures() {
 
 async function readLearning() {
     let more;
+    const known = batches.slice(0, -AGAIN); // a step's climb ends after its batch was sealed
     do {
-        more = (await page(`/v1/batches?after=${batches.at(-1)?.step ?? 0}`)).batches;
-        batches.push(...more);
+        more = (await page(`/v1/batches?after=${known.at(-1)?.step ?? 0}`)).batches;
+        known.push(...more);
     } while (more.length);
+    batches.splice(0, Infinity, ...known);
     evaluations.splice(0, Infinity, ...(await page("/v1/evaluations")).evaluations);
     showLearning();
 }

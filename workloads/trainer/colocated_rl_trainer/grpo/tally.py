@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from colocated_rl_api.trainer_wire import MISMATCH
 from colocated_rl_trainer.grpo.batch import Shard
 from colocated_rl_trainer.grpo.loss import PolicyLoss
 
@@ -102,6 +103,6 @@ def metrics(ranks: Sequence[StepTally], *, has_reference: bool = False) -> dict[
     if pageable := total("pageable_bytes"):
         figures["pageable_bytes"] = pageable
     if fresh := total("fresh_tokens"):
-        figures["mismatch_mean"] = total("mismatch") / fresh
+        figures[MISMATCH] = total("mismatch") / fresh
         figures["mismatch_max"] = max(tally.mismatch_max for tally in ranks)
     return figures
