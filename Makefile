@@ -189,6 +189,10 @@ bench: setup ## figures: time of each rung, what operator and agents add, memory
 bench-operator: setup ## what the operator adds to a switch, from 8 members to 1,024; groups at once, 500 jobs
 	@PYTHONPATH=tests python -m bench.operator
 
+.PHONY: bench-pods
+bench-pods: setup ## memory of an operator that has 10,000 pods, of 40 jobs, each with a member that answers
+	@PYTHONPATH=tests python -m bench.operator --members --no-groups --jobs 40 --job-size 249
+
 .PHONY: bench-link
 bench-link: setup-dev ## what a member costs the operator by its own WebSocket client and by aiohttp's
 	@PYTHONPATH=tests python -m bench.link

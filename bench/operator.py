@@ -203,18 +203,18 @@ def _seconds(journal: MembersJournal, step: int) -> float:
 
 
 # ------------------------------------------------------------------------------------------------------------ many jobs
-async def measure_jobs(access: ClusterAccess, number: int) -> None:
+async def measure_jobs(access: ClusterAccess, number: int, size: int) -> None:
     async with scene_of(access) as scene:
         async with running(access, "operator-jobs") as operator:
             empty_kib, began = operator.memory_kib, time.perf_counter()
-            adding = (scene.add(f"j-{n}", MembersJournal(0), replicas=JOB_SIZE, steps=ENDLESS) for n in range(number))
+            adding = (scene.add(f"j-{n}", MembersJournal(0), replicas=size, steps=ENDLESS) for n in range(number))
             jobs = await asyncio.gather(*adding)
             await scene.until(lambda: all(job.serves(0) for job in jobs))
             members, memory_kib = sum(job.members for job in jobs), operator.memory_kib
             theirs_kib, took_s = memory_kib - empty_kib, time.perf_counter() - began
             say(
-                f"{number} jobs of {JOB_SIZE} GPU pods and a rollout controller each: serving after {took_s:.0f} s,"
-                f" CPU {operator.cpu_s:.0f} s; memory {memory_kib / 1024:.0f} MiB,"
+                f"{number} jobs of {size} GPU pods and a rollout controller each, {members} pods: serving after"
+                f" {took_s:.0f} s, CPU {operator.cpu_s:.0f} s; memory {memory_kib / 1024:.0f} MiB,"
                 f" {theirs_kib / number:.0f} KiB a job, {theirs_kib / members:.0f} KiB a member",
             )
             idle_s = await _cpu_of(operator, asyncio.sleep(10.0))
@@ -263,6 +263,7 @@ def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.operator", description=__doc__)
     parser.add_argument("--members", type=int, nargs="*", default=SIZES)
     parser.add_argument("--jobs", type=int, default=JOBS, help="0: none")
+    parser.add_argument("--job-size", type=int, default=JOB_SIZE, help="GPU pods of each")
     parser.add_argument("--no-groups", action="store_true")
     given = parser.parse_args(arguments)
     cores = os.cpu_count() or 1
@@ -281,7 +282,7 @@ def main(arguments: Sequence[str]) -> int:
     if not given.no_groups:
         _on_a_cluster(compare_groups)
     if given.jobs:
-        _on_a_cluster(partial(measure_jobs, number=given.jobs))
+        _on_a_cluster(partial(measure_jobs, number=given.jobs, size=given.job_size))
     return 0
 
 

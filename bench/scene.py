@@ -6,18 +6,18 @@ import asyncio
 import base64
 import json
 import random
-import tempfile
-from collections.abc import AsyncIterator, Callable, Coroutine
+import ssl
+from collections import defaultdict
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import aiohttp
 
 from bench.members import MembersJournal, Who, listen
 from builders import make_manifest
 from colocated_rl_api import names
-from colocated_rl_api.member_wire import Hello
+from colocated_rl_api.member_wire import Hello, Keys
 from colocated_rl_member.tls import MemberTls
 from colocated_rl_operator.clients.cluster import ClusterAccess
 from real_operator import JOBS, NAMESPACE, PODS, AdminApi, Body
@@ -28,14 +28,16 @@ START_S = 900.0
 
 @dataclass
 class Staged:
-    """One job; addresses: of the rollout controller's pod and of each GPU pod."""
+    """One job, whose pods have one address: their TLS names tell them apart."""
 
     name: str
     journal: MembersJournal
-    addresses: list[str]
+    address: str
+    members: int  # pods
     body: Body = field(default_factory=dict)  # as the API server has it; empty: gone
-    by_address: dict[str, Who] = field(default_factory=dict)
-    listens: asyncio.Event = field(default_factory=asyncio.Event)
+    by_name: dict[str, Who] = field(default_factory=dict)
+    started: set[str] = field(default_factory=set)
+    listening: asyncio.Lock = field(default_factory=asyncio.Lock)
     server: asyncio.Server | None = None
 
     @property
@@ -48,10 +50,6 @@ class Staged:
         phase: str | None = self.status.get("phase")
         return phase
 
-    @property
-    def members(self) -> int:
-        return len(self.addresses)
-
     def serves(self, step: int) -> bool:
         """Its status says so, and all that belongs to the switch is done."""
         return self.phase == "Rollout" and self.status.get("step") == step
@@ -60,17 +58,17 @@ class Staged:
 class JobsScene:
     """Every job that was added; `changed` after each word of the API server or of a rollout controller."""
 
-    def __init__(self, api: AdminApi, folder: Path) -> None:
+    def __init__(self, api: AdminApi) -> None:
         self.api = api
         self.jobs: dict[str, Staged] = {}
         self.changed = asyncio.Event()
-        self._folder = folder
         self._tasks: set[asyncio.Task[None]] = set()
         self._at_once = asyncio.Semaphore(32)
         self._net, self._places = random.randrange(10, 250), 0
+        self._keys = defaultdict[str, asyncio.Future[dict[str, str]]](asyncio.Future)  # by pod
 
     async def add(self, name: str, journal: MembersJournal, *, replicas: int, steps: int) -> Staged:
-        staged = self.jobs[name] = Staged(name, journal, [self._address() for _ in range(replicas + 1)])
+        staged = self.jobs[name] = Staged(name, journal, self._address(), replicas + 1)
         spec: Body = {"replicas": replicas, "steps": steps, "checkpoint": {"everySteps": 1000}}
         async with self._at_once:
             staged.body = await self.api.call("POST", JOBS, make_manifest(name, **spec))
@@ -105,10 +103,10 @@ class JobsScene:
             self.changed.set()
 
     def note_secret(self, event: str, secret: Body) -> None:
-        """The operator has made the job's keys: its members can listen."""
-        staged = self._owner(secret)
-        if event == "ADDED" and staged is not None and staged.server is None:
-            self._do(self._listen(staged, secret), name=f"listen/{staged.name}")
+        """The operator has made the keys of a pod: its member can listen."""
+        for owner in secret["metadata"].get("ownerReferences", ()):
+            if event == "ADDED" and owner["kind"] == "Pod" and not self._keys[owner["name"]].done():
+                self._keys[owner["name"]].set_result(secret["data"])
 
     def note_pod(self, event: str, pod: Body) -> None:
         staged = self._owner(pod)
@@ -124,52 +122,56 @@ class JobsScene:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _listen(self, staged: Staged, secret: Body) -> None:
-        folder = self._folder / staged.name
-        folder.mkdir(exist_ok=True)
-        for name, text in secret["data"].items():
-            (folder / name).write_bytes(base64.b64decode(text))
-        context = MemberTls.read(folder).control_context()
-        staged.server = await listen(staged.by_address, staged.addresses, context)
-        staged.listens.set()
-
     async def _run(self, staged: Staged, pod: Body) -> None:
-        """The pod runs: its member answers at its address."""
+        """The pod runs: its member answers by its name at the job's address."""
         metadata, labels = pod["metadata"], pod["metadata"]["labels"]
-        is_gpu = labels[names.ROLE_LABEL] == names.ROLE_GPU
-        replica = int(labels[names.REPLICA_LABEL]) if is_gpu else None
-        address = staged.addresses[0 if replica is None else replica + 1]
-        if address in staged.by_address:
+        name = names.pod_server_name(labels[names.JOB_UID_LABEL], metadata["name"])
+        if name in staged.started:
             return
+        staged.started.add(name)
+        is_gpu = labels[names.ROLE_LABEL] == names.ROLE_GPU
         hello = Hello(
             pod=metadata["name"],
             pod_uid=metadata["uid"],
             job_uid=labels[names.JOB_UID_LABEL],
             role=labels[names.ROLE_LABEL],
-            replica=replica,
+            replica=int(labels[names.REPLICA_LABEL]) if is_gpu else None,
             incarnation="i1",
         )
-        staged.by_address[address] = Who(hello, staged.journal, self.changed.set)
-        await staged.listens.wait()
-        status = {"phase": "Running", "podIP": address, "podIPs": [{"ip": address}]}
+        tls = _control_context(await self._keys[metadata["name"]])
+        staged.by_name[name] = Who(hello, staged.journal, self.changed.set, tls)
+        async with staged.listening:
+            staged.server = staged.server or await listen(staged.by_name, staged.address, tls)
+        status = {"phase": "Running", "podIP": staged.address, "podIPs": [{"ip": staged.address}]}
         async with self._at_once:
             path = f"{PODS}/{metadata['name']}/status"
             await self.api.call("PATCH", path, {"status": status}, "application/merge-patch+json")
 
     def _address(self) -> str:
-        """Each its own: the control port is the same everywhere."""
+        """Return another one for each job: the control port is the same everywhere."""
         place, self._places = self._places, self._places + 1
         return f"127.{self._net}.{1 + place // 250}.{1 + place % 250}"
+
+
+def _control_context(secret: Mapping[str, str]) -> ssl.SSLContext:
+    """Return the context of a member with the keys in the data of its pod's Secret."""
+    texts = {name: base64.b64decode(text).decode() for name, text in secret.items()}
+    keys = Keys(
+        authorities=texts[names.CA_FILE],
+        certificate=texts[names.CERT_FILE],
+        key=texts[names.KEY_FILE],
+        token=texts[names.DATA_TOKEN_FILE],
+    )
+    return MemberTls(keys).control_context()
 
 
 @asynccontextmanager
 async def scene_of(access: ClusterAccess) -> AsyncIterator[JobsScene]:
     connector = aiohttp.TCPConnector(ssl=access.ssl_context())
-    with tempfile.TemporaryDirectory() as folder:
-        async with aiohttp.ClientSession(connector=connector) as session, asyncio.TaskGroup() as tasks:
-            scene = JobsScene(AdminApi(access, session), Path(folder))
-            watched = ((PODS, scene.note_pod), (JOBS, scene.note_job), (SECRETS, scene.note_secret))
-            watches = [tasks.create_task(scene.api.watch(path, note)) for path, note in watched]
-            yield scene
-            for watch in watches:
-                watch.cancel()
+    async with aiohttp.ClientSession(connector=connector) as session, asyncio.TaskGroup() as tasks:
+        scene = JobsScene(AdminApi(access, session))
+        watched = ((PODS, scene.note_pod), (JOBS, scene.note_job), (SECRETS, scene.note_secret))
+        watches = [tasks.create_task(scene.api.watch(path, note)) for path, note in watched]
+        yield scene
+        for watch in watches:
+            watch.cancel()

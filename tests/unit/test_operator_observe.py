@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from datetime import datetime, timedelta
@@ -12,7 +13,7 @@ import pytest
 from builders import CREATED, UID, facts_at, make_climb, make_job, make_member
 from colocated_rl_api import names
 from colocated_rl_api.failure import FailureCause
-from colocated_rl_api.job_status import ColocatedRLJobStatus, Condition, ConditionStatus
+from colocated_rl_api.job_status import ColocatedRLJobStatus, Condition, ConditionStatus, StartStatus
 from colocated_rl_api.ladder import TIME_SLICED
 from colocated_rl_api.rungs import Rung, WeightVersion
 from colocated_rl_api.seats import ROLLOUT_SEAT
@@ -26,6 +27,9 @@ from colocated_rl_operator.loop.nodes import Nodes
 from colocated_rl_operator.loop.observe import observe
 from colocated_rl_operator.loop.pods import Pods
 from colocated_rl_operator.loop.record import Record
+from colocated_rl_operator.loop.start import with_digests
+from colocated_rl_operator.manifests import resources
+from colocated_rl_operator.manifests.resources import PodImages
 from colocated_rl_operator.planner.notices import NodeSigns
 from colocated_rl_operator.planner.observation import Job, Member, Observation
 from colocated_rl_operator.planner.reasons import Cause
@@ -450,6 +454,27 @@ async def test_pods_are_seen_again_half_a_minute_after_a_restore_of_etcd(scene: 
     assert [restored["metadata"]["resourceVersion"]] == [
         pod["metadata"]["resourceVersion"] for pod in scene.pods.of(UID)
     ]
+
+
+def test_of_a_whole_pod_the_cache_keeps_what_is_read_of_it_and_little_else(scene: ObserveScene) -> None:
+    """All that the server sends of 10,000 pods took more memory than their members' connections."""
+    job, images = make_job(), PodImages("agent:1", "rollout:1", "gpu:1", "Never")
+    pod = resources.seated(resources.pod_template(job, names.ROLE_GPU, images), job, "gpu-0", 0, nonce="a1b2")
+    ran = [{"name": names.GPU_CONTAINER, "imageID": f"gpu@sha256:{'a' * 64}"}]
+    whole = pod | {
+        "metadata": make_pod()["metadata"] | pod["metadata"] | {"managedFields": [{"fieldsV1": pod["spec"]}]},
+        "spec": pod["spec"] | {"nodeName": "node-1"},
+        "status": {"phase": "Running", "podIP": NOBODY, "containerStatuses": ran},
+    }
+    scene.pods.put(whole)
+    (kept,) = scene.pods.of(UID)
+    assert len(json.dumps(kept)) < len(json.dumps(whole)) / 4
+    assert resources.keys_of(whole) == resources.keys_of(kept) is not None
+    status = ColocatedRLJobStatus(start=StartStatus())
+    assert with_digests(status, [whole]) == with_digests(status, [kept]) != status
+    put = scene.pods.known(UID)
+    scene.pods.replace(UID, [whole], known=put)
+    assert [kept] == scene.pods.of(UID)
 
 
 def test_pods_of_jobs_without_a_loop_are_not_kept(scene: ObserveScene) -> None:

@@ -12,9 +12,25 @@ from colocated_rl_api import names
 from colocated_rl_api.names import JobUid, PodUid
 from colocated_rl_operator.clients.kube import Body, version_of
 
+OF_CONTAINER = frozenset({"name", "image"})
+OF_SPEC = frozenset({"nodeName", "schedulingGates", "schedulingGroup"})
+
+
+def brief(pod: Body) -> Body:
+    """Return of a pod what the operator reads, and no more: most of a pod is what its containers are started with, and
+    who wrote which of its fields.
+    """
+    metadata = {key: value for key, value in pod["metadata"].items() if key != "managedFields"}
+    spec = {key: value for key, value in pod.get("spec", {}).items() if key in OF_SPEC}
+    for kind in ("initContainers", "containers"):
+        listed = pod.get("spec", {}).get(kind, ())
+        spec[kind] = [{key: each[key] for key in OF_CONTAINER & each.keys()} for each in listed]
+    spec["volumes"] = [each for each in pod.get("spec", {}).get("volumes", ()) if "secret" in each]
+    return {"metadata": metadata, "spec": spec, "status": pod.get("status", {})}
+
 
 class Pods:
-    """The cache holds the newest known state of each pod of the known jobs, by job and pod UID.
+    """The cache holds the newest known state of each pod of the known jobs, by job and pod UID, as `brief` has it.
 
     A pod of another namespace than its job's is none of them, whoever it names as its owner: people of one namespace
     may make what they like there, and an owner is of the same namespace (Kubernetes, garbage collection).
@@ -41,7 +57,7 @@ class Pods:
             return
         known = pods.get(uid, pod)
         if known is not None and version_of(known) <= version_of(pod):
-            pods[uid] = pod
+            pods[uid] = brief(pod)
 
     def known(self, job_uid: JobUid) -> dict[PodUid, Body | None]:
         """Return the known state of each pod, for `replace`."""
@@ -55,7 +71,7 @@ class Pods:
         ours = {pod["metadata"]["uid"]: pod for pod in listed if self._job_of(pod) == job_uid}
         for uid in pods.keys() | ours.keys():
             if pods.get(uid) is known.get(uid):
-                pods[uid] = ours.get(uid)
+                pods[uid] = brief(ours[uid]) if uid in ours else None
             elif uid in ours:
                 self.put(ours[uid])
 
