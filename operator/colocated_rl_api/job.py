@@ -43,6 +43,7 @@ from colocated_rl_api.rungs import Placement, ReferencePlacement, RolloutPlaceme
 from colocated_rl_api.scheduling import Scheduling, Topology
 
 MANY_STEPS = 1_000_000
+USUAL_PROFILE = "default"
 JOB_NAME_MAX = 40  # longest derived name: NAME-trainer-REPLICA-ATTEMPT, at most 63 characters
 
 _CLAIM = Rule(
@@ -895,6 +896,9 @@ _is_manager, _manager_rule = should_match(
     f"should be a domain, / and a name: {OPERATOR}",
 )
 _TEN_YEARS_S = 315_360_000
+_is_profile, _profile_rule = should_match(
+    r"[a-z0-9]([-a-z0-9]*[a-z0-9])?", "should be of a-z, 0-9 and -, without - at its ends: rdma"
+)
 
 
 class ColocatedRLJobSpec(Part):
@@ -929,7 +933,7 @@ class ColocatedRLJobSpec(Part):
                 "weightSync.verify",
             ),
             *("checkpoint.everySteps", "checkpoint.keep", "checkpoint.milestoneEverySteps", "checkpoint.inMemory"),
-            *("trainer", "switch", "podTemplates", "scheduling"),
+            *("trainer", "switch", "podTemplates", "profile", "scheduling"),
         ),
     )
 
@@ -988,6 +992,14 @@ class ColocatedRLJobSpec(Part):
     pod_templates: PodTemplates = Field(
         default_factory=PodTemplates,
         description="Where pods run, under which names, and what they have beside. May change while the job is "
+        "suspended.",
+    )
+    profile: Annotated[str, _is_profile] = Field(
+        default=USUAL_PROFILE,
+        min_length=1,
+        max_length=63,
+        json_schema_extra=_profile_rule,
+        description="What an admin lets its pods have: a profile of the operator's chart. May change while the job is "
         "suspended.",
     )
     scheduling: Scheduling = Field(

@@ -29,6 +29,7 @@ ROLE_LABEL = f"{GROUP}/role"
 REPLICA_LABEL = f"{GROUP}/replica"  # of its role, from "0"; pods with devices only
 SPARE_LABEL = f"{GROUP}/spare"  # "true": a pod of spec.spares
 READER_LABEL = f"{GROUP}/reader-of"  # job of a pod that reads its store for people: the command line makes it
+PROFILE_LABEL = f"{GROUP}/profile"  # spec.profile, by which the chart's policy judges the pod
 DATA_TOKEN_ANNOTATION = f"{GROUP}/data-token"  # of a job, written by people: another value is another data token
 KEYS_ANNOTATION = f"{GROUP}/keys"  # of a reference's pod: which authority and data token its keys are of
 ATTEMPT_LABEL = f"{GROUP}/attempt"  # how often this replica's pod was made anew, from 0

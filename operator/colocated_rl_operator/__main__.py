@@ -104,7 +104,6 @@ async def lead(settings: OperatorSettings, access: ClusterAccess, metrics: Opera
                 pods=Pods(),
                 keyring=keyring,
                 egress=settings.egress,
-                node_access=settings.node_access,
                 images=settings.images,
                 metrics=metrics,
                 namespace=settings.namespace,

@@ -10,9 +10,8 @@
 | IMAGE_PULL_POLICY | of the pods it makes | IfNotPresent |
 | FAULT_INJECTION | whether agents take faults that a person injects: true or false | false |
 | JOB_EGRESS | what pods of jobs may call, by NetworkPolicies: Open, NoMetadata, Named or OwnPods | NoMetadata |
-| NODE_ACCESS | what pods of jobs may have of their node, by template, in JSON: `NodeAccess` | {} |
 | TAINT_NODES | whether nodes with bad devices are tainted: true or false | false |
-| POD_DEFAULTS | what pods have where their job's template says nothing, by template, in JSON: `PodDefaults` | {} |
+| PROFILES | what an admin lets pods of jobs have, by the name of the profile, in JSON: `Profile` | {} |
 | GANGS | kinds of gangs that the cluster has, with commas between: a job that names none has the first | empty |
 | GANG_SCHEDULERS | names of their schedulers, as KIND=NAME with commas between | empty |
 | LEASE_NAME | the Lease that its replicas compete for | colocated-rl-operator |
@@ -30,21 +29,17 @@ from __future__ import annotations
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
-from colocated_rl_api.parts import Part
-from colocated_rl_api.pod_template import PodDefaults
 from colocated_rl_api.scheduling import Gang
 from colocated_rl_operator.clients.errors import BadSetting
 from colocated_rl_operator.manifests.belongings import Egress
 from colocated_rl_operator.manifests.gangs import Gangs
-from colocated_rl_operator.manifests.node_access import NodeAccess
+from colocated_rl_operator.manifests.profiles import Profile, Profiles
 from colocated_rl_operator.manifests.resources import PodImages
 from colocated_rl_operator.planner.notices import NodeSigns
 
-ByTemplate = TypeVar("ByTemplate", bound=Part)
 LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
 PULL_POLICIES = ("Always", "IfNotPresent", "Never")
 
@@ -73,7 +68,6 @@ class OperatorSettings:
     lease_name: str = "colocated-rl-operator"
     lease: LeaseTimes = LeaseTimes()
     egress: Egress = Egress.NO_METADATA
-    node_access: Mapping[str, NodeAccess] = field(default_factory=dict)
     issued_authority: str = ""
     keys_check_s: float = 60.0
     metrics_port: int = 9090
@@ -109,7 +103,7 @@ class OperatorSettings:
                 pull_policy=read.choice("IMAGE_PULL_POLICY", "IfNotPresent", PULL_POLICIES),
                 takes_faults=read.choice("FAULT_INJECTION", "false", ("true", "false")) == "true",
                 requests_disk=read.choice("REQUEST_DISK", "true", ("true", "false")) == "true",
-                defaults=read.by_template("POD_DEFAULTS", PodDefaults),
+                profiles=read.profiles(),
                 gangs=read.gangs(),
             ),
             watch_namespaces=read.several("WATCH_NAMESPACES"),
@@ -122,7 +116,6 @@ class OperatorSettings:
             lease_name=read.text("LEASE_NAME", "colocated-rl-operator"),
             lease=lease,
             egress=Egress(read.choice("JOB_EGRESS", Egress.NO_METADATA, tuple(Egress))),
-            node_access=read.by_template("NODE_ACCESS", NodeAccess),
             issued_authority=read.text("AUTHORITY_SECRET", ""),
             keys_check_s=read.seconds("KEYS_CHECK_S", 60.0),
             metrics_port=read.port("METRICS_PORT", 9090),
@@ -174,17 +167,15 @@ class _EnvironmentReader:
             raise BadSetting(name, value, "one of " + ", ".join(choices))
         return value
 
-    def by_template(self, name: str, part: type[ByTemplate]) -> Mapping[str, ByTemplate]:
-        """Return what JSON says of each template; what it says nothing of is left out."""
-        text = self.text(name, "{}")
-        kind = dict[Literal["gpu", "engine", "reference", "rollout"], part]  # type: ignore[valid-type]
+    def profiles(self) -> Profiles:
+        text = self.text("PROFILES", "{}")
         try:
-            found = TypeAdapter(kind).validate_json(text)
+            written = TypeAdapter(dict[str, Profile]).validate_json(text)
         except ValidationError as error:
             [first, *_] = error.errors(include_url=False)
             place = ".".join(map(str, first["loc"]))
-            raise BadSetting(name, text, f"JSON by template; {place}: {first['msg']}") from error
-        return {str(template): each for template, each in found.items() if each != part()}
+            raise BadSetting("PROFILES", text, f"JSON by name of a profile; {place}: {first['msg']}") from error
+        return Profiles({**Profiles().by_name, **written})
 
     def seconds(self, name: str, default: float) -> float:
         value = self.text(name, str(default))

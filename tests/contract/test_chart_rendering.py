@@ -20,6 +20,7 @@ from builders import make_job
 from colocated_rl_api import names
 from colocated_rl_operator.clients import authority
 from colocated_rl_operator.manifests import resources
+from colocated_rl_operator.manifests.profiles import FIELDS, RoleProfile
 from colocated_rl_operator.manifests.resources import PodImages
 from colocated_rl_operator.settings import OperatorSettings
 from setup.layout import CHECKOUT
@@ -106,11 +107,17 @@ def test_values_reach_the_operator() -> None:
     assert ("research", "team-a") == settings.watch_namespaces
     assert {"old/colocated-rl"} == settings.takes_over
     settings = OperatorSettings.read(environment(one(rendered(CHART / "ci/node-notices-values.yaml"), "Deployment")))
-    allowed = {template: (each.host_network, each.host_paths) for template, each in settings.node_access.items()}
-    of_gpu, of_rollout = (True, ["/mnt/nvme", "/mnt/models"]), (False, ["/mnt/rows"])
-    assert {"gpu": of_gpu, "rollout": of_rollout} == allowed
-    assert ["gpu"] == [*settings.images.defaults]
-    assert 1000660000 == settings.images.defaults["gpu"].security_context.run_as_user, "a whole number still"
+    usual, nvme = (settings.images.profiles.by_name[name] for name in ("default", "nvme"))
+    assert 1000660000 == usual.gpu.defaults.security_context.run_as_user, "a whole number still"
+    assert RoleProfile() == usual.rollout
+    assert (["research"], ["nodeSelector", "serviceAccountName"]) == (nvme.namespaces, nvme.gpu.fixed)
+    allowed = [(each.host_network, each.host_paths) for each in (nvme.gpu, nvme.rollout)]
+    assert [(True, ["/mnt/nvme", "/mnt/models"]), (False, ["/mnt/rows"])] == allowed
+
+
+def test_the_chart_knows_the_fields_that_a_profile_may_fix() -> None:
+    schema = json.loads((CHART / "values.schema.json").read_text())
+    assert sorted(FIELDS) == sorted(schema["definitions"]["roleProfile"]["properties"]["fixed"]["items"]["enum"])
 
 
 def test_lease_and_authority_are_the_ones_that_the_role_names() -> None:
@@ -196,9 +203,10 @@ def test_job_network_policies_recognize_the_operator() -> None:
         ("watch.takeOver[0]=colocated-rl", "/watch/takeOver/0"),
         ("resources.limit.memory=1Gi", "limit"),
         ("runAsUser=0", "/runAsUser"),
-        ("nodes.access.trainer.hostNetwork=true", "trainer"),
-        ("podDefaults.trainer.priorityClassName=low", "trainer"),
-        ("nodes.access.gpu.hostPaths[0]=mnt", "/nodes/access/gpu/hostPaths/0"),
+        ("profiles.nvme.trainer.hostNetwork=true", "trainer"),
+        ("profiles.default.gpu.fixed[0]=volumes", "/profiles/default/gpu/fixed/0"),
+        ("profiles.nvme.gpu.hostPaths[0]=mnt", "/profiles/nvme/gpu/hostPaths/0"),
+        ("profiles.NVME.namespaces[0]=research", "NVME"),
         ("serviceAccount.name=rl_operator", "/serviceAccount/name"),
         ("crds.install=yes-please", "/crds/install"),
         ("crds.install=null", "/crds"),

@@ -185,6 +185,7 @@ MAY_CHANGE_WHILE_SUSPENDED = {
     "trainer.offload": ["Gradients", "Optimizer"],
     "switch.settleSeconds": 7,
     "podTemplates.gpu.spec.nodeSelector": {"zone": "b"},
+    "profile": "nvme",
     "podTemplates.gpu.spec.affinity": {"podAffinity": {"renamed": []}},
     "scheduling.gang": "Volcano",
     "scheduling.queuedPods": "WithDevices",

@@ -19,8 +19,9 @@ import pytest
 
 from builders import OWN_ROLLOUT, make_job
 from colocated_rl_api import names
+from colocated_rl_api.job import USUAL_PROFILE
 from colocated_rl_api.names import PodUid
-from colocated_rl_api.seats import role_of
+from colocated_rl_api.seats import ROLLOUT_SEAT, role_of
 from colocated_rl_operator.clients.authority import SECRET_NAME
 from colocated_rl_operator.clients.cluster import ClusterAccess
 from colocated_rl_operator.manifests import belongings, resources
@@ -111,8 +112,8 @@ FOREIGN = [
 ]
 
 
-def pod_of_a_job(change: Callable[[Body], object]) -> Body:
-    body = copy.deepcopy(resources.pod(job_here(), "gpu-0", 0, IMAGES))
+def pod_of_a_job(change: Callable[[Body], object], *, profile: str = USUAL_PROFILE, seat: str = "gpu-0") -> Body:
+    body = copy.deepcopy(resources.pod(job_here(profile=profile), seat, 0, IMAGES))
     change(body)
     return body
 
@@ -147,7 +148,7 @@ def token_for(**audience: str) -> Callable[[Body], None]:
 
 NO_TOKEN = "audience that pods of jobs may have none for"
 NO_PRIVILEGE = "no container of a job is privileged"
-NO_NODE = "only what nodes.access"
+NO_NODE = "only what their profile"
 
 PODS_REFUSED = {
     "without an owner": (without_owner, NO_SHAPE),
@@ -271,11 +272,12 @@ async def test_whatever_the_operator_renders_is_let_through(
 async def test_what_an_admin_allows_by_the_charts_values_is_let_through(
     access: ClusterAccess, operators: ClusterAccess, tmp_path: Path
 ) -> None:
-    """A list of ServiceAccounts refuses any other, by its name."""
+    """A profile holds for pods of one role, in its namespaces; a list of ServiceAccounts refuses all others by name."""
     allowed = (
-        *("--set", "nodes.access.gpu.hostNetwork=true,nodes.access.rollout.hostPaths={/mnt/rows}"),
+        *("--set", "profiles.nvme.gpu.hostNetwork=true,profiles.nvme.gpu.hostPaths={/mnt/rows}"),
+        *("--set", f"profiles.nvme.namespaces={{{OPERATORS}}},profiles.theirs.namespaces={{research}}"),
+        *("--set", f"profiles.nvme.gpu.defaults.serviceAccountName={ACCOUNT}"),
         *("--set", "admission.tokenAudiences={vault},admission.serviceAccounts={reader}"),
-        *("--set", "podDefaults.gpu.serviceAccountName=usual"),
     )
     account_of_chart(access, tmp_path, *allowed)
     try:
@@ -284,16 +286,20 @@ async def test_what_an_admin_allows_by_the_charts_values_is_let_through(
             async with asyncio.timeout(DEADLINE_S):
                 while f"may not have the ServiceAccount {ACCOUNT}" not in await thief.make(refused):  # noqa: ASYNC110 - as above
                     await asyncio.sleep(0.1)
-            for change in (
-                in_spec(hostNetwork=True),
-                with_volume(hostPath={"path": "/mnt/rows"}),
-                token_for(audience="vault"),
-            ):
-                assert "" == await thief.make(pod_of_a_job(change))
-            for account in ("reader", "usual"):
-                words = await thief.make(pod_of_a_job(in_spec(serviceAccountName=account)))
-                assert "serviceaccount" in words, "there is no such account, which is another one's to say"
-            assert NO_NODE in await thief.make(pod_of_a_job(with_volume(hostPath={"path": "/mnt"})))
+            for change in (in_spec(hostNetwork=True), with_volume(hostPath={"path": "/mnt/rows"})):
+                assert "" == await thief.make(pod_of_a_job(change, profile="nvme"))
+                assert NO_NODE in await thief.make(pod_of_a_job(change))
+                assert NO_NODE in await thief.make(pod_of_a_job(change, profile="nvme", seat=ROLLOUT_SEAT))
+            assert NO_NODE in await thief.make(pod_of_a_job(with_volume(hostPath={"path": "/mnt"}), profile="nvme"))
+            theirs = await thief.make(pod_of_a_job(lambda _: None, profile="theirs"))
+            assert f"profile theirs is not for jobs of namespace {OPERATORS}" in theirs
+            assert "" == await thief.make(pod_of_a_job(token_for(audience="vault")))
+            words = await thief.make(pod_of_a_job(in_spec(serviceAccountName="reader")))
+            assert "serviceaccount" in words, "there is no such account, which is another one's to say"
+            given = in_spec(serviceAccountName=ACCOUNT)
+            assert "" == await thief.make(pod_of_a_job(given, profile="nvme"))
+            of_rollout = await thief.make(pod_of_a_job(given, profile="nvme", seat=ROLLOUT_SEAT))
+            assert f"may not have the ServiceAccount {ACCOUNT}" in of_rollout
             assert NO_TOKEN in await thief.make(pod_of_a_job(token_for(audience="sts.amazonaws.com")))
     finally:
         account_of_chart(access, tmp_path)

@@ -24,7 +24,6 @@ from colocated_rl_api import names
 from colocated_rl_api.job_status import ColocatedRLJobStatus
 from colocated_rl_api.ladder import RESIDENT
 from colocated_rl_api.member_wire import Goal, PodTarget, RolloutTarget
-from colocated_rl_api.pod_template import PodDefaults
 from colocated_rl_api.rungs import Placement, Rung
 from colocated_rl_operator.clients.errors import ApiUnreachable
 from colocated_rl_operator.clients.kube import Kube
@@ -32,7 +31,7 @@ from colocated_rl_operator.loop.claim import claim
 from colocated_rl_operator.loop.deletion import DELETE_TRIES, expire_again_s
 from colocated_rl_operator.loop.drive import drive_job, note_job, note_pod
 from colocated_rl_operator.loop.objects import FAILS_S
-from colocated_rl_operator.manifests.node_access import NodeAccess
+from colocated_rl_operator.manifests.profiles import Profile, Profiles
 from colocated_rl_operator.manifests.resources import PodImages
 from colocated_rl_operator.metrics import OperatorMetrics
 from colocated_rl_operator.planner.plan import STOP_DEADLINE_S
@@ -1094,12 +1093,16 @@ async def test_pods_that_the_server_would_refuse_stall_the_job_before_any_is_mad
     assert 2 == len(trials), "refused, then taken, and not asked at each look"
 
 
+def with_profiles(**written: Any) -> PodImages:
+    profiles = Profiles({name: Profile.model_validate(each) for name, each in written.items()})
+    return PodImages(agent="agent", rollout="rollout", gpu="gpu", pull_policy="IfNotPresent", profiles=profiles)
+
+
 async def test_defaults_of_an_admin_are_tried_before_any_pod_is_made(world: FakeWorld) -> None:
     """The job's own templates are empty, and what they are laid over is the server's to judge as well."""
     world.api.refused_trial = lambda pod: f"no PriorityClass with name {pod['spec'].get('priorityClassName')} was found"
-    defaults = {"rollout": PodDefaults(priority_class_name="nobody-knows")}
-    images = PodImages(agent="agent", rollout="rollout", gpu="gpu", pull_policy="IfNotPresent", defaults=defaults)
-    async with world.operator(images=images):
+    usual = {"rollout": {"defaults": {"priorityClassName": "nobody-knows"}}}
+    async with world.operator(images=with_profiles(default=usual)):
         await world.until(lambda: world.status.get("conditions") and condition(world, "Stalled")[0] == "True")
         assert "no PriorityClass with name" in condition_message(world, "Stalled")
         assert [] == world.api.all("pods")
@@ -1108,18 +1111,23 @@ async def test_defaults_of_an_admin_are_tried_before_any_pod_is_made(world: Fake
 NVME = {"spec": {"volumes": [{"name": "nvme", "hostPath": {"path": "/mnt/nvme"}}]}}
 
 
-async def test_pods_come_by_the_paths_of_their_nodes_that_an_admin_allows(world: FakeWorld) -> None:
+async def test_pods_come_by_the_paths_of_their_nodes_that_their_profile_allows(world: FakeWorld) -> None:
     """Whoever may make a job has the operator make its pods: what those may have of nodes is an admin's to say."""
-    change(world, podTemplates={"gpu": NVME})
+    change(world, podTemplates={"gpu": NVME}, profile="nvme")
     stay_in_rollout(world)
-    async with world.operator():
+    nvme = {"gpu": {"hostPaths": ["/mnt/nvme"]}}
+    async with world.operator(images=with_profiles(default=nvme, nvme=nvme | {"namespaces": ["research"]})):
         await world.until(lambda: world.status.get("conditions") and condition(world, "Stalled")[0] == "True")
         message = condition_message(world, "Stalled")
-        assert "gpu pods may not have /mnt/nvme of their node" in message
-        assert "nodes.access.gpu.hostPaths" in message
+        assert "spec.profile is nvme, and jobs of namespace default may have default:" in message
+        assert "profiles.nvme.namespaces" in message
         assert [] == world.api.all("pods")
-    allowed = {"gpu": NodeAccess.model_validate({"hostPaths": ["/mnt/nvme"]})}
-    async with world.operator(node_access=allowed):
+    async with world.operator(images=with_profiles(default=nvme, nvme={})):
+        refused = "gpu pods of profile nvme may not have /mnt/nvme of their node"
+        await world.until(lambda: refused in condition_message(world, "Stalled"))
+        assert "profiles.nvme.gpu.hostPaths" in condition_message(world, "Stalled")
+        assert [] == world.api.all("pods")
+    async with world.operator(images=with_profiles(nvme=nvme)):
         await world.until(lambda: world.status.get("phase") == "Rollout")
         assert ("False", "NotStalled") == condition(world, "Stalled")
         epoch = world.status["epoch"]

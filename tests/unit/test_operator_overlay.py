@@ -16,13 +16,12 @@ from colocated_rl_api.pod_template import (
     OWNED_VARIABLES,
     OWNED_VOLUME_PREFIXES,
     OWNED_VOLUMES,
-    PodDefaults,
     PodSpec,
 )
-from colocated_rl_api.seats import ROLLOUT_SEAT, gpu_seat
-from colocated_rl_operator.manifests import node_access, resources
+from colocated_rl_api.seats import ROLLOUT_SEAT, gpu_seat, role_of
+from colocated_rl_operator.manifests import resources
 from colocated_rl_operator.manifests.confinement import RESTRICTED
-from colocated_rl_operator.manifests.node_access import NodeAccess
+from colocated_rl_operator.manifests.profiles import Profile, Profiles
 from colocated_rl_operator.manifests.resources import PodImages
 from fakes.quality_of_service import quality_of_service
 
@@ -40,6 +39,10 @@ def pod(seat: str, *avoids: str, **spec: Any) -> dict[str, Any]:
 
 def gpu_pod(template: dict[str, Any], *avoids: str, **spec: Any) -> dict[str, Any]:
     return pod(gpu_seat(0), *avoids, podTemplates={"gpu": template}, **spec)
+
+
+def profiles(**written: Any) -> Profiles:
+    return Profiles({name: Profile.model_validate(each) for name, each in written.items()})
 
 
 def containers(body: dict[str, Any]) -> dict[str, dict[str, Any]]:
@@ -110,7 +113,7 @@ def test_a_template_of_its_own_takes_nothing_from_that_of_gpu_pods() -> None:
 def test_what_a_template_says_nothing_of_is_as_an_admin_says_for_all_jobs() -> None:
     """A field counts as a whole: in a merge of lists, nobody could take one of an admin's items away."""
     usual = {"tolerations": [{"key": "gpu"}], "priorityClassName": "low", "securityContext": {"runAsUser": 7000}}
-    images = replace(IMAGES, defaults={"gpu": PodDefaults.model_validate(usual)})
+    images = replace(IMAGES, profiles=profiles(default={"gpu": {"defaults": usual}}, other={}))
     own = {"gpu": {"spec": {"tolerations": [{"key": "mine"}], "nodeSelector": {"pool": "a"}}}}
     laid, plain, rollout = (
         resources.pod(make_job(podTemplates=templates), seat, 0, images)["spec"]
@@ -126,6 +129,7 @@ def test_what_a_template_says_nothing_of_is_as_an_admin_says_for_all_jobs() -> N
     assert pod(ROLLOUT_SEAT)["spec"] == rollout, "each role has its own"
     stored = {"gpu": {"spec": PodSpec().model_dump(mode="json", by_alias=True, exclude_none=True)}}
     assert plain == resources.pod(make_job(podTemplates=stored), gpu_seat(0), 0, images)["spec"]
+    assert pod(gpu_seat(0))["spec"] == resources.pod(make_job(profile="other"), gpu_seat(0), 0, images)["spec"]
 
 
 def test_labels_and_annotations_come_beside_the_operators_and_before_the_usual() -> None:
@@ -307,8 +311,13 @@ OF_THE_NODE = {
 }
 
 
+def refusals(written: Profiles, seat: str = "gpu-0", **spec: Any) -> list[str]:
+    job = make_job(**spec)
+    return [*written.refusals(job, role_of(seat), resources.pod(job, seat, 0, IMAGES)["spec"])]
+
+
 @pytest.mark.parametrize(
-    ("access", "refused"),
+    ("allowed", "refused"),
     [
         ({}, ["hostNetwork", "/mnt/nvme ", "/mnt/nvme/cache "]),
         ({"gpu": {"hostNetwork": True}}, ["/mnt/nvme ", "/mnt/nvme/cache "]),
@@ -320,25 +329,61 @@ OF_THE_NODE = {
         ),
     ],
 )
-def test_what_a_pod_uses_of_its_node_is_refused_by_name_unless_an_admin_allows_it(access: Any, refused: Any) -> None:
-    spec = gpu_pod({"spec": OF_THE_NODE})["spec"]
-    allowed = {template: NodeAccess.model_validate(each) for template, each in access.items()}
-    found = list(node_access.refusals("gpu", spec, allowed))
+def test_what_a_pod_uses_of_its_node_is_refused_by_name_unless_its_profile_allows_it(
+    allowed: Any, refused: Any
+) -> None:
+    template = {"gpu": {"spec": OF_THE_NODE}}
+    all_of_it = {"gpu": {"hostNetwork": True, "hostPaths": ["/mnt/nvme", "/mnt/nvme/cache"]}}
+    found = refusals(profiles(default=all_of_it, nvme=allowed), podTemplates=template, profile="nvme")
     assert len(refused) == len(found)
     for what, words in zip(refused, found, strict=True):
         assert what in words
         value = "hostNetwork" if what == "hostNetwork" else "hostPaths"
-        assert f"have an admin of the cluster allow it by nodes.access.gpu.{value}" in words
+        assert "gpu pods of profile nvme may not have" in words
+        assert f"have an admin of the cluster allow it by profiles.nvme.gpu.{value}" in words
 
 
 def test_a_path_of_the_node_is_allowed_to_pods_of_one_role() -> None:
-    template = {"spec": OF_THE_NODE}
-    allowed = {
-        "engine": NodeAccess.model_validate({"hostNetwork": True, "hostPaths": ["/mnt/nvme", "/mnt/nvme/cache"]})
-    }
-    specs = {role: pod(f"{role}-0", podTemplates={"gpu": template}, **APART)["spec"] for role in ("trainer", "engine")}
-    assert [3, 0] == [len([*node_access.refusals(role, spec, allowed)]) for role, spec in specs.items()]
-    assert [] == [*node_access.refusals("gpu", pod(gpu_seat(0))["spec"], {})]
+    template, paths = {"gpu": {"spec": OF_THE_NODE}}, ["/mnt/nvme", "/mnt/nvme/cache"]
+    written = profiles(default={"engine": {"hostNetwork": True, "hostPaths": paths}})
+    seats = ("trainer-0", "engine-0")
+    assert [3, 0] == [len(refusals(written, seat, podTemplates=template, **APART)) for seat in seats]
+    assert [] == refusals(profiles(default={}))
+
+
+def test_what_a_profile_fixes_no_template_has_and_the_profile_gives() -> None:
+    given = {"nodeSelector": {"pool": "spot"}, "priorityClassName": "low"}
+    written = profiles(default={"gpu": {"defaults": given, "fixed": ["nodeSelector", "schedulerName"]}})
+    own = {"nodeSelector": {"pool": "best"}, "priorityClassName": "high", "schedulerName": "mine"}
+    templates: list[dict[str, Any]] = [{}, {"priorityClassName": "high"}, {"nodeSelector": {}}]
+    for template in templates:
+        job = make_job(podTemplates={"gpu": {"spec": template}})
+        body = resources.pod(job, gpu_seat(0), 0, replace(IMAGES, profiles=written))
+        assert {"pool": "spot"} == body["spec"]["nodeSelector"]
+        assert [] == [*written.refusals(job, "gpu", body["spec"])]
+    selector, scheduler = refusals(written, podTemplates={"gpu": {"spec": own}})
+    assert "gpu pods of profile default may not have nodeSelector of their own: remove it from spec.pod" in selector
+    assert "schedulerName" in scheduler
+    assert "profiles.default.gpu.fixed" in scheduler
+    assert [] == refusals(written, ROLLOUT_SEAT, podTemplates={"rollout": {"spec": own}}), "each role has its own"
+
+
+def test_a_profile_that_there_is_not_or_not_here_is_refused_with_those_that_there_are() -> None:
+    written = profiles(default={}, nvme={"namespaces": ["research"]}, mine={"namespaces": ["other", "default"]})
+    assert [] == refusals(written, profile="mine")
+    [unknown], [elsewhere] = (refusals(written, profile=name) for name in ("fast", "nvme"))
+    assert "spec.profile is fast, and jobs of namespace default may have default, mine" in unknown
+    assert "have an admin of the cluster allow it by profiles.fast in the values" in unknown
+    assert "allow it by profiles.nvme.namespaces in the values" in elsewhere
+    [none] = refusals(profiles(default={"namespaces": ["research"]}))
+    assert "may have none yet" in none
+
+
+def test_each_pod_says_by_which_profile_the_chart_s_policy_judges_it() -> None:
+    assert ["nvme", "default"] == [
+        resources.pod(make_job(**spec), ROLLOUT_SEAT, 0, IMAGES)["metadata"]["labels"][names.PROFILE_LABEL]
+        for spec in ({"profile": "nvme"}, {})
+    ]
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from colocated_rl_api.scheduling import Gang
 from colocated_rl_operator.clients.cluster import find_cluster
 from colocated_rl_operator.clients.errors import BadSetting
 from colocated_rl_operator.manifests.gangs import NO_GANGS, Gangs
+from colocated_rl_operator.manifests.profiles import Profile
 from colocated_rl_operator.planner.observation import Observation
 from colocated_rl_operator.settings import OperatorSettings
 from colocated_rl_operator.simulate import observation
@@ -51,19 +52,17 @@ def test_f97_faults_are_injected_only_where_that_is_said() -> None:
     assert not OperatorSettings.read(ENVIRONMENT | {"REQUEST_DISK": "false"}).images.requests_disk
 
 
-def test_pods_have_of_their_node_what_an_admin_allows_and_nothing_by_default() -> None:
-    assert {} == OperatorSettings.read(ENVIRONMENT).node_access
-    text = '{"gpu": {"hostNetwork": true, "hostPaths": ["/mnt/nvme"]}, "engine": {}}'
-    access = OperatorSettings.read(ENVIRONMENT | {"NODE_ACCESS": text}).node_access
-    assert ["gpu"] == [*access]
-    assert (True, ["/mnt/nvme"]) == (access["gpu"].host_network, access["gpu"].host_paths)
-
-
-def test_pods_have_defaults_that_an_admin_writes_in_the_words_of_a_template() -> None:
-    assert {} == OperatorSettings.read(ENVIRONMENT).images.defaults
-    text = '{"gpu": {}, "rollout": {"tolerations": [{"key": "cpu"}]}}'
-    defaults = OperatorSettings.read(ENVIRONMENT | {"POD_DEFAULTS": text}).images.defaults
-    assert {"rollout": ["cpu"]} == {name: [each.key for each in one.tolerations] for name, one in defaults.items()}
+def test_an_admin_writes_profiles_in_the_words_of_a_template_and_one_allows_nothing_by_default() -> None:
+    assert {"default": Profile()} == OperatorSettings.read(ENVIRONMENT).images.profiles.by_name
+    text = """{"nvme": {"namespaces": ["research"], "gpu": {"hostNetwork": true, "hostPaths": ["/mnt/nvme"]},
+        "rollout": {"defaults": {"tolerations": [{"key": "cpu"}]}, "fixed": ["tolerations", "dnsPolicy"]}}}"""
+    written = OperatorSettings.read(ENVIRONMENT | {"PROFILES": text}).images.profiles.by_name
+    assert ["default", "nvme"] == [*written]
+    of_gpu, of_rollout = written["nvme"].gpu, written["nvme"].rollout
+    assert (["research"], ["/mnt/nvme"]) == (written["nvme"].namespaces, of_gpu.host_paths)
+    assert (True, False) == (of_gpu.host_network, of_rollout.host_network)
+    assert ["cpu"] == [each.key for each in of_rollout.defaults.tolerations]
+    assert ["tolerations", "dnsPolicy"] == of_rollout.fixed
 
 
 def test_nodes_are_tainted_only_where_an_admin_says_so() -> None:
@@ -98,12 +97,12 @@ def test_gangs_are_in_the_order_of_the_clusters_choice() -> None:
         ("IMAGE_PULL_POLICY", "Sometimes"),
         ("FAULT_INJECTION", "maybe"),
         ("REQUEST_DISK", "maybe"),
-        ("POD_DEFAULTS", '{"gpu": {"hostNetwork": true}}'),
-        ("POD_DEFAULTS", '{"gpu": {"priorityClass": "low"}}'),
-        ("NODE_ACCESS", "gpu"),
-        ("NODE_ACCESS", '{"trainer": {}}'),
-        ("NODE_ACCESS", '{"gpu": {"hostPath": "/mnt"}}'),
-        ("NODE_ACCESS", '{"gpu": {"hostPaths": ["mnt"]}}'),
+        ("PROFILES", "gpu"),
+        ("PROFILES", '{"nvme": {"trainer": {}}}'),
+        ("PROFILES", '{"nvme": {"gpu": {"hostPath": "/mnt"}}}'),
+        ("PROFILES", '{"nvme": {"gpu": {"hostPaths": ["mnt"]}}}'),
+        ("PROFILES", '{"nvme": {"gpu": {"defaults": {"hostNetwork": true}}}}'),
+        ("PROFILES", '{"nvme": {"gpu": {"fixed": ["volumes"]}}}'),
         ("TAKE_OVER", "old/colocated-rl,older"),
         ("TAKE_OVER", "old/colocated-rl/x"),
         ("GANGS", "Volcano,Slurm"),

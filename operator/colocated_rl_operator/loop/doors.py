@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 
@@ -16,7 +16,6 @@ from colocated_rl_operator.loop.nodes import Nodes
 from colocated_rl_operator.loop.pods import Pods
 from colocated_rl_operator.manifests import resources
 from colocated_rl_operator.manifests.belongings import Egress
-from colocated_rl_operator.manifests.node_access import NodeAccess
 from colocated_rl_operator.metrics import OperatorMetrics
 from colocated_rl_operator.planner.notices import NodeSigns
 
@@ -41,7 +40,6 @@ class Doors:
     confirm: Callable[[], Awaitable[None]]  # returns only if this process leads
     takes_over: frozenset[str] = frozenset()  # operators whose jobs become this one's
     egress: Egress = Egress.NO_METADATA  # what pods of jobs may call
-    node_access: Mapping[str, NodeAccess] = field(default_factory=dict)  # what they may have of nodes, by template
     taints_nodes: bool = False  # those with bad devices
     queue: Queue = field(default_factory=Queue)
     nodes: Nodes = field(default_factory=lambda: Nodes(NodeSigns()))

@@ -16,7 +16,7 @@ from colocated_rl_api import names
 from colocated_rl_api.failure import FailureCause
 from colocated_rl_api.logs import log
 from colocated_rl_api.names import PodUid
-from colocated_rl_api.pod_template import PodTemplate
+from colocated_rl_api.pod_template import PodDefaults, PodTemplate
 from colocated_rl_api.seats import ROLLOUT_SEAT, role_of
 from colocated_rl_operator.clients.authority import Keyholder, secret_files
 from colocated_rl_operator.clients.errors import (
@@ -34,7 +34,7 @@ from colocated_rl_operator.loop.job_state import JobState, list_again
 from colocated_rl_operator.loop.record import News
 from colocated_rl_operator.loop.reporting import set_stall
 from colocated_rl_operator.loop.start import pinned, recorded_images, start_with
-from colocated_rl_operator.manifests import belongings, node_access, resources
+from colocated_rl_operator.manifests import belongings, resources
 from colocated_rl_operator.manifests.gangs import NEEDS
 from colocated_rl_operator.planner.actions import CreatePod, DeletePod, PodAction
 from colocated_rl_operator.planner.observation import Job, Observation, RefusedPod
@@ -220,10 +220,10 @@ async def _try_pods(job: Job, doors: Doors) -> None:
         raise NotAdmitted(objection)
     for role, seat in {role_of(seat): seat for seat in job.seats.all}.items():
         body = resources.pod(job, seat, 0, doors.images)
-        newer = _newer_parts(body)
-        if job.spec.pod_templates.of(role) == PodTemplate() and not doors.images.defaults and not newer:
+        _check_profile(job, role, body, doors)
+        newer, defaults = _newer_parts(body), doors.images.profiles.defaults(job, role)
+        if job.spec.pod_templates.of(role) == PodTemplate() and defaults == PodDefaults() and not newer:
             continue  # all of it is the operator's own, and every server has it
-        _check_access(role, body, doors)
         try:
             kept = await doors.kube.create_pod(job.namespace, body, dry_run=True)
         except Conflict:
@@ -243,9 +243,9 @@ def _newer_parts(pod: Body) -> set[str]:
     return claims | {NO_IMAGE_VOLUMES for volume in spec.get("volumes", ()) if "image" in volume}
 
 
-def _check_access(role: str, body: Body, doors: Doors) -> None:
-    """Raise NotAdmitted if the pod uses what an admin has not allowed of its node."""
-    if refused := "; ".join(node_access.refusals(role, body["spec"], doors.node_access)):
+def _check_profile(job: Job, role: str, body: Body, doors: Doors) -> None:
+    """Raise NotAdmitted if the job may not have its profile, or the pod has what that does not allow."""
+    if refused := "; ".join(doors.images.profiles.refusals(job, role, body["spec"])):
         raise NotAdmitted(refused)
 
 
@@ -393,7 +393,7 @@ async def _create_pod(state: JobState, job: Job, action: CreatePod, doors: Doors
     nonce, avoids = secrets.token_hex(8), action.avoids
     body = resources.seated(template, job, action.seat, action.attempt, avoids=avoids, nonce=nonce, keys_mark=mark)
     body = pinned(body, state.status.start)
-    _check_access(role, body, doors)
+    _check_profile(job, role, body, doors)
     name = body["metadata"]["name"]
     try:
         doors.pods.put(await doors.kube.create_pod(job.namespace, body))

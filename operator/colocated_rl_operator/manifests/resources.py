@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from colocated_rl_api import names
@@ -22,13 +22,13 @@ from colocated_rl_api.failure import FailureAction
 from colocated_rl_api.job import Gpus
 from colocated_rl_api.model import ModelClaim, ModelImage
 from colocated_rl_api.parts import Resources, size_in_bytes
-from colocated_rl_api.pod_template import TEMPLATE_OF, PodDefaults
 from colocated_rl_api.prompts import claim_names_of, secret_names_of
 from colocated_rl_api.rungs import Placement
 from colocated_rl_api.seats import ROLLOUT_SEAT, is_spare, role_of
 from colocated_rl_operator.manifests import overlay
 from colocated_rl_operator.manifests.confinement import LAST_WORDS, NO_WORDS, RESTRICTED, Users, users_of
 from colocated_rl_operator.manifests.gangs import GROUP_INDEX, GROUP_LABEL, NO_GANGS, Gangs, in_queue, membership
+from colocated_rl_operator.manifests.profiles import NO_PROFILES, Profiles
 from colocated_rl_operator.planner.observation import Job
 
 Object = dict[str, Any]
@@ -59,8 +59,7 @@ class PodImages:
     """Containers run these images if the job names none.
 
     takes_faults: agents take faults that a person injects. requests_disk: nodes count the disk that pods request.
-    defaults: what pods have where their job's template says nothing, by template.
-    gangs: those that the cluster has.
+    profiles, gangs: those that jobs may have.
     """
 
     agent: str
@@ -69,7 +68,7 @@ class PodImages:
     pull_policy: str
     takes_faults: bool = False
     requests_disk: bool = True
-    defaults: Mapping[str, PodDefaults] = field(default_factory=dict)
+    profiles: Profiles = NO_PROFILES
     gangs: Gangs = NO_GANGS
 
 
@@ -147,8 +146,8 @@ def pod_templates(job: Job, images: PodImages) -> dict[str, Object]:
 def pod_template(job: Job, role: str, images: PodImages) -> Object:
     """Return the labels, annotations and spec that all pods of a role share. `seated` adds what one pod has alone."""
     template, group = job.spec.pod_templates.of(role), membership(job, role, images.gangs)
-    if usual := images.defaults.get(TEMPLATE_OF[role]):
-        template = template.model_copy(update={"spec": template.spec.with_defaults(usual)})
+    usual = images.profiles.defaults(job, role)
+    template = template.model_copy(update={"spec": template.spec.with_defaults(usual)})
     users = users_of(template.spec.security_context)
     match role:
         case names.ROLE_ROLLOUT:
@@ -180,7 +179,8 @@ def seated(
     at any price only where a rule asks for that: a usual answer must not leave a small cluster's job without a place.
     """
     shared, spec = template["metadata"], dict(template["spec"])
-    labels = {names.ATTEMPT_LABEL: str(attempt)} | ({names.SPARE_LABEL: "true"} if is_spare(seat) else {})
+    labels = {names.ATTEMPT_LABEL: str(attempt), names.PROFILE_LABEL: job.spec.profile}
+    labels |= {names.SPARE_LABEL: "true"} if is_spare(seat) else {}
     if seat != ROLLOUT_SEAT:
         labels[names.REPLICA_LABEL] = seat.rpartition("-")[2]
         if GROUP_LABEL in shared["labels"]:

@@ -215,8 +215,8 @@ class Reason(DocumentedReason):
     OBJECT_REFUSED = (
         "ObjectRefused",
         "The API server does not admit an object of the job, or the deletion of an expired one: quota, pod security, "
-        "a webhook, a missing right, a name that is taken. Or it has failed at it for half a minute. Or a pod uses of "
-        "its node what no admin allows.",
+        "a webhook, a missing right, a name that is taken. Or it has failed at it for half a minute. Or the job may "
+        "not have its profile, or its pods have what that does not allow.",
         "the message has the server's words; it is tried again every 30 s, a deletion less and less often",
     )
     VOLUME_LOST = (
