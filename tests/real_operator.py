@@ -84,7 +84,7 @@ def account_of_chart(access: ClusterAccess, folder: Path, *words: str) -> Cluste
     """Install the chart's rights and policies for an operator in the namespace of operators; return its access.
 
     words: more for `helm template`. The release has the name that the Lease of operators has by default, and the rights
-    to see and taint nodes and to follow an issued authority, which some tests need.
+    to see and taint nodes, to read namespaces and to follow an issued authority, which some tests need.
     """
     kubeconfig = folder / "chart-kubeconfig"
     kubeconfig.write_text(kubeconfig_of(access))
@@ -99,7 +99,7 @@ def account_of_chart(access: ClusterAccess, folder: Path, *words: str) -> Cluste
     shown = [f"--show-only=templates/{name}.yaml" for name in ("serviceaccount", "rbac", "admission", "flowschema")]
     chart = ("helm", "template", ACCOUNT, CHECKOUT.root / "charts/colocated-rl", "--namespace", OPERATORS)
     usual = "nodes.badConditions={GPUMissing=True},nodes.taint=true,authority.secretName=colocated-rl-issued"
-    rendered = run(*chart, *shown, "--set", usual, *words)
+    rendered = run(*chart, *shown, "--set", f"{usual},namespaceUsers=true", *words)
     kubectl = ("kubectl", "--kubeconfig", kubeconfig)
     run(*kubectl, "apply", "-f", "-", stdin=rendered)
     token = run(*kubectl, "create", "token", ACCOUNT, "--namespace", OPERATORS, "--duration=24h").strip()

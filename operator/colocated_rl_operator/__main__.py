@@ -112,6 +112,7 @@ async def lead(settings: OperatorSettings, access: ClusterAccess, metrics: Opera
                 version=version("colocated-rl"),
                 nodes=Nodes(settings.node_signs),
                 taints_nodes=settings.taints_nodes,
+                users_of_namespaces=settings.users_of_namespaces,
                 confirm=lease.confirm,
             )
             context = OperatorContext(access, doors, wakeups)

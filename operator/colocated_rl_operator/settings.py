@@ -10,6 +10,7 @@
 | IMAGE_PULL_POLICY | of the pods it makes | IfNotPresent |
 | FAULT_INJECTION | whether agents take faults that a person injects: true or false | false |
 | JOB_EGRESS | what pods of jobs may call, by NetworkPolicies: Open, NoMetadata, Named or OwnPods | NoMetadata |
+| NAMESPACE_USERS | whether pods of jobs have users of the range of their namespace: true or false | false |
 | TAINT_NODES | whether nodes with bad devices are tainted: true or false | false |
 | PROFILES | what an admin lets pods of jobs have, by the name of the profile, in JSON: `Profile` | {} |
 | GANGS | kinds of gangs that the cluster has, with commas between: a job that names none has the first | empty |
@@ -65,6 +66,7 @@ class OperatorSettings:
     takes_over: frozenset[str] = frozenset()
     node_signs: NodeSigns = field(default_factory=NodeSigns)
     taints_nodes: bool = False
+    users_of_namespaces: bool = False
     lease_name: str = "colocated-rl-operator"
     lease: LeaseTimes = LeaseTimes()
     egress: Egress = Egress.NO_METADATA
@@ -113,6 +115,7 @@ class OperatorSettings:
                 leaving_taints=frozenset(read.several("LEAVING_NODE_TAINTS")),
             ),
             taints_nodes=read.choice("TAINT_NODES", "false", ("true", "false")) == "true",
+            users_of_namespaces=read.choice("NAMESPACE_USERS", "false", ("true", "false")) == "true",
             lease_name=read.text("LEASE_NAME", "colocated-rl-operator"),
             lease=lease,
             egress=Egress(read.choice("JOB_EGRESS", Egress.NO_METADATA, tuple(Egress))),

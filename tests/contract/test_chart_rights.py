@@ -56,6 +56,8 @@ GANGS = {
 """Calls of an operator that has gangs to make."""
 TAINTS = {"taint_node": [{"name": "some", "taint": {"key": "some"}}]}
 """Calls of an operator that taints nodes."""
+USERS = {"read_namespace": [{"name": JOBS}]}
+"""Calls of an operator that takes users from the range of a namespace."""
 CALLS: dict[str, list[dict[str, Any]]] = {
     "read_job": [{"namespace": JOBS, "name": "some"}],
     "list_jobs": [{"namespace": JOBS}],
@@ -69,6 +71,7 @@ CALLS: dict[str, list[dict[str, Any]]] = {
     "apply": [{"namespace": JOBS, "body": {"apiVersion": api, "kind": kind, **THING}} for api, kind in APPLIED],
     "delete_group": [],
     "taint_node": [],
+    "read_namespace": [],
     "replace_secret": [],
     "create_claim": [{"namespace": JOBS, "claim": THING}],
     "read_revision": [{"namespace": JOBS, "name": "some"}],
@@ -91,6 +94,8 @@ def right_of(method: str, path: str) -> Right:
     group, rest = ("", parts[2:]) if parts[0] == "api" else (parts[1], parts[3:])
     if rest[0] != "namespaces":
         rest = ["namespaces", JOBS, *rest]  # of the whole cluster
+    if len(rest) == 2:
+        rest = [*rest, *rest]  # a namespace is in itself
     namespace, resource, *named = rest[1:]
     if len(named) == 2:
         resource = f"{resource}/{named[1]}"
@@ -179,6 +184,16 @@ async def test_rights_to_pod_groups_are_those_of_the_gangs_that_the_chart_names(
     )
     assert await rights_that_calls_need(GANGS) == with_gangs - usual
     assert usual < with_gangs
+
+
+@pytest.mark.parametrize(("file", "kind"), [("local-values.yaml", "ClusterRole"), ("namespaced-values.yaml", "Role")])
+async def test_namespaces_are_read_only_by_an_operator_that_takes_users_from_their_range(file: str, kind: str) -> None:
+    usual, taking = (
+        granted(rendered(CHART / "ci" / file, *words), bound_to_jobs=kind)
+        for words in ((), ("--set", "namespaceUsers=true"))
+    )
+    assert await rights_that_calls_need(USERS) == taking - usual
+    assert usual < taking
 
 
 def test_no_right_is_a_wildcard_or_reads_secrets_of_jobs() -> None:

@@ -85,6 +85,27 @@ async def test_a_job_completes_under_the_real_operator(world: RealWorld) -> None
     assert not operator.logged("pass not finished, trying again")
 
 
+async def test_pods_have_users_of_the_range_that_is_in_the_annotations_of_their_namespace(world: RealWorld) -> None:
+    """The operator has the chart's account, with its right to read namespaces. This one enforces `restricted`."""
+    prefix, path = "openshift.io/sa.scc.", f"/api/v1/namespaces/{NAMESPACE}"
+    given = {f"{prefix}uid-range": "1000660000/10000", f"{prefix}supplemental-groups": "1000670000/10000"}
+    await world.api.call("PATCH", path, {"metadata": {"annotations": given}}, MERGE)
+    world.stay_in_rollout()
+    try:
+        async with world.operator(LEASE | {"NAMESPACE_USERS": "true"}):
+            await world.until(lambda: world.status.get("phase") == "Rollout")
+            pods = [pod["spec"] for pod in await world.api.all(PODS)]
+    finally:
+        await world.api.call("PATCH", path, {"metadata": {"annotations": dict.fromkeys(given)}}, MERGE)
+    assert {1000670000} == {spec["securityContext"][group] for spec in pods for group in ("runAsGroup", "fsGroup")}
+    asked = [
+        each["securityContext"].get("runAsUser", spec["securityContext"]["runAsUser"])
+        for spec in pods
+        for each in (*spec["initContainers"], *spec["containers"])
+    ]
+    assert {1000660000, 1000660001, 1000660002} == {*asked}
+
+
 QUOTA: Body = {  # without a generation, which ours have
     "type": "QuotaReserved", "status": "True", "reason": "Admitted", "message": "by a controller of the cluster",
     "lastTransitionTime": "2026-01-01T00:00:00Z",

@@ -1139,6 +1139,28 @@ async def test_pods_come_by_the_paths_of_their_nodes_that_their_profile_allows(w
         assert "sums-gpu-1-1" not in {pod["metadata"]["name"] for pod in world.api.all("pods")}
 
 
+async def test_users_of_pods_are_those_of_their_namespace_also_of_one_that_is_made_again(world: FakeWorld) -> None:
+    """On OpenShift each namespace has a range of its own, and pods with other users are refused there."""
+    namespace = {"metadata": {"name": "default", "annotations": {}}}
+    world.api.put("/api/v1/namespaces/default", namespace)
+    stay_in_rollout(world)
+    async with world.operator(users_of_namespaces=True):
+        await world.until(lambda: world.status.get("conditions") and condition(world, "Stalled")[0] == "True")
+        message = condition_message(world, "Stalled")
+        assert "namespaceUsers" in message
+        assert "in default annotation openshift.io/sa.scc.uid-range is ''" in message
+        assert [] == world.api.all("pods")
+    given = {"openshift.io/sa.scc.uid-range": "1000660000/10000", "openshift.io/sa.scc.supplemental-groups": "77/10000"}
+    world.api.put("/api/v1/namespaces/default", {"metadata": {"name": "default", "annotations": given}})
+    async with world.operator(users_of_namespaces=True):
+        await world.until(lambda: world.status.get("phase") == "Rollout")
+        world.kubelet.end(world.kubelet.of_seat("gpu-1").pod.uid)
+        world.api.set_status("/api/v1/namespaces/default/pods/sums-gpu-1-0", {"phase": "Failed", "reason": "Evicted"})
+        await world.until(lambda: "sums-gpu-1-1" in {pod["metadata"]["name"] for pod in world.api.all("pods")})
+        contexts = [pod["spec"]["securityContext"] for pod in world.api.all("pods")]
+        assert {(1000660000, 77, 77)} == {(each["runAsUser"], each["runAsGroup"], each["fsGroup"]) for each in contexts}
+
+
 OF_NEWER_SERVERS = {
     "claims": ({"gpus": {"count": 1, "resourceClaimTemplateName": "one"}}, "no dynamic resource allocation"),
     "image": ({"model": {"image": {"reference": "registry.example.com/small"}}}, "no image volumes"),

@@ -90,10 +90,6 @@ RUN: Mapping[str, str] = {
         "has pods in a namespace with that label"
     ),
     "docs/one-side.md": "e2e/test_one_side.py::test_a_job_without_an_engine_trains_them",
-    "docs/openshift.md#Jobs": (
-        "no OpenShift is here; "
-        "unit/test_deployment_pages.py::test_users_and_groups_of_pods_are_those_that_the_page_for_openshift_names"
-    ),
     "docs/openshift.md#The operator": (
         "contract/test_deployment_pages.py::test_no_pod_of_the_chart_has_a_user_with_the_words_of_the_page_for_openshift"
     ),

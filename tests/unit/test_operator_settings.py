@@ -65,6 +65,12 @@ def test_an_admin_writes_profiles_in_the_words_of_a_template_and_one_allows_noth
     assert ["tolerations", "dnsPolicy"] == of_rollout.fixed
 
 
+def test_users_come_from_namespaces_only_where_an_admin_says_so() -> None:
+    assert [False, True] == [
+        OperatorSettings.read(ENVIRONMENT | named).users_of_namespaces for named in ({}, {"NAMESPACE_USERS": "true"})
+    ]
+
+
 def test_nodes_are_tainted_only_where_an_admin_says_so() -> None:
     assert [False, True] == [
         OperatorSettings.read(ENVIRONMENT | named).taints_nodes for named in ({}, {"TAINT_NODES": "true"})

@@ -12,6 +12,7 @@
 | create_claim | persistentvolumeclaims | create | of the job |
 | apply | configmaps; networking.k8s.io networkpolicies | create, patch | of the job |
 | apply, delete_group | podgroups of the chart's scheduling.gangs | create, patch, delete | of the job |
+| read_namespace | namespaces | get | of the job, where users come from its range |
 | read_revision, create_revision, delete_revision | apps controllerrevisions | get, create, delete | of the job |
 | create_secret | secrets | create | of the job, and its own |
 | read_secret | secrets | get | its own only |
@@ -208,6 +209,9 @@ class Kube:
         """Create a claim. Raises Conflict if it exists. dry_run: make nothing, to check without a right to read."""
         plural, query = "persistentvolumeclaims", {"dryRun": "All"} if dry_run else None
         return await self._call("post", plural, _core_path(namespace, plural), claim, query=query)
+
+    async def read_namespace(self, name: str) -> Body:
+        return await self._call("get", "namespaces", f"/api/v1/namespaces/{name}")
 
     async def read_revision(self, namespace: str, name: str) -> Body:
         return await self._call("get", "controllerrevisions", f"{_revisions_path(namespace)}/{name}")

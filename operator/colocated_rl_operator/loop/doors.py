@@ -41,6 +41,7 @@ class Doors:
     takes_over: frozenset[str] = frozenset()  # operators whose jobs become this one's
     egress: Egress = Egress.NO_METADATA  # what pods of jobs may call
     taints_nodes: bool = False  # those with bad devices
+    users_of_namespaces: bool = False  # pods of jobs have users of the range of their namespace
     queue: Queue = field(default_factory=Queue)
     nodes: Nodes = field(default_factory=lambda: Nodes(NodeSigns()))
     version: str = ""  # of this operator

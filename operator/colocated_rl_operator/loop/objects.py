@@ -35,7 +35,9 @@ from colocated_rl_operator.loop.record import News
 from colocated_rl_operator.loop.reporting import set_stall
 from colocated_rl_operator.loop.start import pinned, recorded_images, start_with
 from colocated_rl_operator.manifests import belongings, resources
+from colocated_rl_operator.manifests.confinement import users_of_range
 from colocated_rl_operator.manifests.gangs import NEEDS
+from colocated_rl_operator.manifests.resources import PodImages
 from colocated_rl_operator.planner.actions import CreatePod, DeletePod, PodAction
 from colocated_rl_operator.planner.observation import Job, Observation, RefusedPod
 from colocated_rl_operator.planner.plan import Plan
@@ -143,7 +145,7 @@ async def _record_start(state: JobState, seen: Observation, doors: Doors) -> Non
     if seen.members:
         return
     job, before = seen.job, state.status.start
-    record = belongings.start_record(job, belongings.start_parts(job, doors.images))
+    record = belongings.start_record(job, belongings.start_parts(job, await _images_for(job, doors)))
     name = record["metadata"]["name"]
     start = start_with(doors.images, version=doors.version, revision=name)
     if await _read_record(job, name, doors) is None:
@@ -171,7 +173,7 @@ async def _load_parts(state: JobState, job: Job, doors: Doors) -> None:
     name = start.revision if start else ""
     if state.parts is not None and name and name == state.parts_of:
         return
-    rendered = belongings.start_parts(job, recorded_images(start, doors.images))
+    rendered = belongings.start_parts(job, recorded_images(start, await _images_for(job, doors)))
     recorded = None
     if name:
         record = await _read_record(job, name, doors)
@@ -203,6 +205,20 @@ async def _apply_gang(state: JobState, job: Job, doors: Doors) -> None:
         raise NotAdmitted(f"the API server drops {', '.join(dropped)} of PodGroup {group['metadata']['name']}: {needs}")
 
 
+async def _images_for(job: Job, doors: Doors) -> PodImages:
+    """Return what the job's pods are made of, with users of its namespace where it has those. Raises NotAdmitted."""
+    if not doors.users_of_namespaces:
+        return doors.images
+    namespace = await doors.kube.read_namespace(job.namespace)
+    try:
+        return replace(doors.images, users=users_of_range(namespace["metadata"].get("annotations", {})))
+    except ValueError as error:
+        raise NotAdmitted(
+            "pods of jobs have users of their namespace (namespaceUsers in the values of the operator's chart), and in "
+            f"{job.namespace} {error}"
+        ) from error
+
+
 async def _read_record(job: Job, name: str, doors: Doors) -> Body | None:
     try:
         return await doors.kube.read_revision(job.namespace, name)
@@ -218,11 +234,13 @@ async def _try_pods(job: Job, doors: Doors) -> None:
     """
     if objection := doors.images.gangs.objection(job):
         raise NotAdmitted(objection)
+    images = await _images_for(job, doors)
     for role, seat in {role_of(seat): seat for seat in job.seats.all}.items():
-        body = resources.pod(job, seat, 0, doors.images)
+        body = resources.pod(job, seat, 0, images)
         _check_profile(job, role, body, doors)
         newer, defaults = _newer_parts(body), doors.images.profiles.defaults(job, role)
-        if job.spec.pod_templates.of(role) == PodTemplate() and defaults == PodDefaults() and not newer:
+        is_own = job.spec.pod_templates.of(role) == PodTemplate() and defaults == PodDefaults()
+        if is_own and images == doors.images and not newer:
             continue  # all of it is the operator's own, and every server has it
         try:
             kept = await doors.kube.create_pod(job.namespace, body, dry_run=True)

@@ -26,7 +26,7 @@ from colocated_rl_api.prompts import claim_names_of, secret_names_of
 from colocated_rl_api.rungs import Placement
 from colocated_rl_api.seats import ROLLOUT_SEAT, is_spare, role_of
 from colocated_rl_operator.manifests import overlay
-from colocated_rl_operator.manifests.confinement import LAST_WORDS, NO_WORDS, RESTRICTED, Users, users_of
+from colocated_rl_operator.manifests.confinement import LAST_WORDS, NO_WORDS, RESTRICTED, USUAL_USERS, Users, users_of
 from colocated_rl_operator.manifests.gangs import GROUP_INDEX, GROUP_LABEL, NO_GANGS, Gangs, in_queue, membership
 from colocated_rl_operator.manifests.profiles import NO_PROFILES, Profiles
 from colocated_rl_operator.planner.observation import Job
@@ -59,7 +59,7 @@ class PodImages:
     """Containers run these images if the job names none.
 
     takes_faults: agents take faults that a person injects. requests_disk: nodes count the disk that pods request.
-    profiles, gangs: those that jobs may have.
+    profiles, gangs: those that jobs may have. users: of pods whose template names none.
     """
 
     agent: str
@@ -70,6 +70,7 @@ class PodImages:
     requests_disk: bool = True
     profiles: Profiles = NO_PROFILES
     gangs: Gangs = NO_GANGS
+    users: Users = USUAL_USERS
 
 
 # --------------------------------------------------------------------------------------------------------------- names
@@ -148,7 +149,7 @@ def pod_template(job: Job, role: str, images: PodImages) -> Object:
     template, group = job.spec.pod_templates.of(role), membership(job, role, images.gangs)
     usual = images.profiles.defaults(job, role)
     template = template.model_copy(update={"spec": template.spec.with_defaults(usual)})
-    users = users_of(template.spec.security_context)
+    users = users_of(template.spec.security_context, images.users)
     match role:
         case names.ROLE_ROLLOUT:
             spec = _rollout_spec(job, images, users)
