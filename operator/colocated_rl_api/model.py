@@ -12,7 +12,18 @@ from typing import Annotated
 from pydantic import Field
 
 from colocated_rl_api.names import DEFAULT_HUB
-from colocated_rl_api.parts import Part, inside_rule, is_inside, is_url, one_of, should_match, url_rule
+from colocated_rl_api.parts import (
+    Part,
+    at_most_one_of,
+    inside_rule,
+    is_inside,
+    is_path,
+    is_url,
+    one_of,
+    path_rule,
+    should_match,
+    url_rule,
+)
 
 _is_model, _model_rule = should_match(
     r"([A-Za-z0-9][A-Za-z0-9._-]*/)?[A-Za-z0-9][A-Za-z0-9._-]*", "should be a model's name: Qwen/Qwen3-0.6B"
@@ -63,6 +74,8 @@ class ModelImage(Part):
 class HubModel(Part):
     """A model of the Hugging Face hub, fetched and verified before a pod's containers start."""
 
+    RULES = (at_most_one_of("the model is kept by", "cacheClaimName", "cacheHostPath"),)
+
     name: Annotated[str, _is_model] = Field(
         max_length=200, json_schema_extra=_model_rule, description="As on the hub: Qwen/Qwen3-0.6B."
     )
@@ -84,6 +97,13 @@ class HubModel(Part):
         max_length=253,
         description="Claim in which the model is kept once for all pods and jobs, ReadWriteMany over several nodes. "
         "Each pod fetches it onto its node's disk when absent.",
+    )
+    cache_host_path: Annotated[str, is_path] | None = Field(
+        default=None,
+        max_length=512,
+        json_schema_extra=path_rule,
+        description="Directory of each node in which the model is kept once for all pods and jobs there, where their "
+        "profile allows it.",
     )
 
     @property

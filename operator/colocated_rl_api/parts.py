@@ -187,6 +187,9 @@ def should_match(pattern: str, words: str) -> tuple[AfterValidator, dict[str, An
     return AfterValidator(check), {VALIDATIONS: [{"rule": rule, "message": words}]}
 
 
+is_path, path_rule = should_match(
+    r"(/\.?[A-Za-z0-9_-][A-Za-z0-9._-]*)+", "should be a path from the root, without .. in it: /data/cache"
+)
 is_inside, inside_rule = should_match(
     r"\.|[A-Za-z0-9_][A-Za-z0-9._-]*(/[A-Za-z0-9_][A-Za-z0-9._-]*)*",
     "should be a path inside the volume, without / at its ends or .. in it: models/small, or . for the volume's root",

@@ -13,7 +13,7 @@ from typing import Annotated, Any
 from pydantic import BeforeValidator, Field
 
 from colocated_rl_api import names
-from colocated_rl_api.parts import Options, Part, Rule, drop_nulls, should_match
+from colocated_rl_api.parts import Options, Part, Rule, drop_nulls, is_path, path_rule
 from colocated_rl_api.rungs import ReferencePlacement, RolloutPlacement
 
 QUEUE_LABEL = "kueue.x-k8s.io/queue-name"
@@ -184,9 +184,6 @@ class ExtraVolume(Part):
     )
 
 
-_is_path, _path_rule = should_match(
-    r"(/\.?[A-Za-z0-9_-][A-Za-z0-9._-]*)+", "should be a path from the root, without .. in it: /data/cache"
-)
 _MOUNT = Rule(
     field="mountPath",
     rule=f"!{_cel(OWNED_PATHS)}.exists(owned, (self.mountPath + '/').startsWith(owned + '/'))",
@@ -199,8 +196,8 @@ class Mount(Part):
     """Mount of a volume of the template in a container of the job's own."""
 
     name: Annotated[str, Field(min_length=1, max_length=63)] = Field(description="Of a volume of the template.")
-    mount_path: Annotated[str, _is_path] = Field(
-        max_length=512, json_schema_extra=_path_rule, description="In the container."
+    mount_path: Annotated[str, is_path] = Field(
+        max_length=512, json_schema_extra=path_rule, description="In the container."
     )
     sub_path: str | None = Field(default=None, max_length=512, description="In the volume; its root when absent.")
     read_only: bool = Field(default=False, description="Whether the container may only read it.")

@@ -196,6 +196,17 @@ def test_pods_are_admitted_wherever_their_model_comes_from(api: ApiServer, seat:
     assert "" == dry_run(api, rendered("sourced", seat, model=model))
 
 
+@pytest.mark.parametrize("seat", [gpu_seat(0), ROLLOUT_SEAT])
+def test_a_model_that_nodes_keep_is_for_a_namespace_that_lets_their_paths_in(api: ApiServer, seat: str) -> None:
+    hub = {"name": "us/small", "revision": "a" * 40, "cacheHostPath": "/mnt/models"}
+    body = rendered("kept", seat, model={"huggingFace": hub})
+    assert "restricted volume types" in dry_run(api, body)
+    body["metadata"]["namespace"] = OPEN_NAMESPACE
+    place = f"/api/v1/namespaces/{OPEN_NAMESPACE}/pods?dryRun=All&fieldValidation=Strict"
+    answer = api.request("POST", place, body)
+    assert answer.is_accepted, answer.message
+
+
 @pytest.mark.parametrize(
     ("template", "words"),
     [

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import json
+import os
 import sys
 from collections.abc import Mapping
 from datetime import UTC, datetime
@@ -15,7 +17,8 @@ from waiting import until
 from builders import make_job
 from colocated_rl_api import names
 from colocated_rl_api.member_wire import JobFile
-from colocated_rl_rollout.fetch_model import COMPLETE
+from colocated_rl_api.model import HubModel
+from colocated_rl_rollout.fetch_model import COMPLETE, LOCK, ModelNotFetched, fetch
 from fakes.hub import COMMIT, FakeHub
 from fakes.serving import listening
 
@@ -89,6 +92,25 @@ async def test_pods_that_begin_together_share_one_volume(tmp_path: Path) -> None
     assert [0] * 6 == [code for code, _ in ends]
     assert sorted(READ) == sorted(hub.downloads), "each file once: none is removed under another pod"
     assert {name: MODEL[name] for name in READ} | {COMPLETE: b""} == pod.files()
+
+
+def test_who_waits_for_another_pod_gives_up_in_time_and_says_for_what(tmp_path: Path) -> None:
+    """Its message was that of a hub that does not answer, with the advice to name a token."""
+    source = HubModel(name=NAME, revision=COMMIT)
+    lock = tmp_path / source.path / LOCK
+    lock.parent.mkdir(parents=True)
+    with lock.open("w") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        with pytest.raises(ModelNotFetched, match=r"no other pod may take 0 s for the same model$"):
+            fetch(source, models=tmp_path, token=None, patience_s=0.1)
+
+
+def test_a_directory_that_can_not_be_written_is_named_with_who_has_to(tmp_path: Path) -> None:
+    """A directory of the node belongs to whoever made it, and no fsGroup is applied to it."""
+    (tmp_path / "us").touch()
+    source = HubModel(name=NAME, revision=COMMIT)
+    with pytest.raises(ModelNotFetched, match=rf"Error: .*It has to be writable for user {os.getuid()} or one of its"):
+        fetch(source, models=tmp_path, token=None, patience_s=0.1)
 
 
 @pytest.mark.parametrize("name", ["config.json", WEIGHTS])

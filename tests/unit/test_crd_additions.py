@@ -56,6 +56,8 @@ DECIDED: dict[str, str] = {
         "another, such as one with a word of yours before it": "of jobs with a volume `mirrors`, which is new"
         for role in ("engine", "gpu", "reference", "rollout")
     },
+    ".spec.model.huggingFace.cacheClaimName: a rule more: the model is kept by at most one of cacheClaimName and "
+    "cacheHostPath": "it is about a new field",
     ".spec.failurePolicy.rules[].action: a rule more: NotRetriable is answered by FailJob, RetryStep, RollBack: write "
     "one of them, or a rule of its own for that cause": "it is about a new value",
     ".spec.trainer: a rule more: trainer can't change while the job runs: set suspend to true, change it, and set "

@@ -351,6 +351,15 @@ def test_a_path_of_the_node_is_allowed_to_pods_of_one_role() -> None:
     assert [] == refusals(profiles(default={}))
 
 
+def test_a_directory_of_the_node_keeps_a_model_where_the_profile_allows_it_to_each_role() -> None:
+    hub = {"name": "us/small", "revision": "a" * 40, "cacheHostPath": "/mnt/models"}
+    written = profiles(default={"gpu": {"hostPaths": ["/mnt/models"]}})
+    assert [] == refusals(written, model={"huggingFace": hub})
+    [words] = refusals(written, ROLLOUT_SEAT, model={"huggingFace": hub})
+    assert "/mnt/models of their node (hostPath of volume model): remove it from spec.model.huggingFace" in words
+    assert "profiles.default.rollout.hostPaths" in words
+
+
 def test_what_a_profile_fixes_no_template_has_and_the_profile_gives() -> None:
     given = {"nodeSelector": {"pool": "spot"}, "priorityClassName": "low"}
     written = profiles(default={"gpu": {"defaults": given, "fixed": ["nodeSelector", "schedulerName"]}})

@@ -102,6 +102,16 @@ def test_only_what_fetches_a_private_model_has_its_token(seat: str) -> None:
     assert {"name": "model", **claim} in body["spec"]["volumes"]
 
 
+@pytest.mark.parametrize("seat", ALL_SEATS)
+def test_a_directory_of_the_node_keeps_a_model_and_only_what_fetches_it_can_write_there(seat: str) -> None:
+    """It has to be there: the kubelet would make one that belongs to root."""
+    body = pod(seat, model={"huggingFace": HUB | {"cacheHostPath": "/mnt/nvme/models"}})
+    kept = {"name": "model", "hostPath": {"path": "/mnt/nvme/models", "type": "Directory"}}
+    assert [kept] == [each for each in body["spec"]["volumes"] if "hostPath" in each]
+    writes = {each["name"]: mounts(body, each["name"]).get("model") is False for each in containers(body)}
+    assert [names.MODEL_CONTAINER] == [name for name, can in writes.items() if can]
+
+
 @pytest.mark.parametrize("pulled", [{}, {"pullPolicy": "Always"}])
 @pytest.mark.parametrize("seat", ALL_SEATS)
 def test_a_model_of_an_image_is_a_volume_of_it(seat: str, pulled: dict[str, str]) -> None:

@@ -15,7 +15,7 @@ from pydantic import AfterValidator, Field
 
 from colocated_rl_api.job import USUAL_PROFILE
 from colocated_rl_api.parts import Part, should_match
-from colocated_rl_api.pod_template import TEMPLATE_OF, PodDefaults, stated
+from colocated_rl_api.pod_template import OWNED_VOLUMES, TEMPLATE_OF, PodDefaults, stated
 from colocated_rl_operator.planner.observation import Job
 
 FIELDS = frozenset(str(each.alias) for each in PodDefaults.model_fields.values())
@@ -85,17 +85,18 @@ class Profiles:
             path = volume.get("hostPath", {}).get("path")
             if path is not None and path not in allowed.host_paths:
                 what = f"{path} of their node (hostPath of volume {volume['name']})"
-                yield _refusal(role, name, what, f"{value}.hostPaths")
+                source = "spec.model.huggingFace" if volume["name"] in OWNED_VOLUMES else "spec.podTemplates"
+                yield _refusal(role, name, what, f"{value}.hostPaths", source=source)
         own = stated(job.spec.pod_templates.of(role).spec)
         for each in allowed.fixed:
             if each in own:
                 yield _refusal(role, name, f"{each} of their own", f"{value}.fixed")
 
 
-def _refusal(role: str, profile: str, what: str, value: str) -> str:
+def _refusal(role: str, profile: str, what: str, value: str, *, source: str = "spec.podTemplates") -> str:
     return (
-        f"{role} pods of profile {profile} may not have {what}: remove it from spec.podTemplates, name another "
-        f"spec.profile, or {_allowed_by(value)}"
+        f"{role} pods of profile {profile} may not have {what}: remove it from {source}, name another spec.profile, or "
+        f"{_allowed_by(value)}"
     )
 
 

@@ -20,7 +20,7 @@ from typing import Any
 from colocated_rl_api import names
 from colocated_rl_api.failure import FailureAction
 from colocated_rl_api.job import Gpus
-from colocated_rl_api.model import ModelClaim, ModelImage
+from colocated_rl_api.model import HubModel, ModelClaim, ModelImage
 from colocated_rl_api.parts import Resources, size_in_bytes
 from colocated_rl_api.prompts import claim_names_of, secret_names_of
 from colocated_rl_api.rungs import Placement
@@ -600,8 +600,12 @@ def _model_volume(job: Job) -> Object:
         case ModelImage() as image:
             pulled = {"pullPolicy": image.pull_policy.value} if image.pull_policy else {}
             return {"name": "model", "image": {"reference": image.reference, **pulled}}
-        case hub:
-            return _claimed("model", hub.cache_claim_name) if hub.cache_claim_name else _empty("model")
+        case HubModel(cache_claim_name=str(claim_name)):
+            return _claimed("model", claim_name)
+        case HubModel(cache_host_path=str(path)):
+            return {"name": "model", "hostPath": {"path": path, "type": "Directory"}}
+        case _:
+            return _empty("model")
 
 
 def _weights(job: Job, *, trains: bool) -> Object:

@@ -2,8 +2,9 @@
 
 Run as `python -m colocated_rl_rollout.fetch_model` by a container that ends before the others start. Each file is
 compared with the hub's own hash of it (SHA-256, or Git's for small files) before the directory counts as complete, so
-that no container ever reads a torn model, nor one that is only partly there. Pods with one volume fetch one after the
-other: the library would remove a file that another process has just fetched, and fetch it again.
+that no container ever reads a torn model, nor one that is only partly there. Pods with one volume, a claim or a
+directory of their node, fetch one after the other: the library would remove a file that another process has just
+fetched, and fetch it again.
 """
 
 from __future__ import annotations
@@ -45,8 +46,14 @@ def fetch(source: HubModel, *, models: Path, token: str | None, patience_s: floa
     with ExitStack() as alone:
         try:
             call(lambda: alone.enter_context(_lock(place, patience_s)), patience_s=patience_s)
-            if (place / COMPLETE).exists():
-                return False
+        except HubFailed as error:
+            raise ModelNotFetched(
+                f"{models} can't be had to fetch {source.name} into it: {error}. It has to be writable for user "
+                f"{os.getuid()} or one of its groups, and no other pod may take {patience_s:.0f} s for the same model"
+            ) from error
+        if (place / COMPLETE).exists():
+            return False
+        try:
             damaged = call(lambda: _download(source, place, token), patience_s=patience_s)
         except HubFailed as error:
             what = f"model {source.name} at {source.revision} can't be fetched from {source.endpoint}"
