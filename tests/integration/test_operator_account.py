@@ -203,7 +203,7 @@ def named_as_if_of_a_job(body: Body) -> Body:
 
 
 def policy_for_all() -> Body:
-    body = belongings.egress_policy(job_here(), belongings.Egress.OPEN)
+    body, _ = belongings.egress_policies(job_here(), belongings.Egress.OPEN)
     return body | {"spec": body["spec"] | {"podSelector": {}}}
 
 

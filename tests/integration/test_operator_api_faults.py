@@ -92,7 +92,7 @@ async def test_a_job_goes_in_order_through_every_fault_of_its_api_server(
     assert len(trained[1]) >= steps
     assert 0 == restarts
     assert ["gpu-0", "gpu-1", "rollout"] == sorted(pod.seat for pod in world.group.everybody), "none was made again"
-    others = {"ConfigMap": 1, "NetworkPolicy": 2, "PodDisruptionBudget": 1, "PersistentVolumeClaim": 2}
+    others = {"ConfigMap": 1, "NetworkPolicy": 3, "PodDisruptionBudget": 1, "PersistentVolumeClaim": 2}
     assert {"Pod": 3, "Secret": 3 + 1} | others == made, "one Secret for each pod and one for clients"
     assert all({Rung.SERVING} == set(stood.values()) for stood in climbs)
 

@@ -307,7 +307,7 @@ async def test_a_restart_writes_no_object_again_and_keeps_the_authority(world: R
         for path in (*of_jobs, BUDGETS):
             everything = await world.api.all(path)
             found += [item for item in everything if world.job["metadata"]["uid"] in str(item["metadata"])]
-        assert len(found) == 5
+        assert len(found) == 6
         return {item["metadata"]["name"]: item["metadata"]["resourceVersion"] for item in found}
 
     world.stay_in_rollout()

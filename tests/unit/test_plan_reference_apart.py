@@ -291,7 +291,7 @@ def test_longest_name_of_its_pods_is_a_name() -> None:
 
 def test_only_the_rollout_controller_reaches_its_data_port() -> None:
     job = make_apart(rollout=OWN_ROLLOUT)
-    _, policy, _, own, _ = belongings.applied(job, operator_namespace="operators")
+    _, policy, *_, own, _ = belongings.applied(job, operator_namespace="operators")
     (left_out,) = policy["spec"]["podSelector"]["matchExpressions"]
     assert (names.ROLE_LABEL, "NotIn", ["reference"]) == (left_out["key"], left_out["operator"], left_out["values"])
     assert {names.JOB_UID_LABEL: UID, names.ROLE_LABEL: "reference"} == own["spec"]["podSelector"]["matchLabels"]
@@ -303,7 +303,7 @@ def test_only_the_rollout_controller_reaches_its_data_port() -> None:
     assert [{"protocol": "TCP", "port": names.METRICS_PORT}] == metrics["ports"]
     assert "from" not in metrics
     assert policy["metadata"]["name"] != own["metadata"]["name"]
-    assert 4 == len(belongings.applied(make_job(reference={}), operator_namespace="operators"))
+    assert 5 == len(belongings.applied(make_job(reference={}), operator_namespace="operators"))
 
 
 def test_spec_is_read_as_it_was_written() -> None:

@@ -37,7 +37,7 @@ class Egress(StrEnum):
 
     OPEN = "Open"  # anything
     NO_METADATA = "NoMetadata"  # all but link-local addresses, where clouds have what gives a node's identity away
-    NAMED = "Named"  # pods of the job and DNS, and if the job names an endpoint or hub, all but link-local addresses
+    NAMED = "Named"  # pods of the job and DNS; those that call what the job names, all but link-local addresses
     OWN_PODS = "OwnPods"  # pods of the job; policies of admins open what else it calls, which may know names
 
 
@@ -47,7 +47,7 @@ LINK_LOCAL = {"0.0.0.0/0": ["169.254.0.0/16"], "::/0": ["fe80::/10", "fd00:ec2::
 
 def applied(job: Job, *, operator_namespace: str, egress: Egress = Egress.NO_METADATA) -> list[Object]:
     """Return the objects that are applied again and again; Secrets and claims are created once."""
-    policies = [network_policy(job, operator_namespace=operator_namespace), egress_policy(job, egress)]
+    policies = [network_policy(job, operator_namespace=operator_namespace), *egress_policies(job, egress)]
     policies += [reference_policy(job)] if job.reference_seats else []
     return [config(job), *policies, disruption_budget(job)]
 
@@ -219,40 +219,57 @@ def disruption_budget(job: Job) -> Object:
     }
 
 
-def egress_policy(job: Job, egress: Egress) -> Object:
-    """Return the policy for what the job's pods may call; those of a reference too.
+def egress_policies(job: Job, egress: Egress) -> list[Object]:
+    """Return the policies for what the job's pods may call: one of the rollout pod, one of all others.
 
-    There is one in any case: another setting has to change what was made before. Policies know addresses and no names,
-    so a job that names an endpoint, or has pods with addresses of nodes, may call any address but link-local ones,
-    unless policies of others are to say which: policies add up.
+    There are both in any case: another setting has to change what was made before. Policies know addresses and no
+    names, so pods that call an endpoint or a hub, or pods with addresses of nodes, may call any address but link-local
+    ones, unless policies of others are to say which: policies add up.
     """
-    own = {names.JOB_UID_LABEL: job.uid}
+    rollout = {"key": names.ROLE_LABEL, "values": [names.ROLE_ROLLOUT]}
+    return [
+        {
+            "apiVersion": "networking.k8s.io/v1",
+            "kind": "NetworkPolicy",
+            "metadata": metadata_of(job, f"{job.name}-{name}-{job.uid}"),
+            "spec": {
+                "podSelector": {"matchLabels": {names.JOB_UID_LABEL: job.uid}, "matchExpressions": [whose]},
+                "policyTypes": ["Egress"],
+                "egress": _egress_rules(job, egress, calls_outside=calls_outside),
+            },
+        }
+        for name, whose, calls_outside in (
+            ("egress", rollout | {"operator": "NotIn"}, _fetches_model(job)),
+            ("egress-rollout", rollout | {"operator": "In"}, _fetches_model(job) or _calls_others(job)),
+        )
+    ]
+
+
+def _egress_rules(job: Job, egress: Egress, *, calls_outside: bool) -> list[Object]:
+    own: Object = {"to": [_pods({names.JOB_UID_LABEL: job.uid})]}
     dns = {"ports": [_tcp(DNS_PORT), _tcp(DNS_PORT) | {"protocol": "UDP"}]}
     outside = {"to": [{"ipBlock": {"cidr": all_, "except": but}} for all_, but in LINK_LOCAL.items()]}
-    rules: list[Object] = [{"to": [_pods(own)]}]
     match egress:
         case Egress.OPEN:
-            rules = [{}]
+            return [{}]
         case Egress.NO_METADATA:
-            rules += [dns, outside]
+            return [own, dns, outside]
         case Egress.NAMED:
-            is_outside = _calls_outside(job) or job.spec.pod_templates.has_host_network
-            rules += [dns, outside] if is_outside else [dns]
+            is_open = calls_outside or job.spec.pod_templates.has_host_network
+            return [own, dns, outside] if is_open else [own, dns]
         case Egress.OWN_PODS:
-            pass
-    return {
-        "apiVersion": "networking.k8s.io/v1",
-        "kind": "NetworkPolicy",
-        "metadata": metadata_of(job, f"{job.name}-egress-{job.uid}"),
-        "spec": {"podSelector": {"matchLabels": own}, "policyTypes": ["Egress"], "egress": rules},
-    }
+            return [own]
 
 
-def _calls_outside(job: Job) -> bool:
-    """Return whether the job names an endpoint of rewards, or a hub of models or prompts."""
+def _fetches_model(job: Job) -> bool:
+    """Return whether each pod of the job calls a hub, for the model."""
+    return job.spec.model.hugging_face is not None
+
+
+def _calls_others(job: Job) -> bool:
+    """Return whether the rollout pod calls an endpoint of rewards or a hub of prompts."""
     sources = job.spec.sources
-    from_hub = job.spec.model.hugging_face is not None or any(isinstance(each, HuggingFace) for each in sources)
-    return from_hub or bool(endpoints_of(sources))
+    return any(isinstance(each, HuggingFace) for each in sources) or bool(endpoints_of(sources))
 
 
 def _policy(job: Job, name: str, selector: Object, *ingress: Object) -> Object:
