@@ -50,14 +50,16 @@ BLANK = ColocatedRLJobStatus()
 ROLLOUT: dict[str, Any] = {"prompts": {"reasoningGym": {"name": "chain_sum"}}, "batchSize": 4, "groupSize": 2}
 RESIDENT_ROLLOUT = ROLLOUT | {"offload": []}
 OWN_ROLLOUT = ROLLOUT | {"placement": "OwnDevices", "replicas": 1}
+MIXED_ROLLOUT = ROLLOUT | {"placement": "Both", "replicas": 1}
 PLACED: dict[Placement, dict[str, Any]] = {  # parts of a spec that lead to each placement
     Placement.TIME_SLICED: {"rollout": ROLLOUT},
     Placement.RESIDENT: {"rollout": RESIDENT_ROLLOUT},
     Placement.DISAGGREGATED: {"rollout": OWN_ROLLOUT},
+    Placement.MIXED: {"rollout": MIXED_ROLLOUT},
     Placement.ROLLOUT_ONLY: {"rollout": ROLLOUT, "mode": "RolloutOnly"},
     Placement.TRAIN_ONLY: {"rollout": ROLLOUT, "mode": "TrainOnly", "recorded": {"claimName": "recording"}},
 }
-IN_ONE_POD = tuple(each for each in Placement if each is not Placement.DISAGGREGATED)
+IN_ONE_POD = tuple(each for each in Placement if not each.shares_weights)
 TOGETHER = (Placement.TIME_SLICED, Placement.RESIDENT)  # those with engines and trainers
 
 

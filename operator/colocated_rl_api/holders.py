@@ -6,7 +6,7 @@ from enum import StrEnum
 
 from colocated_rl_api import names
 from colocated_rl_api.ladder import TIME_SLICED, Ladder
-from colocated_rl_api.rungs import Rung
+from colocated_rl_api.rungs import Placement, Rung
 
 UP_TO_CLOSED = (Rung.UNKNOWN, *TIME_SLICED.rungs[: TIME_SLICED.place(Rung.CLOSED)])
 
@@ -28,6 +28,8 @@ def holder_of(rung: Rung, towards: Rung | None, ladder: Ladder, role: str) -> Po
         return PodHolder.ROLLOUT if ladder.serves else PodHolder.TRAINER
     if role == names.ROLE_TRAINER:
         return PodHolder.IDLE if rung is ladder.top else PodHolder.TRAINER
+    if ladder.placement is Placement.MIXED and role == names.ROLE_ENGINE:
+        return PodHolder.SWITCH if rung in (Rung.OFFLOADED, Rung.RESTORED) else PodHolder.ROLLOUT
     if ladder.serves_on:
         beside = _RESIDENT.get(rung, PodHolder.ROLLOUT)
         return PodHolder.ROLLOUT if beside is PodHolder.BOTH and role == names.ROLE_ENGINE else beside

@@ -141,25 +141,28 @@ _CONCURRENCY = Rule(
 )
 
 
-def _own(what: str) -> tuple[Rule, ...]:
-    """Return the rules of a role that may have pods and devices of its own: these fields belong to those."""
-    is_apart = f"has(self.placement) && self.placement == '{RolloutPlacement.OWN_DEVICES}'"
+def _own(what: str, condition: str, named: str) -> tuple[Rule, ...]:
+    """Return the rules of a role that has pods and devices of its own in some placements: the fields of those pods.
+
+    condition: on self.placement, in CEL. named: the placements.
+    """
+    is_apart = f"has(self.placement) && self.placement {condition}"
     return (
         Rule(
             "replicas",
             f"has(self.replicas) == ({is_apart})",
-            f"replicas is the number of {what} pods with devices of their own: give it with placement OwnDevices, and "
+            f"replicas is the number of {what} pods with devices of their own: give it with placement {named}, and "
             "only there",
         ),
         Rule(
             "gpus",
             f"!has(self.gpus) || {is_apart}",
-            f"gpus are the devices of {what} pods of their own: give them with placement OwnDevices, and only there",
+            f"gpus are the devices of {what} pods of their own: give them with placement {named}, and only there",
         ),
         Rule(
             "topology",
             f"!has(self.topology) || {is_apart}",
-            f"topology is where {what} pods of their own are near one another: give it with placement OwnDevices; for "
+            f"topology is where {what} pods of their own are near one another: give it with placement {named}; for "
             "all pods with devices it is scheduling.topology",
         ),
     )
@@ -289,7 +292,7 @@ class Rollout(Part):
         _SPARE,
         _INCOMPLETE,
         _OFFLOAD,
-        *_own("engine"),
+        *_own("engine", f"!= '{RolloutPlacement.WITH_TRAINER}'", "OwnDevices or Both"),
         *fixed(
             *("placement", "engine.type", "replicas", "offload", "prompts"),
             *("maxPromptTokens", "maxResponseTokens"),
@@ -303,11 +306,10 @@ class Rollout(Part):
         default=RolloutPlacement.WITH_TRAINER,
         strict=False,
         description="WithTrainer: engines share the trainers' devices, as offload chooses. OwnDevices: they have pods "
-        "and devices of their own, and rollout goes on beside training.",
+        "and devices of their own, and rollout goes on beside training. Both: some take turns with the trainers, and "
+        "replicas more have their own.",
     )
-    replicas: int | None = Field(
-        default=None, ge=1, le=1024, description="Engine pods, where engines have devices of their own."
-    )
+    replicas: int | None = Field(default=None, ge=1, le=1024, description="Engine pods with devices of their own.")
     gpus: Gpus | None = Field(
         default=None,
         description="Devices of each of them; spec.gpus when absent.",
@@ -429,7 +431,7 @@ class Rollout(Part):
 
     @property
     def is_apart(self) -> bool:
-        """Return whether engines have pods and devices of their own."""
+        """Return whether all engines have pods and devices of their own."""
         return self.placement is RolloutPlacement.OWN_DEVICES
 
     @property
@@ -556,7 +558,7 @@ class Evaluation(Part):
 class Reference(Part):
     """The frozen policy that KL is measured against, on the devices of another role or on its own."""
 
-    RULES = (*_own("reference"), *fixed("placement"))
+    RULES = (*_own("reference", f"== '{ReferencePlacement.OWN_DEVICES}'", "OwnDevices"), *fixed("placement"))
 
     placement: ReferencePlacement = Field(
         default=ReferencePlacement.WITH_TRAINER,
@@ -852,6 +854,14 @@ _DIVIDED = (
         "give only one of both",
     ),
 )
+_BOTH = Rule(
+    field="rollout.placement",
+    rule=f"!has(self.rollout.placement) || self.rollout.placement != '{RolloutPlacement.BOTH}' || "
+    "size(self.rollout.offload) > 0 && self.rollout.engine.pods == 1 && "
+    "(!has(self.rollout.gpus) || self.rollout.gpus.count == self.gpus.count)",
+    message="placement Both needs engines that take turns with trainers (offload other than []), of one pod each "
+    "(engine.pods 1), all of one shape (rollout.gpus.count as gpus.count): their checksums are compared",
+)
 _BESIDE_ENGINES = Rule(
     field="reference.placement",
     rule="!has(self.reference) || !has(self.reference.placement) || "
@@ -916,6 +926,7 @@ class ColocatedRLJobSpec(Part):
         COUNTS,
         SPARES_COUNT,
         *_DIVIDED,
+        _BOTH,
         *APART,
         *fixed(
             *("mode", "recorded", "model", "restoreFrom", "storage", "managedBy"),
@@ -1097,6 +1108,8 @@ class ColocatedRLJobSpec(Part):
         match self.mode:
             case Mode.FULL if self.rollout.is_apart:
                 return Placement.DISAGGREGATED
+            case Mode.FULL if self.rollout.placement is RolloutPlacement.BOTH:
+                return Placement.MIXED
             case Mode.FULL:
                 return Placement.TIME_SLICED if self.rollout.offload else Placement.RESIDENT
             case Mode.ROLLOUT_ONLY:
@@ -1112,8 +1125,8 @@ class ColocatedRLJobSpec(Part):
     @property
     def compares_engines(self) -> bool:
         """Return whether new weights serve only once the engines' checksums are equal; one engine needs no peer."""
-        pods = (self.rollout.replicas or 0) if self.rollout.is_apart else self.replicas
-        engine = self.rollout.engine
+        engine, pods = self.rollout.engine, self.rollout.replicas or 0
+        pods += 0 if self.rollout.is_apart else self.replicas
         return self.judges_weights and pods // engine.pods * engine.per_pod > 1
 
     @property

@@ -30,13 +30,23 @@ class Ladder:
 
     @property
     def serves_on(self) -> bool:
-        """Return whether engines serve older weights while trainers work, up to the update."""
+        """Return whether all engines serve older weights while trainers work, up to the update."""
         return self.placement in (Placement.RESIDENT, Placement.DISAGGREGATED)
 
     @property
+    def rolls_on(self) -> bool:
+        """Return whether any engine does."""
+        return self.serves_on or self.placement is Placement.MIXED
+
+    @property
     def takes_turns(self) -> bool:
-        """Return whether engines release their memory for the trainers, and get it back."""
-        return self.placement is Placement.TIME_SLICED
+        """Return whether engines beside trainers release their memory for them, and get it back."""
+        return self.placement in (Placement.TIME_SLICED, Placement.MIXED)
+
+    @property
+    def shuts_at(self) -> Rung:
+        """Return the rung for which engines that have served on close their gates."""
+        return Rung.UPDATED if self.placement is Placement.MIXED else Rung.CLOSED
 
     @property
     def top(self) -> Rung:
@@ -88,7 +98,7 @@ class Ladder:
         if pod is None or not (pod.engines or pod.trainers):
             return Rung.UNKNOWN
         shares = self.placement in (Placement.TIME_SLICED, Placement.RESIDENT)
-        if shares and not (pod.engines and pod.trainers):
+        if (shares and not (pod.engines and pod.trainers)) or (self.placement is Placement.MIXED and not pod.engines):
             return Rung.UNKNOWN
         if len(pod.engines) < 2:
             return self.stands(pod, at)
@@ -168,6 +178,18 @@ def _stands_disaggregated(pod: PodFacts, at: WeightVersion) -> Rung:
     if all(_is_updated(engine, at) for engine in pod.engines):
         return Rung.SERVING if _serves(pod) else Rung.UPDATED
     return _stands_aside(pod, at) if pod.export == at else Rung.TRAINED
+
+
+# -------------------------------------------------------------------------------------------------------------- mixed
+def _stands_mixed(pod: PodFacts, at: WeightVersion) -> Rung:
+    """Return the rung. An engine with devices of its own has no part in what lies below Offloaded, nor in Restored."""
+    if pod.trainers:
+        rung = _stands_time_sliced(pod, at)
+        return Rung.EXPORTED if rung is Rung.OFFLOADED and pod.export != at else rung  # it has not compared them yet
+    if all(_is_updated(engine, at) for engine in pod.engines):
+        return Rung.SERVING if _serves(pod) else Rung.RESTORED
+    waits = any(engine.is_starting and engine.starts_on != at for engine in pod.engines)
+    return Rung.EXPORTED if waits or pod.export != at else Rung.OFFLOADED
 
 
 # ----------------------------------------------------------------------------------------------------- one side alone
@@ -260,6 +282,13 @@ RESIDENT = Ladder(
 
 
 DISAGGREGATED = replace(RESIDENT, placement=Placement.DISAGGREGATED, stands=_stands_disaggregated)
+MIXED = replace(
+    TIME_SLICED,
+    placement=Placement.MIXED,
+    barriers=TIME_SLICED.barriers | {Rung.OFFLOADED},  # up to here engines with devices of their own serve
+    finished_at=RESIDENT.finished_at,
+    stands=_stands_mixed,
+)
 ROLLOUT_ONLY = Ladder(
     Placement.ROLLOUT_ONLY,
     rungs=(Rung.RELEASED, Rung.SERVING),
@@ -303,10 +332,11 @@ def _with_scores(ladder: Ladder) -> Ladder:
 SCORED_TIME_SLICED = _with_scores(TIME_SLICED)
 SCORED_RESIDENT = _with_scores(RESIDENT)
 SCORED_DISAGGREGATED = _with_scores(DISAGGREGATED)
+SCORED_MIXED = _with_scores(MIXED)
 SCORED_TRAIN_ONLY = _with_scores(TRAIN_ONLY)
 LADDERS = (
-    TIME_SLICED, RESIDENT, DISAGGREGATED, ROLLOUT_ONLY, TRAIN_ONLY,
-    SCORED_TIME_SLICED, SCORED_RESIDENT, SCORED_DISAGGREGATED, SCORED_TRAIN_ONLY,
+    TIME_SLICED, RESIDENT, DISAGGREGATED, MIXED, ROLLOUT_ONLY, TRAIN_ONLY,
+    SCORED_TIME_SLICED, SCORED_RESIDENT, SCORED_DISAGGREGATED, SCORED_MIXED, SCORED_TRAIN_ONLY,
 )  # fmt: skip
 _LADDERS = {(ladder.placement, ladder.scores): ladder for ladder in LADDERS}
 

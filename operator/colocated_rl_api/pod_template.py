@@ -486,9 +486,9 @@ APART = (
     Rule(
         field="podTemplates.engine",
         rule="!has(self.podTemplates) || !has(self.podTemplates.engine) || "
-        f"has(self.rollout.placement) && self.rollout.placement == '{RolloutPlacement.OWN_DEVICES}'",
+        f"has(self.rollout.placement) && self.rollout.placement != '{RolloutPlacement.WITH_TRAINER}'",
         message="podTemplates.engine is of engine pods with devices of their own: give it with rollout.placement "
-        "OwnDevices, and only there",
+        "OwnDevices or Both, and only there",
     ),
     Rule(
         field="podTemplates.reference",

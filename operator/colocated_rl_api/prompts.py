@@ -92,8 +92,8 @@ class _Source(Part):
         default=None,
         ge=0,
         le=100,
-        description="Share of prompts, chosen by their hash, that is never trained on and serves evaluation; 100: for "
-        "evaluation alone. 10 in rollout.prompts, 100 in evaluation.sets when absent.",
+        description="Share of prompts, chosen by their hash, for evaluation alone. 10 in rollout.prompts, 100 in "
+        "evaluation.sets when absent.",
     )
 
 

@@ -63,8 +63,14 @@ class Placement(StrEnum):
     TIME_SLICED = "TimeSliced"  # they take turns
     RESIDENT = "Resident"  # both stay; engines take new weights under a pause
     DISAGGREGATED = "Disaggregated"  # each has its own, in pods of its own; engines take new weights under a pause
+    MIXED = "Mixed"  # some engines take turns with the trainers, others have devices of their own
     ROLLOUT_ONLY = "RolloutOnly"  # no trainers: engines serve the model as it is
     TRAIN_ONLY = "TrainOnly"  # no engines: trainers train recorded batches
+
+    @property
+    def shares_weights(self) -> bool:
+        """Return whether weights reach engines in pods of their own, over a volume that rank 0 of the job writes."""
+        return self in (Placement.DISAGGREGATED, Placement.MIXED)
 
 
 class RolloutPlacement(StrEnum):
@@ -72,6 +78,7 @@ class RolloutPlacement(StrEnum):
 
     WITH_TRAINER = "WithTrainer"  # in the trainers' pods, on their devices
     OWN_DEVICES = "OwnDevices"  # in pods of their own
+    BOTH = "Both"  # some there, some here
 
 
 class ReferencePlacement(StrEnum):

@@ -11,6 +11,7 @@ from functools import cached_property
 
 from colocated_rl_api import names
 from colocated_rl_api.job import Mode
+from colocated_rl_api.rungs import RolloutPlacement
 
 ROLLOUT_SEAT = names.ROLE_ROLLOUT
 FIRST_SPARE = 1024  # replicas are below: a seat is a spare's or the group's for good, whatever the job asks for later
@@ -36,7 +37,7 @@ def is_spare(seat: str) -> bool:
 
 @dataclass(frozen=True)
 class Seats:
-    """Seats list the pods with trainers and those with an engine: both lists are the same, or they share none.
+    """Seats list the pods with trainers and those with an engine. The first are all among the second, or none is.
 
     references: the pods of a reference with devices of its own.
     """
@@ -62,21 +63,19 @@ class Seats:
         return frozenset(self.all)
 
 
-def seats_for(mode: str, *, replicas: int, engines: int | None, references: int = 0) -> Seats:
-    """Return the seats of a job. mode: may be one of a newer version, unknown here.
+def seats_for(mode: str, placement: str, *, replicas: int, engines: int = 0, references: int = 0) -> Seats:
+    """Return the seats of a job. mode, and placement of the engines: may be one of a newer version, unknown here.
 
-    engines: the number of pods with only an engine; None: engines share the trainers' pods. references: the number of
-    pods of a reference, which has seats only if there are samples for it to score.
+    engines: the number of pods with only an engine. references: the number of pods of a reference, which has seats only
+    if there are samples for it to score.
     """
-    scoring = _of(names.ROLE_REFERENCE, 0 if mode == Mode.TRAIN_ONLY else references)
-    if engines is None:
-        together = _of(names.ROLE_GPU, replicas)
-        return Seats(together, together, scoring)
-    return Seats(
-        trainers=_of(names.ROLE_TRAINER, 0 if mode == Mode.ROLLOUT_ONLY else replicas),
-        engines=_of(names.ROLE_ENGINE, 0 if mode == Mode.TRAIN_ONLY else engines),
-        references=scoring,
-    )
+    generates = mode != Mode.TRAIN_ONLY
+    apart = _of(names.ROLE_ENGINE, engines if generates else 0)
+    scoring = _of(names.ROLE_REFERENCE, references if generates else 0)
+    if placement == RolloutPlacement.OWN_DEVICES:
+        return Seats(_of(names.ROLE_TRAINER, 0 if mode == Mode.ROLLOUT_ONLY else replicas), apart, scoring)
+    together = _of(names.ROLE_GPU, replicas)
+    return Seats(together, (*together, *apart), scoring)
 
 
 def _of(role: str, number: int) -> tuple[str, ...]:

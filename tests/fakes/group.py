@@ -221,7 +221,7 @@ class ModelGroup:
             return rollout
         spec, is_first = self.job.file_spec, seat == self.job.lineage_seats[0]
         state = ModelPod(
-            rules=rules_for(spec),
+            rules=rules_for(spec, role_of(seat)),
             keeps=kept_tags(spec.rollout.offload),
             role=role_of(seat),
             rank=FIRST if is_first else OTHER,

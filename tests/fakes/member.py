@@ -18,6 +18,7 @@ from prometheus_client import CollectorRegistry
 from colocated_rl_agent.files.journal import EpochAccepted
 from colocated_rl_api import names
 from colocated_rl_api.member_wire import Hello, PodTarget, RolloutTarget
+from colocated_rl_api.seats import role_of
 from colocated_rl_member.server import MemberServer, Ports
 from colocated_rl_member.tls import MemberTls
 from fakes.group import GpuPod, ModelGroup, RolloutPod
@@ -54,8 +55,8 @@ class FakeMember:
             pod=name,
             pod_uid=pod.uid,
             job_uid=job_uid,
-            role=names.ROLE_GPU if is_gpu else names.ROLE_ROLLOUT,
-            replica=int(pod.seat.removeprefix("gpu-")) if is_gpu else None,
+            role=role_of(pod.seat),
+            replica=int(pod.seat.rpartition("-")[2]) if is_gpu else None,
             incarnation="i1",
             highest_epoch=pod.durable_epoch if isinstance(pod, GpuPod) else 0,
         )
@@ -189,7 +190,7 @@ class FakeKubelet:
         seat = labels[names.ROLE_LABEL]
         if seat == names.ROLE_REFERENCE:
             await self._stay(pod)
-        if seat == names.ROLE_GPU:
+        if seat in names.GPU_ROLES:
             seat = f"{seat}-{labels[names.REPLICA_LABEL]}"
         simulated = self.group.add(seat, int(labels[names.ATTEMPT_LABEL]), metadata["uid"])
         try:

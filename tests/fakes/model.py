@@ -52,7 +52,7 @@ from colocated_rl_api.failure import FailureCause
 from colocated_rl_api.job import Verify
 from colocated_rl_api.ladder import Ladder
 from colocated_rl_api.member_wire import Goal, RolloutTarget
-from colocated_rl_api.rungs import Placement, Rung, WeightVersion
+from colocated_rl_api.rungs import Rung, WeightVersion
 from colocated_rl_api.seats import ROLLOUT_SEAT, role_of
 from colocated_rl_operator.planner.actions import CreatePod, PodAction
 from colocated_rl_operator.planner.notices import Notice
@@ -257,7 +257,8 @@ class JobModel:
         )  # engines are not compared, but probed
         job = replace(job, spec=job.spec.model_copy(update={"weight_sync": alone}))
         self.job = job
-        self._rules, self._keeps = replace(rules_for(job.spec), probes=probes), kept_tags(job.spec.rollout.offload)
+        self._rules = {role: replace(rules_for(job.spec, role), probes=probes) for role in names.GPU_ROLES}
+        self._keeps = kept_tags(job.spec.rollout.offload)
         self.deaths = deaths
         self.mortal = of
         self.suspensions = suspensions
@@ -312,12 +313,13 @@ class JobModel:
     @property
     def _shares_a_volume(self) -> bool:
         """Return whether pods share a volume, to which the pod with rank 0 writes."""
-        return self.job.spec.placement is Placement.DISAGGREGATED
+        return self.job.spec.placement.shares_weights
 
     def _new_pod(self, seat: str, rank: ModelRank) -> ModelPod:
         writes = self._shares_a_volume and seat == self.job.trainer_seats[0]
         exports = frozenset[WeightVersion]() if writes else None
-        return ModelPod(rules=self._rules, keeps=self._keeps, role=role_of(seat), exports=exports, rank=rank)
+        role = role_of(seat)
+        return ModelPod(rules=self._rules[role], keeps=self._keeps, role=role, exports=exports, rank=rank)
 
     def successors(self, state: ModelState) -> list[tuple[str, ModelState]]:
         """Return the possible moves, each with the state that follows. Raises Broken."""

@@ -151,11 +151,12 @@ def without_peers(pod: ModelPod) -> ModelPod:
 
 
 def must_close_late(pods: Sequence[ModelPod], pod: ModelPod, action: do.Action) -> None:
-    """Check that a healthy resident engine closes its gate when every pod has the new weights, or for good."""
+    """Check that a healthy engine that serves on closes its gate when every pod has the new weights, or for good."""
     is_healthy = pod.engine is not None and pod.belief.state is EngineState.READY and pod.belief.broken is None
     is_climb = pod.target is not None and pod.target.goal is Goal.CLIMB and not pod.ending
-    if isinstance(action, do.CloseGate) and pod.ladder.serves_on and is_healthy and is_climb:
-        must_have_stood(pods, pod.epoch, Rung.EXPORTED, "a gate closes")
+    if isinstance(action, do.CloseGate) and pod.ladder.rolls_on and not pod.rules.releases and is_healthy and is_climb:
+        written = Rung.EXPORTED if pod.ladder.serves_on else Rung.OFFLOADED
+        must_have_stood(pods, pod.epoch, written, "a gate closes")
 
 
 def must_cost_no_step(decided: Plan, *, before: Climb | None, saved: int) -> None:

@@ -382,10 +382,13 @@ def _view(
     role: str,
     exports: frozenset[WeightVersion] | None,
     ending: bool,
+    shares: bool,
     kept: tuple[WeightVersion, WeightVersion | None] | None = None,
     agreed: tuple[WeightVersion, str] | None = None,
 ) -> PodView:
-    """Return the view that the action table gets. kept: the target's version, and what engines serve."""
+    """Return the view that the action table gets. kept: the target's version, and what engines serve. shares: pods do
+    share a volume of exports.
+    """
     ranks = () if role == names.ROLE_ENGINE else (rank_view(rank),)
     trusts = role == names.ROLE_TRAINER and exports is None
     at, served = kept or (None, None)
@@ -397,6 +400,7 @@ def _view(
         agreed=agreed,
         stopped=stopped,
         has_engine=role != names.ROLE_TRAINER,
+        borrows=shares and role == names.ROLE_GPU and exports is None,
     )
 
 
@@ -406,7 +410,7 @@ def standing_of(pod: ModelPod) -> Rung:
 
 
 def view_key(pod: ModelPod) -> tuple[Any, ...]:
-    return (*pod[4:6], *pod[7:12], pod.role, pod.exports, pod.ending)
+    return (*pod[4:6], *pod[7:12], pod.role, pod.exports, pod.ending, pod.ladder.placement.shares_weights)
 
 
 @cache

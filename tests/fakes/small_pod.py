@@ -44,7 +44,7 @@ from colocated_rl_api.member_wire import (
     Rendezvous,
 )
 from colocated_rl_api.reference_wire import MAX_SAMPLE_BYTES, READY_PATH, SCORE_PATH
-from colocated_rl_api.rungs import Rung, WeightVersion
+from colocated_rl_api.rungs import Placement, Rung, WeightVersion
 from colocated_rl_api.weights import MANIFEST
 from colocated_rl_member.data import DataClient
 from colocated_rl_member.server import Ports
@@ -627,7 +627,8 @@ async def small_pod(*, gives_up_s: float = PATIENT_S, replica: int = 0, **change
 class SmallGroup:
     """Pods of trainers, one of an engine, the volume that they share, and the operator that moves them.
 
-    trainers: the pod with rank 0. others: with other ranks, which have nothing at the volume's place.
+    trainers: the pod with rank 0. others: with other ranks. Of a mixed job each of these has an engine too; otherwise
+    the others have nothing at the volume's place.
     """
 
     def __init__(self, trainers: SmallPod, others: Sequence[SmallPod], engine: SmallPod) -> None:
@@ -710,13 +711,15 @@ async def small_group(
     rollout = {"placement": "OwnDevices", "replicas": 1} | changes.pop("rollout", {})
     job = _job(PATIENT_S, rollout=rollout, replicas=replicas, **changes)
     shared = volume(root / "weights" / "exports")
+    is_mixed = job.spec.placement is Placement.MIXED
+    role, of_others = (names.ROLE_GPU, shared) if is_mixed else (names.ROLE_TRAINER, None)
     try:
         async with AsyncExitStack() as stack:
             net = await stack.enter_async_context(network(root))
             pods = [
-                SmallPod(root / "t0", net, job, role=names.ROLE_TRAINER, weights=shared, silent_s=silent_s),
+                SmallPod(root / "t0", net, job, role=role, weights=shared, silent_s=silent_s),
                 *(
-                    SmallPod(root / f"t{each}", net, job, role=names.ROLE_TRAINER, replica=each)
+                    SmallPod(root / f"t{each}", net, job, role=role, replica=each, weights=of_others)
                     for each in range(1, replicas)
                 ),
                 SmallPod(root / "e", net, job, role=names.ROLE_ENGINE, weights=shared, silent_s=silent_s),

@@ -19,10 +19,10 @@ import pytest
 from kopf import DaemonStoppingReason
 from prometheus_client import Histogram
 
-from builders import PLACED, RESIDENT_ROLLOUT, make_manifest
+from builders import MIXED_ROLLOUT, PLACED, RESIDENT_ROLLOUT, make_manifest
 from colocated_rl_api import names
 from colocated_rl_api.job_status import ColocatedRLJobStatus
-from colocated_rl_api.ladder import RESIDENT
+from colocated_rl_api.ladder import MIXED, RESIDENT
 from colocated_rl_api.member_wire import Goal, PodTarget, RolloutTarget
 from colocated_rl_api.rungs import Placement, Rung
 from colocated_rl_operator.clients.errors import ApiUnreachable
@@ -94,6 +94,33 @@ async def test_a_resident_job_runs_its_steps_and_says_so(world: FakeWorld) -> No
     assert {"Resident"} == {status["placement"] for status in placed}
     assert {*map(str, (Rung.UNKNOWN, *RESIDENT.rungs)), None} >= {status.get("rung") for status in placed}
     assert "Trainer" not in {status["gpuHolder"] for status in placed}
+
+
+@pytest.mark.parametrize("world", [{"rollout": MIXED_ROLLOUT}], indirect=True, ids=["mixed"])
+async def test_in_a_mixed_job_an_engine_with_devices_of_its_own_generates_while_others_train(world: FakeWorld) -> None:
+    seen: list[dict[str, Any]] = []
+    world.api.watch(names.PLURAL, lambda event, body: seen.append(body.get("status", {})))
+
+    def trains(target: object) -> bool:
+        return isinstance(target, PodTarget) and (target.step, target.rung) == (2, Rung.TRAINED)
+
+    world.kubelet.hold("gpu-1", under=trains)
+    async with world.operator():
+        await world.until(lambda: world.status.get("gpuHolder") == "Both")
+        gates = {pod.seat: pod.state.gate_open for pod in world.group.pods}
+        assert {"gpu-0": False, "gpu-1": False, "engine-0": True} == gates
+        world.kubelet.release("gpu-1")
+        await world.until(lambda: world.status.get("phase") == "Complete")
+    assert {1: [1, 2, 3]} == world.group.trained_in
+    assert (3, "3-1", 0) == (world.status["step"], world.status["weightVersion"], world.status["restarts"])
+    placed = [status for status in seen if status.get("placement")]
+    assert {"Mixed"} == {status["placement"] for status in placed}
+    assert {*map(str, (Rung.UNKNOWN, *MIXED.rungs)), None} >= {status.get("rung") for status in placed}
+    assert "Trainer" not in {status["gpuHolder"] for status in placed}
+    claims = {
+        claim["metadata"]["name"]: claim["spec"]["accessModes"] for claim in world.api.all("persistentvolumeclaims")
+    }
+    assert ["ReadWriteMany"] in [modes for name, modes in claims.items() if "-weights-" in name]
 
 
 @pytest.mark.parametrize("world", [{"mode": "RolloutOnly"}], indirect=True)

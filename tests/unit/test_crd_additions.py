@@ -36,6 +36,20 @@ DECIDED: dict[str, str] = {
     "FailJob: write one of them, or a rule of its own for that cause": "it allows the same, and names the usual first",
     ".spec.reference.placement: a rule more: reference.placement WithRollout needs engines with devices of their own "
     "(rollout.placement OwnDevices): these are the trainer's devices, use WithTrainer": "it is about a new value",
+    ".spec.rollout.placement: a rule more: placement Both needs engines that take turns with trainers (offload other "
+    "than []), of one pod each (engine.pods 1), all of one shape (rollout.gpus.count as gpus.count): their checksums "
+    "are compared": "it is about a new value",
+    **{
+        f".spec.{field}, and only there": "it takes the place of one that allowed less"
+        for field in (
+            "podTemplates.engine: a rule more: podTemplates.engine is of engine pods with devices of their own: give "
+            "it with rollout.placement OwnDevices or Both",
+            "rollout.gpus: a rule more: gpus are the devices of engine pods of their own: give them with placement "
+            "OwnDevices or Both",
+            "rollout.replicas: a rule more: replicas is the number of engine pods with devices of their own: give it "
+            "with placement OwnDevices or Both",
+        )
+    },
     ".spec.replicas: a rule more: replicas can't change from one to more while the job has pods, nor before it has "
     "started: set suspend to true, change it once condition Suspended is true, and set suspend to false again": (
         "it takes the place of one that allowed less"

@@ -19,7 +19,7 @@ from colocated_rl_api.rungs import Placement
 from fakes.model_pod import InvariantBroken
 from fakes.spanning import SpanningJob, SpanState
 
-WITH_ENGINES = tuple(each for each in Placement if each is not Placement.TRAIN_ONLY)
+WITH_ENGINES = tuple(each for each in Placement if each not in (Placement.TRAIN_ONLY, Placement.MIXED))
 SEEDS = st.integers(min_value=0, max_value=10**6)
 
 

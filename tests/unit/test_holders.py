@@ -6,7 +6,16 @@ import pytest
 
 from colocated_rl_api import names
 from colocated_rl_api.holders import PodHolder, holder_of
-from colocated_rl_api.ladder import DISAGGREGATED, LADDERS, RESIDENT, ROLLOUT_ONLY, TIME_SLICED, TRAIN_ONLY, Ladder
+from colocated_rl_api.ladder import (
+    DISAGGREGATED,
+    LADDERS,
+    MIXED,
+    RESIDENT,
+    ROLLOUT_ONLY,
+    TIME_SLICED,
+    TRAIN_ONLY,
+    Ladder,
+)
 from colocated_rl_api.rungs import Rung
 
 GPU, ENGINE, TRAINER = names.ROLE_GPU, names.ROLE_ENGINE, names.ROLE_TRAINER
@@ -57,6 +66,14 @@ def test_engines_that_stay_serve_beside_the_trainers_up_to_the_update(
     rung: Rung, shared: PodHolder, engine: PodHolder
 ) -> None:
     assert (shared, engine) == (holder_of(rung, None, RESIDENT, GPU), holder_of(rung, None, DISAGGREGATED, ENGINE))
+
+
+@pytest.mark.parametrize("rung", [Rung.UNKNOWN, *MIXED.rungs])
+def test_of_a_mixed_job_an_engine_with_gpus_of_its_own_rolls_out_until_the_weights_are_there(rung: Rung) -> None:
+    switches = rung in (Rung.OFFLOADED, Rung.RESTORED)
+    holder = PodHolder.SWITCH if switches else PodHolder.ROLLOUT
+    assert holder is holder_of(rung, None, MIXED, ENGINE)
+    assert holder_of(rung, None, TIME_SLICED, GPU) is holder_of(rung, None, MIXED, GPU)
 
 
 @pytest.mark.parametrize("ladder", [ladder for ladder in LADDERS if ladder.serves and ladder.trains])

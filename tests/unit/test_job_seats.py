@@ -1,4 +1,4 @@
-"""The operator and the command line derive the same seats of a job from mode, replicas and engines."""
+"""The operator and the command line derive the same seats of a job from mode, placement and sizes."""
 
 from __future__ import annotations
 
@@ -15,31 +15,33 @@ TRAINERS, ENGINES = ("trainer-0", "trainer-1"), ("engine-0", "engine-1", "engine
 
 
 @pytest.mark.parametrize(
-    ("mode", "engines", "seats", "gpu"),
+    ("mode", "placement", "seats", "gpu"),
     [
-        ("Full", None, Seats(TOGETHER, TOGETHER), TOGETHER),
-        ("RolloutOnly", None, Seats(TOGETHER, TOGETHER), TOGETHER),
-        ("TrainOnly", None, Seats(TOGETHER, TOGETHER), TOGETHER),
-        ("Full", 3, Seats(TRAINERS, ENGINES), TRAINERS + ENGINES),
-        ("RolloutOnly", 3, Seats((), ENGINES), ENGINES),
-        ("TrainOnly", 3, Seats(TRAINERS, ()), TRAINERS),
-        ("OfANewerVersion", 3, Seats(TRAINERS, ENGINES), TRAINERS + ENGINES),
+        ("Full", "WithTrainer", Seats(TOGETHER, TOGETHER), TOGETHER),
+        ("RolloutOnly", "WithTrainer", Seats(TOGETHER, TOGETHER), TOGETHER),
+        ("TrainOnly", "WithTrainer", Seats(TOGETHER, TOGETHER), TOGETHER),
+        ("Full", "OwnDevices", Seats(TRAINERS, ENGINES), TRAINERS + ENGINES),
+        ("RolloutOnly", "OwnDevices", Seats((), ENGINES), ENGINES),
+        ("TrainOnly", "OwnDevices", Seats(TRAINERS, ()), TRAINERS),
+        ("Full", "Both", Seats(TOGETHER, TOGETHER + ENGINES), TOGETHER + ENGINES),
+        ("RolloutOnly", "Both", Seats(TOGETHER, TOGETHER + ENGINES), TOGETHER + ENGINES),
+        ("TrainOnly", "Both", Seats(TOGETHER, TOGETHER), TOGETHER),
+        ("OfANewerVersion", "OwnDevices", Seats(TRAINERS, ENGINES), TRAINERS + ENGINES),
+        ("Full", "OfANewerVersion", Seats(TOGETHER, TOGETHER + ENGINES), TOGETHER + ENGINES),
     ],
 )
-def test_seats_follow_from_mode_replicas_and_engines(
-    mode: str, engines: int | None, seats: Seats, gpu: tuple[str, ...]
+def test_seats_follow_from_mode_placement_replicas_and_engines(
+    mode: str, placement: str, seats: Seats, gpu: tuple[str, ...]
 ) -> None:
-    found = seats_for(mode, replicas=2, engines=engines)
+    found = seats_for(mode, placement, replicas=2, engines=0 if placement == "WithTrainer" else 3)
     assert (seats, gpu) == (found, found.gpu)
 
 
-@pytest.mark.parametrize("engines", [None, 1])
+@pytest.mark.parametrize("placement", ["WithTrainer", "OwnDevices", "Both"])
 @pytest.mark.parametrize(("mode", "references"), [("Full", 2), ("RolloutOnly", 2), ("TrainOnly", 0)])
-def test_a_reference_of_its_own_has_seats_where_samples_are_made(
-    mode: str, references: int, engines: int | None
-) -> None:
-    found = seats_for(mode, replicas=2, engines=engines, references=2)
-    plain = seats_for(mode, replicas=2, engines=engines)
+def test_a_reference_of_its_own_has_seats_where_samples_are_made(mode: str, references: int, placement: str) -> None:
+    found = seats_for(mode, placement, replicas=2, engines=1, references=2)
+    plain = seats_for(mode, placement, replicas=2, engines=1)
     assert ("reference-0", "reference-1")[:references] == found.references
     assert (plain.gpu, (*plain.gpu, *found.references, ROLLOUT_SEAT)) == (found.gpu, found.all)
 

@@ -52,6 +52,7 @@ BOUNDS = {
     Placement.TIME_SLICED: SMALL,
     Placement.RESIDENT: SMALL,
     Placement.DISAGGREGATED: SMALL_APART,
+    Placement.MIXED: SMALL_APART,
     Placement.ROLLOUT_ONLY: SMALL_ALONE,
     Placement.TRAIN_ONLY: SMALL_ALONE,
 }

@@ -24,6 +24,7 @@ from colocated_rl_api.job_status import ColocatedRLJobStatus, Holder, Phase
 from colocated_rl_api.ladder import (
     DISAGGREGATED,
     LADDERS,
+    MIXED,
     RESIDENT,
     ROLLOUT_ONLY,
     SCORED_RESIDENT,
@@ -91,7 +92,7 @@ def test_a_reference_adds_a_barrier_below_trained_and_nothing_else(ladder: Ladde
 
 
 def test_nothing_is_scored_in_a_job_without_a_reference() -> None:
-    plain = (TIME_SLICED, RESIDENT, DISAGGREGATED, ROLLOUT_ONLY, TRAIN_ONLY)
+    plain = (TIME_SLICED, RESIDENT, DISAGGREGATED, MIXED, ROLLOUT_ONLY, TRAIN_ONLY)
     assert plain == tuple(ladder_for(placement, scores=False) for placement in Placement)
     assert ROLLOUT_ONLY is ladder_for(Placement.ROLLOUT_ONLY, scores=True), "nothing is trained, so nothing is scored"
     for ladder in plain:

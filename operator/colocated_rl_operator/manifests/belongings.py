@@ -16,7 +16,6 @@ from colocated_rl_api.member_wire import JobFile
 from colocated_rl_api.names import PodUid
 from colocated_rl_api.parts import Claimed, Volume
 from colocated_rl_api.prompts import HuggingFace, endpoints_of
-from colocated_rl_api.rungs import Placement
 from colocated_rl_api.seats import role_of
 from colocated_rl_operator.manifests.gangs import Gangs, pod_group
 from colocated_rl_operator.manifests.resources import (
@@ -119,7 +118,7 @@ def _digest(data: object) -> str:
 
 
 def claims(job: Job) -> list[Object]:
-    """Return the claims for the store, for checkpoints, and for weights if engines and trainers have pods of their own.
+    """Return the claims for the store, for checkpoints, and for weights if engines have pods of their own.
 
     A retained claim has no owner, so that deleting the job leaves it.
     """
@@ -128,7 +127,7 @@ def claims(job: Job) -> list[Object]:
         _claim(job, "store", spec.storage.volume, many_pods=False),
         _claim(job, "checkpoints", spec.checkpoint.volume, many_pods=spec.replicas + spec.spares > 1),
     ]
-    if spec.placement is Placement.DISAGGREGATED:
+    if spec.placement.shares_weights:
         found.append(_claim(job, "weights", spec.weight_sync.volume, many_pods=True))
     return found
 

@@ -23,7 +23,6 @@ from colocated_rl_api.job import Gpus
 from colocated_rl_api.model import HubModel, ModelClaim, ModelImage
 from colocated_rl_api.parts import Resources, size_in_bytes
 from colocated_rl_api.prompts import claim_names_of, secret_names_of
-from colocated_rl_api.rungs import Placement
 from colocated_rl_api.seats import ROLLOUT_SEAT, is_spare, role_of
 from colocated_rl_operator.manifests import overlay
 from colocated_rl_operator.manifests.confinement import LAST_WORDS, NO_WORDS, RESTRICTED, USUAL_USERS, Users, users_of
@@ -610,7 +609,7 @@ def _model_volume(job: Job) -> Object:
 
 def _weights(job: Job, *, trains: bool) -> Object:
     """Return the volume for exports: memory that a pod's engine and trainers share, or a claim of all GPU pods."""
-    if job.spec.placement is Placement.DISAGGREGATED:
+    if job.spec.placement.shares_weights:
         return _claimed("weights", job.claim_name("weights"), read_only=not trains)
     return _empty("weights", medium="Memory", sizeLimit=job.spec.weight_sync.size_limit)
 

@@ -73,8 +73,9 @@ class Job:
         rollout, reference = self.spec.rollout, self.spec.reference
         return seats_for(
             self.spec.mode,
+            rollout.placement,
             replicas=replicas,
-            engines=(rollout.replicas or 0) if rollout.is_apart else None,
+            engines=rollout.replicas or 0,
             references=(reference and reference.replicas) or 0,
         )
 

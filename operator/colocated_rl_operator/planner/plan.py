@@ -267,7 +267,7 @@ def _wait_for_engines(seen: Observation) -> Hold | None:
         return None
     starting = [
         f"{engine.name} of {member.name}"
-        for member in seen.gpu_members
+        for member in seen.trainer_members
         if member.pod_facts
         for engine in member.pod_facts.engines
         if engine.is_starting and engine.failures <= RESTARTS_AWAITED  # once at least: without it the group is not up
@@ -370,8 +370,12 @@ def patience_s(ladder: Ladder, barrier: Rung, switch: Switch) -> float:
             return max(2 * step, switch.engine_start_seconds) + MARGIN_S  # an engine lost meanwhile starts again
         case Rung.EXPORTED:
             return 2 * step + MARGIN_S
+        case Rung.OFFLOADED if ladder.rolls_on:
+            return max(step, switch.engine_start_seconds) + MARGIN_S  # likewise
         case Rung.OFFLOADED:
             return step + MARGIN_S
+        case Rung.UPDATED if ladder.rolls_on and not ladder.serves_on:
+            return step + switch.engine_start_seconds + switch.settle_seconds + 4 * call + MARGIN_S
         case Rung.UPDATED:
             return step + switch.engine_start_seconds + 2 * call + MARGIN_S
         case Rung.SERVING:

@@ -197,6 +197,7 @@ class Reason(DocumentedReason):
     TIME_SLICED = "TimeSliced", "Engines and trainer take turns on the GPUs."
     RESIDENT = "Resident", "Engines and trainer both stay on the GPUs."
     DISAGGREGATED = "Disaggregated", "Engines and trainers have GPUs of their own."
+    MIXED = "Mixed", "Some engines and the trainers take turns on the GPUs, other engines have their own."
     ROLLOUT_ONLY = "RolloutOnly", "Engines have the GPUs: batches are recorded and not trained."
     TRAIN_ONLY = "TrainOnly", "The trainer has the GPUs: it trains recorded batches."
     SUSPENDING = "Suspending", "Members stop, then their pods go."

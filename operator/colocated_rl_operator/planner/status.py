@@ -75,6 +75,10 @@ SHARING: dict[Placement, tuple[Reason, str]] = {
         Reason.DISAGGREGATED,
         "engines and trainers have GPUs of their own: gates close only while engines take new weights",
     ),
+    Placement.MIXED: (
+        Reason.MIXED,
+        "some engines take turns with the trainers; those with GPUs of their own serve on until there are new weights",
+    ),
     Placement.ROLLOUT_ONLY: (
         Reason.ROLLOUT_ONLY,
         "engines have the GPUs, with the model as it is: batches are recorded, and nothing is trained",
@@ -325,7 +329,7 @@ def _phase_at_rest(seen: Observation, climb: Climb | None) -> Phase:
 
 def _holder(phase: Phase, ladder: Ladder) -> Holder:
     match phase:
-        case Phase.TRAINING if ladder.serves_on:
+        case Phase.TRAINING if ladder.rolls_on:
             return Holder.BOTH
         case Phase.ROLLOUT:
             return Holder.ROLLOUT

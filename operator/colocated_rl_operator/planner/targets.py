@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from colocated_rl_api import names
 from colocated_rl_api.facts import EngineFacts
 from colocated_rl_api.member_wire import EngineSpan, Goal, PodTarget, Rendezvous, RolloutTarget
-from colocated_rl_api.rungs import Placement, Rung, WeightVersion
+from colocated_rl_api.rungs import Rung, WeightVersion
 from colocated_rl_api.seats import ROLLOUT_SEAT
 from colocated_rl_operator.planner.observation import Climb, Member, Observation
 from colocated_rl_operator.planner.size import size_at_boundary
@@ -126,7 +126,7 @@ def _weights(seen: Observation, climb: Climb) -> WeightVersion | None:
     They are the climb's once every trainer has exported them, and until then the version that all engines served.
     """
     ladder, trainers = seen.job.ladder, seen.trainer_members
-    if ladder.placement is not Placement.DISAGGREGATED:
+    if not ladder.placement.shares_weights:
         return None
     is_written = len(trainers) == len(seen.job.trainer_seats) and all(
         ladder.reaches(seen.standings[member.name], Rung.EXPORTED) for member in trainers

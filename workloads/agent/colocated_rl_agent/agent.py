@@ -128,7 +128,12 @@ class Agent:
         volume = VolumeDirectory(places.weights, silent_s=volume_silent_s)
         self._exports = Exports(volume, ranks=settings.engine_ranks if settings.has_engine else None)
         self._volume = VolumeLane(
-            self._exports, self._trainers, changed=self._wake_up, failed=self._fail, made_good=self._problems.made_good
+            self._exports,
+            self._trainers,
+            writes=settings.tends_exports,
+            changed=self._wake_up,
+            failed=self._fail,
+            made_good=self._problems.made_good,
         )
         self._faults = Faults(self._runner, self._engines, self._trainers, close_gate=self._close_open_gates)
         self._ladder = settings.rules.ladder
@@ -226,6 +231,7 @@ class Agent:
             agreed=self._journal.memory.agreed,
             stopped=self._stopped,
             has_engine=self._settings.has_engine,
+            borrows=self._settings.borrows_exports,
         )
         if not self._engines:
             return [pod]

@@ -23,7 +23,7 @@ from colocated_rl_api import names
 from colocated_rl_api.job import ColocatedRLJobSpec, EngineMemory, Interruption
 from colocated_rl_api.member_wire import JobFile
 from colocated_rl_api.names import PodUid
-from colocated_rl_api.rungs import Placement, WeightVersion
+from colocated_rl_api.rungs import WeightVersion
 from colocated_rl_api.seats import FIRST_SPARE
 from colocated_rl_member.server import Ports
 from colocated_rl_member.settings import SettingsError, read_job, required
@@ -131,12 +131,17 @@ class AgentSettings:
     @property
     def shares_weights(self) -> bool:
         """Return whether the pod shares the weights volume with other pods: then rank 0 of the job writes for all."""
-        return self.job.spec.placement is Placement.DISAGGREGATED
+        return self.job.spec.placement.shares_weights
 
     @property
     def tends_exports(self) -> bool:
         """Return whether this agent makes room for exports, because one of its ranks writes them."""
         return bool(self.ranks) and (0 in self.ranks or not self.shares_weights)
+
+    @property
+    def borrows_exports(self) -> bool:
+        """Return whether its engines take turns with trainers whose exports another pod writes."""
+        return self.has_engine and bool(self.ranks) and not self.tends_exports
 
     @property
     def reads_exports(self) -> bool:
@@ -183,13 +188,14 @@ class AgentSettings:
 
     @property
     def rules(self) -> Rules:
-        return rules_for(self.job.spec)
+        return rules_for(self.job.spec, self.role)
 
 
-def rules_for(spec: ColocatedRLJobSpec) -> Rules:
-    """Return the part of a job's settings on which the choice of actions depends."""
+def rules_for(spec: ColocatedRLJobSpec, role: str = names.ROLE_GPU) -> Rules:
+    """Return the part of a job's settings on which the choice of actions depends. role: of the pod."""
     return Rules(
         ladder=spec.ladder,
+        is_apart=role == names.ROLE_ENGINE,
         settle_s=spec.switch.settle_seconds,
         checkpoint_every=spec.checkpoint.every_steps,
         compares=spec.compares_engines,

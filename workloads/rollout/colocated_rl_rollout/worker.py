@@ -251,8 +251,9 @@ class Worker(Sealer):
 
     @property
     def _is_about_to_switch(self) -> bool:
-        """Return whether the gates are about to close, whatever is in flight behind them."""
-        if not self._spec.ladder.takes_turns or (self._evaluation and self._evaluation.demand):
+        """Return whether all gates are about to close, whatever is in flight behind them."""
+        ladder = self._spec.ladder
+        if not ladder.takes_turns or ladder.rolls_on or (self._evaluation and self._evaluation.demand):
             return False
         is_sealed = self._sealing is not None or self._untrained_groups > 0
         return is_sealed and asyncio.get_running_loop().time() < self._switches_until - MOMENT_S

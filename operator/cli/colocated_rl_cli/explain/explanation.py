@@ -18,7 +18,7 @@ import pydantic
 from colocated_rl_api import names
 from colocated_rl_api.facts import EPOCHS_OF_WAITS, PodFacts, Problem, RolloutFacts
 from colocated_rl_api.job_status import ColocatedRLJobStatus, ConditionStatus, FailuresStatus, Phase
-from colocated_rl_api.rungs import RolloutPlacement, Rung
+from colocated_rl_api.rungs import Rung
 from colocated_rl_api.seats import is_spare, seats_for
 from colocated_rl_cli.base.errors import CliError
 from colocated_rl_cli.evidence.evidence import (
@@ -204,13 +204,12 @@ def _seats(spec: Object, *, replicas: int | None) -> tuple[str, ...]:
     replicas: of the group; None: as many as the spec asks for.
     """
     rollout, reference = spec.get("rollout", {}), spec.get("reference") or {}
-    engines = rollout.get("replicas", 0) if rollout.get("placement") == RolloutPlacement.OWN_DEVICES else None
     sizes = {
         "replicas": replicas or spec.get("replicas", 1),
-        "engines": engines,
+        "engines": rollout.get("replicas", 0),
         "references": reference.get("replicas", 0),
     }
-    return seats_for(spec.get("mode", ""), **sizes).all
+    return seats_for(spec.get("mode", ""), rollout.get("placement", ""), **sizes).all
 
 
 def _trouble(pod: Object, events: Sequence[Object]) -> tuple[str, str] | None:

@@ -47,6 +47,11 @@ APART_MOVERS = RESIDENT_MOVERS | {
         "trainers write the new weights, and agents of engines compare them", "trainer_progress_seconds"
     ),
 }
+MIXED_MOVERS = MOVERS | {
+    Rung.EXPORTED: Mover(
+        "the trainer leaves the device, and agents compare the new weights", "trainer_progress_seconds"
+    ),
+}
 ALONE_MOVERS = MOVERS | {
     Rung.SEALED: Mover("the trainer makes the step (after a start: loads its checkpoint)", None),
     Rung.RELEASED: Mover("the engine starts on the model, and its gate opens", "engine_start_seconds"),
@@ -89,6 +94,8 @@ def _mover(seen: Evidence, at: Rung) -> Mover:
             return RESIDENT_MOVERS[at]
         case Placement.DISAGGREGATED:
             return APART_MOVERS[at]
+        case Placement.MIXED:
+            return MIXED_MOVERS[at]
         case Placement.ROLLOUT_ONLY | Placement.TRAIN_ONLY:
             return ALONE_MOVERS[at]
 

@@ -15,7 +15,7 @@ VOLUME_AGAIN_S = 2.0
 
 
 class VolumeLane:
-    """The VolumeLane tends the volume of weights. trainers: those whose exports are compared.
+    """The VolumeLane tends the volume of weights. writes: these trainers make the exports that are compared.
 
     changed: called when another export was found. failed: called with (reason, message) for the pod's problem.
     made_good: called with the reason that is over.
@@ -26,11 +26,12 @@ class VolumeLane:
         exports: Exports,
         trainers: Trainers,
         *,
+        writes: bool,
         changed: Callable[[], None],
         failed: Callable[[str, str], None],
         made_good: Callable[[str], None],
     ) -> None:
-        self._exports, self._trainers = exports, trainers
+        self._exports, self._trainers, self._writes = exports, trainers, writes
         self._changed, self._failed, self._made_good = changed, failed, made_good
         self._look_again = asyncio.Event()
 
@@ -62,8 +63,9 @@ class VolumeLane:
         try:
             await self._exports.verify(version)
         except ExportTorn as error:
-            self._trainers.export_torn(version, str(error))
-            if not self._trainers.views:  # trainers are in other pods, and only reading the files again can help
+            if self._writes:
+                self._trainers.export_torn(version, str(error))
+            else:  # trainers of another pod do, and only reading the files again can help
                 self._failed("ExportTorn", f"{error}; they are read again, and the engine serves what it has meanwhile")
         else:
             self._made_good("ExportTorn")

@@ -3,7 +3,7 @@
 It is level-triggered: called after every change, it stores nothing, so an agent restarted in the middle of a switch
 goes on from the facts. From top to bottom it follows the ladders: first time-sliced, where engine and trainers take
 turns; then resident, where each works by itself until there are new weights; then disaggregated, where they do so in
-pods of their own; last, jobs with only an engine or only trainers.
+pods of their own; then mixed, where pods of both kinds meet; last, jobs with only an engine or only trainers.
 
 It never goes beyond the target's rung, and never back because a target of the same version is lower. For every
 placement:
@@ -32,11 +32,16 @@ Disaggregated, in addition:
   is never removed to make room;
 * a replaced engine starts on the version that the operator names as loadable by all, never on an older one than the
   target's once that is here.
+
+Mixed, in addition:
+
+* a pod whose trainers' weights another pod writes compares them once all trainers have exported, and its engine takes
+  none before.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from colocated_rl_agent.planner.actions import (
     AbortAll,
@@ -87,6 +92,7 @@ class Rules:
 
     ladder: Ladder
     settle_s: float
+    is_apart: bool = field(default=False, kw_only=True)  # the pod's engines have devices of their own
     checkpoint_every: int
     probes: bool  # a gate opens only on an engine that has answered the probe of its weights rightly
     compares: bool = False  # a gate opens only on the checksum that the group has agreed on
@@ -103,8 +109,8 @@ class Rules:
 
     @property
     def releases(self) -> bool:
-        """Return whether engines release their memory for the trainers."""
-        return self.ladder.takes_turns
+        """Return whether the pod's engines release their memory for trainers."""
+        return self.ladder.takes_turns and not self.is_apart
 
     def lets_trainers_work(self, target: PodTarget) -> bool:
         return self.asks_for(target, Rung.SCORED if self.ladder.scores else Rung.TRAINED)
@@ -134,6 +140,10 @@ def _next_actions(pod: PodView, target: PodTarget | None, rules: Rules) -> tuple
         return (Wait(),)
     if target.goal is Goal.STOP:
         return (_end(pod, rules, code=0),)
+    return _climb(pod, target, rules)
+
+
+def _climb(pod: PodView, target: PodTarget, rules: Rules) -> tuple[Action | Wait, ...]:
     match rules.ladder.placement:
         case Placement.TIME_SLICED:
             return (_take_turns(pod, target, rules),)
@@ -141,6 +151,10 @@ def _next_actions(pod: PodView, target: PodTarget | None, rules: Rules) -> tuple
             return _train_beside(pod, target, rules), _serve_on(pod, target, rules)
         case Placement.DISAGGREGATED:
             return (_serve_apart(pod, target, rules) if pod.has_engine else _train_alone(pod, target, rules),)
+        case Placement.MIXED if rules.is_apart:
+            return (_serve_apart(pod, target, rules),)
+        case Placement.MIXED:
+            return _take_turns(pod, target, rules), _compare_borrowed(pod, target, rules)
         case Placement.ROLLOUT_ONLY:
             return (_serve_alone(pod, target, rules),)
         case Placement.TRAIN_ONLY:
@@ -168,7 +182,8 @@ def _take_turns(pod: PodView, target: PodTarget, rules: Rules) -> Action | Wait:
         if not _may_rise(pod, target, rules):  # no engine maps memory here
             if (action := _train(pod, target, rules)) is not None:
                 return action
-            return Offload() if rules.asks_for(target, Rung.OFFLOADED) else Wait()
+            is_off = all(rank.is_off_device for rank in pod.ranks)
+            return Offload() if rules.asks_for(target, Rung.OFFLOADED) and not is_off else Wait()
     return _raise(pod, target, rules)
 
 
@@ -217,10 +232,10 @@ def _export(pod: PodView, target: PodTarget, rules: Rules) -> Action | Wait | No
     if not rules.asks_for(target, Rung.EXPORTED):
         return Wait()
     if all(rank.exported == at for rank in pod.ranks):
-        return VerifyExport(at) if pod.whole != at else None
+        return VerifyExport(at) if pod.whole != at and not pod.borrows else None
     if pod.crowded is None:
         return Wait()  # the agent is listing the volume
-    kept = target.weights if rules.ladder.placement is Placement.DISAGGREGATED else pod.whole  # engines serve it
+    kept = target.weights if rules.ladder.placement.shares_weights else pod.whole  # engines serve it
     if pod.crowded and kept is not None:  # left by an abandoned switch: there is no room for all
         return RemoveExports(keep=kept)
     return Onload() if _any_offloaded(pod) else Export(at)
@@ -316,7 +331,7 @@ def _serve_on(pod: PodView, target: PodTarget, rules: Rules) -> Action | Wait:
         return _await_engine(pod) if may_be_up else Wait()
     if engine.holds(at):
         return _open(pod, rules) if rules.asks_for(target, Rung.SERVING) else Wait()
-    if pod.whole == at and (engine.paused or rules.asks_for(target, Rung.CLOSED)):
+    if pod.whole == at and (engine.paused or rules.asks_for(target, rules.ladder.shuts_at)):
         return _push(pod, target, rules)
     return _open(pod, rules)
 
@@ -376,6 +391,13 @@ def _serve_apart(pod: PodView, target: PodTarget, rules: Rules) -> Action | Wait
 
 def _verify(pod: PodView, version: WeightVersion) -> Action | Wait:
     return VerifyExport(version) if pod.now >= pod.verify_after else Wait(until=pod.verify_after)
+
+
+# -------------------------------------------------------------------------------------------------------------- mixed
+def _compare_borrowed(pod: PodView, target: PodTarget, rules: Rules) -> Action | Wait:
+    """Compare the weights that another pod's trainers have written, while those of this pod leave the devices."""
+    is_due = pod.borrows and pod.whole != target.version and rules.asks_for(target, Rung.OFFLOADED)
+    return _verify(pod, target.version) if is_due else Wait()
 
 
 # ----------------------------------------------------------------------------------------------------- one side alone

@@ -302,6 +302,7 @@ class PodView:
     agreed: tuple[WeightVersion, str] | None = None  # newest version with a checksum that the group agreed on
     stopped: bool = False
     has_engine: bool = True  # False: engines have pods of their own
+    borrows: bool = False  # exports are another pod's to write: trainers report theirs before this pod has compared it
     share: Share | None = None  # in an engine over several pods, see `planner.spans`
     joins_on: WeightVersion | None = None  # the engine has started on these in another pod: a part of it may here
 
@@ -337,7 +338,7 @@ def pod_facts(
         epoch=epoch,
         gate=GateFacts(open=is_open, settled=not is_open and not any(view.in_flight for view in views)),
         engines=engines if known and pod.has_engine else (),
-        trainers=tuple(rank.facts(pod.whole) for rank in pod.ranks) if known else (),
+        trainers=tuple(rank.facts(rank.exported if pod.borrows else pod.whole) for rank in pod.ranks) if known else (),
         export=pod.whole,
         devices=devices,
         bad_device=bad_device,

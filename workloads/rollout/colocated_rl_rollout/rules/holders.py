@@ -21,7 +21,7 @@ def holder_behind(
             return PodHolder.BOTH, f"its gate is open, and {waits}"
         case True, _:
             return PodHolder.ROLLOUT, "its gate is open: the engine takes requests"
-        case _, Placement.TIME_SLICED:
+        case _, Placement.TIME_SLICED | Placement.MIXED:
             return None, f"its gate is closed, and {waits}: it switches, trains or starts"
         case _:
             return None, "its gate is closed: the engine starts, or takes new weights"

@@ -23,7 +23,6 @@ from pydantic import ValidationError
 
 from colocated_rl_api.job import ColocatedRLJob, ColocatedRLJobSpec, TrainerMemory
 from colocated_rl_api.parts import size_in_bytes
-from colocated_rl_api.rungs import Placement
 from colocated_rl_trainer.grpo.budget import Budget, choose_recomputing, gib
 from colocated_rl_trainer.protocol.settings import ConfigError, TrainerConfig
 from colocated_rl_trainer.state.rehearsal import Pass, pass_bytes
@@ -77,7 +76,7 @@ class Forecast:
         kept = spec.checkpoint.in_memory
         # fewer pods than the job asks for go on: their larger parts may find no room in memory, which ends nothing
         kept_at_most = size_in_bytes(kept.size_limit) if kept and self.world_size < ranks_of(spec) else None
-        shares_memory = spec.placement is not Placement.DISAGGREGATED  # with the engines: exports are in it
+        shares_memory = not spec.placement.shares_weights  # with the engines: exports are in it
         one_pass = pass_bytes(read_config(self.model), replace(self._largest_pass, recomputes=recomputes))
         return Budget.of(
             counts.parameters,

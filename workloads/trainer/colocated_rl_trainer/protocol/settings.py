@@ -20,7 +20,6 @@ from pydantic.alias_generators import to_camel
 from pydantic_core import PydanticCustomError
 
 from colocated_rl_api.member_wire import JobFile
-from colocated_rl_api.rungs import Placement
 from colocated_rl_api.trainer_wire import TrainerEnvironment as Variable
 
 
@@ -97,7 +96,7 @@ class RankSettings:
     @cached_property
     def pod_writes_weights(self) -> bool:
         """Return whether exports are written by this pod: all do, or rank 0's alone where pods share a volume."""
-        return self.first_of_pod == 0 or self.read_job().spec.placement is not Placement.DISAGGREGATED
+        return self.first_of_pod == 0 or not self.read_job().spec.placement.shares_weights
 
     @property
     def writes_weights(self) -> bool:
