@@ -47,7 +47,10 @@ RECORDS = 8  # of trained batches that the store keeps, at most: few, so that a 
 
 @dataclass(frozen=True)
 class SimulatedJob:
-    """Describes a simulated job. switch_s: beside training, each step. train_s: of a token."""
+    """Describes a simulated job.
+
+    switch_s: beside training, each step. train_s: of a token. apart: of the engines, those with devices of their own.
+    """
 
     trace: Trace
     steps: int = 50
@@ -62,6 +65,7 @@ class SimulatedJob:
     max_concurrency: int | None = None
     interruption: Interruption = Interruption.RESUME
     min_rollout_s: int = 0
+    apart: int = 0
 
     @property
     def samples(self) -> int:
@@ -289,6 +293,8 @@ def spec_of(job: SimulatedJob) -> ColocatedRLJobSpec:
     }
     if job.min_rollout_s:
         rollout["minRolloutSeconds"] = job.min_rollout_s
+    if job.apart:
+        rollout |= {"placement": "Both", "replicas": job.apart}
     fields = {"steps": job.steps, "model": {"claim": {"name": "model"}}, "gpus": {"count": 0}, "rollout": rollout}
     return ColocatedRLJobSpec.model_validate(fields)
 

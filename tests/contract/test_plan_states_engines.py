@@ -24,6 +24,7 @@ SEVERAL = [  # engines in a pod, deaths, of whom
     *((Placement.TIME_SLICED, 2, 1, (mortal,)) for mortal in ("connection", "deadline", "engine", "pod")),
     (Placement.RESIDENT, 2, 1, ("engine",)),
     (Placement.DISAGGREGATED, 2, 0, ()),
+    (Placement.MIXED, 2, 0, ()),
     (Placement.ROLLOUT_ONLY, 2, 1, FAULTS),
 ]
 SEVERAL_SLOW = [

@@ -628,6 +628,27 @@ def test_pods_with_one_side_have_its_devices_and_rank_0_alone_tends_the_exports(
     assert settings.has_engine == (role == names.ROLE_ENGINE)
 
 
+@pytest.mark.parametrize(
+    ("role", "replica", "ranks", "tends", "borrows", "releases"),
+    [
+        (names.ROLE_GPU, 0, [0, 1], True, False, True),
+        (names.ROLE_GPU, 1, [2, 3], False, True, True),
+        (names.ROLE_ENGINE, 0, [], False, False, False),
+    ],
+)
+def test_of_a_mixed_job_engines_beside_trainers_release_memory_and_read_what_rank_0_has_written(
+    tmp_path: Path, role: str, replica: int, ranks: list[int], tends: bool, borrows: bool, releases: bool
+) -> None:
+    write_job(tmp_path, gpus={"count": 2}, rollout={"placement": "Both", "replicas": 1})
+    here = {names.ENV_ROLE: role, names.ENV_REPLICA: str(replica)}
+    settings = read_settings(["--root", str(tmp_path)], ENVIRONMENT | here)
+    assert (2, ranks, True, True) == (
+        settings.gpus, list(settings.ranks), settings.has_engine, settings.reads_exports,
+    )  # fmt: skip
+    assert (tends, borrows) == (settings.tends_exports, settings.borrows_exports)
+    assert releases == bool(settings.saved_tags) == settings.rules.releases
+
+
 def test_trainers_that_nobody_reads_from_tend_the_exports_of_their_own_pod(tmp_path: Path) -> None:
     write_job(
         tmp_path,

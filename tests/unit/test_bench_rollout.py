@@ -178,6 +178,25 @@ def test_nothing_is_sent_once_a_batch_is_sealed_unless_no_switch_comes(tmp_path:
     run_scene(job, tmp_path, script)
 
 
+def test_what_an_engine_that_takes_turns_hands_back_goes_on_at_once_at_one_that_does_not(tmp_path: Path) -> None:
+    job = small(max_staleness=3, apart=1, rates=Rates(slots=4))
+    sent: list[tuple[float, int]] = []
+
+    async def script(scene: SimulatedController) -> None:
+        beside, apart = scene.engines.simulated
+        scene.open_gates(V0)
+        await scene.sealed(1)
+        sealed_at = virtual_time.loop().now
+        noting(apart.machine, sent)
+        beside.close()
+        await asyncio.sleep(SWITCH_S / 2)
+        assert all(time < sealed_at + SWITCH_S for time, _ in sent)
+        assert any(prefill > PROMPT_TOKENS for _, prefill in sent), "tokens that the other engine made are kept"
+        assert not scene.store.counts[SampleState.INTERRUPTED]
+
+    run_scene(job, tmp_path, script)
+
+
 @pytest.mark.parametrize("policy", [AtMaxStaleness.WAIT, AtMaxStaleness.MASK])
 def test_samples_of_every_length_are_trained_as_they_were_admitted(tmp_path: Path, policy: AtMaxStaleness) -> None:
     """No bias to short ones: at every step, those trained, those masked and those left over are those admitted. So a

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from builders import RESIDENT_ROLLOUT, absent_engine, absent_trainer, make_manifest, pod_facts
+from builders import MIXED_ROLLOUT, RESIDENT_ROLLOUT, absent_engine, absent_trainer, make_manifest, pod_facts
 from colocated_rl_api import names
 from colocated_rl_api.rungs import Rung
 from colocated_rl_cli.base.errors import NotAllowed
@@ -157,6 +157,23 @@ def test_a_pod_that_lags_is_named_with_its_rung_how_long_and_the_deadline() -> N
         "sums-gpu-0-0 at Paused, for 12 s now: the engine's scheduler reports that it is idle (at most 60 s: "
         "switch.engineCallSeconds)"
     ) == found.waits_for
+
+
+def test_of_a_mixed_job_pods_are_named_by_what_they_have_still_to_do() -> None:
+    """The seats are those of both kinds, and an engine with devices of its own has no part in training."""
+    apart = gpu_page(target="2-1", trainers=[], export="1-1")
+    rank = {"rank": 0, "state": "Training", "lineage": 1, "step": 1}
+    gone = {"weights": "Released", "kvCache": "Released", "cudaGraph": "Released"}
+    engine = {"name": "engine-0", "state": "Ready", "incarnation": "i", "paused": True, "drained": True, **gone}
+    beside = gpu_page(target="2-1", trainers=[rank], engines=[engine], open_gate=False)
+    states = {"sums-gpu-0-0": beside, "sums-engine-0-0": apart, "sums-rollout-0": rollout_page()}
+    status = running(phase="Training", targetStep=2, rung="Released", placement="Mixed")
+    body = job(status=status, replicas=1, rollout=MIXED_ROLLOUT)
+    found = explained(body, [pod("gpu-0"), pod("engine-0"), pod("rollout")], states=states)
+    assert {"sums-gpu-0-0": "Released", "sums-engine-0-0": "Exported"} == found.rungs
+    assert "sums-gpu-0-0 at Released: the trainer, which has the GPU, makes the step" in str(found.waits_for)
+    missing = explained(body, [pod("gpu-0"), pod("rollout")], states=states)
+    assert any("engine-0" in str(cause) for cause in missing.causes)
 
 
 def test_a_resident_pod_waits_for_its_own_ladder() -> None:

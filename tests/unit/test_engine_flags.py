@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from builders import OWN_ROLLOUT, ROLLOUT, make_job, make_manifest
+from builders import MIXED_ROLLOUT, OWN_ROLLOUT, ROLLOUT, make_job, make_manifest
 from colocated_rl_api.engines import SERVERS, dtype_of, overflowing, refusals
 from colocated_rl_api.job import EngineType
 from colocated_rl_cli.base.yaml_text import written
@@ -120,6 +120,8 @@ def test_h63_collectives_register_no_graphs() -> None:
         [refused] = refusals(job.spec)
         assert ("podTemplates", role, "spec", "containers", 0, "env", 1, "name") == refused.field
         assert refused.message.startswith("NCCL_GRAPH_REGISTER is set by the engine, and with released memory NCCL")
+    both = make_job(podTemplates={"gpu": template, "engine": template}, rollout=MIXED_ROLLOUT)
+    assert ["gpu", "engine"] == [each.field[1] for each in refusals(both.spec)]
 
 
 OWN_TRAINER = {"command": ["python3", "train.py"]}

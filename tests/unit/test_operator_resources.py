@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from builders import OWN_ROLLOUT, PLACED, UID, make_job
+from builders import MIXED_ROLLOUT, OWN_ROLLOUT, PLACED, UID, make_job
 from colocated_rl_api import names
 from colocated_rl_api.job import JOB_NAME_MAX
 from colocated_rl_api.member_wire import JobFile
@@ -523,6 +523,18 @@ def test_engine_pods_have_their_own_devices_and_read_what_trainers_write() -> No
     )
     assert (claim, claim | {"readOnly": True}) == (of_trainer, of_engine)
     assert "checkpoints" not in mounts(engine, names.GPU_CONTAINER)
+
+
+def test_of_a_mixed_job_all_pods_have_the_volume_of_weights_and_those_with_trainers_write_it() -> None:
+    claim = {"claimName": make_job().claim_name("weights")}
+    for seat, is_apart in (("gpu-0", False), ("engine-0", True)):
+        body = pod(seat, gpus={"count": 2}, rollout=MIXED_ROLLOUT)
+        (volume,) = [each["persistentVolumeClaim"] for each in body["spec"]["volumes"] if each["name"] == "weights"]
+        assert claim | ({"readOnly": True} if is_apart else {}) == volume
+        for name in (names.GPU_CONTAINER, names.AGENT_CONTAINER):
+            assert is_apart == mounts(body, name)["weights"]
+        assert is_apart != ("checkpoints" in mounts(body, names.GPU_CONTAINER))
+    assert 3 == len(belongings.claims(make_job(rollout=MIXED_ROLLOUT)))
 
 
 def test_engine_pods_without_words_of_their_own_are_as_all_gpu_pods() -> None:

@@ -20,7 +20,7 @@ import fakes.model
 from builders import PLACED, TOGETHER, make_job
 from colocated_rl_agent.planner import next_actions
 from colocated_rl_agent.planner.actions import Offload, StartEngine, Wait
-from colocated_rl_agent.planner.views import KV_CACHE, EngineView
+from colocated_rl_agent.planner.views import KV_CACHE, EngineView, PodView
 from colocated_rl_api.ladder import Ladder
 from colocated_rl_api.rungs import Placement, Rung
 from colocated_rl_operator.planner import plan, targets
@@ -271,6 +271,22 @@ def test_old_weights_that_are_removed_while_an_engine_may_need_them_are_noticed(
     )
     with pytest.raises(InvariantBroken, match="an export that is not there"):
         explore(JobModel(job(1, Placement.DISAGGREGATED), deaths=1, of=("engine",)), limit=MOST_STATES)
+
+
+def test_a_gate_that_closes_before_trainers_have_left_their_devices_is_noticed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """An engine with devices of its own closes it as soon as it has read the weights."""
+    monkeypatch.setattr(Ladder, "shuts_at", Rung.CLOSED)
+    with pytest.raises(InvariantBroken, match=r"a gate closes in epoch \d before gpu-\d stood at Offloaded"):
+        explore(JobModel(job(1, Placement.MIXED), deaths=0), limit=MOST_STATES)
+
+
+def test_weights_that_a_pod_takes_before_another_has_written_them_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pod takes what its own trainers report for what is written."""
+    monkeypatch.setattr(PodView, "borrows", property(lambda view: False, lambda view, value: None), raising=False)
+    with pytest.raises(InvariantBroken, match="VerifyExport on an export that is not there"):
+        explore(JobModel(job(2, Placement.MIXED), deaths=0), limit=MOST_STATES)
 
 
 def test_engines_that_get_weights_as_target_before_they_are_written_are_noticed(

@@ -144,6 +144,8 @@ def test_it_can_be_used_without_a_mouse_and_without_seeing_it() -> None:
         (False, Placement.RESIDENT, 8, None, "takes new weights"),
         (True, Placement.DISAGGREGATED, 8, PodHolder.ROLLOUT, "its gate is open"),
         (False, Placement.DISAGGREGATED, 8, None, "takes new weights"),
+        (True, Placement.MIXED, 8, PodHolder.ROLLOUT, "its gate is open"),
+        (False, Placement.MIXED, 8, None, "batch 8 waits for training"),
         (True, Placement.ROLLOUT_ONLY, 8, PodHolder.ROLLOUT, "its gate is open"),
         *((None, placement, 8, None, "does not answer") for placement in Placement),
     ],

@@ -207,6 +207,7 @@ def _file(folder: Path, config: object) -> Path:
     [
         ("Full", "WithTrainer", [0, 2], [0, 1, 2, 3]),
         ("Full", "OwnDevices", [0], [0, 1]),
+        ("Full", "Both", [0], [0, 1]),
         ("TrainOnly", "OwnDevices", [0, 2], [0, 1, 2, 3]),
     ],
 )
@@ -217,7 +218,7 @@ def test_each_pod_writes_weights_and_that_of_rank_0_alone_where_pods_share_a_vol
     job: Any = job_file()
     job["spec"]["mode"] = mode
     job["spec"]["rollout"]["placement"] = placement
-    if placement == "OwnDevices":
+    if placement != "WithTrainer":
         job["spec"]["rollout"]["replicas"] = 1
     if mode == "TrainOnly":
         job["spec"]["recorded"] = {"claimName": "recording"}
