@@ -113,7 +113,7 @@ def test_the_pod_that_writes_them_compares_them_before_it_says_that_they_are_the
 
 
 def test_room_is_never_made_of_what_engines_serve() -> None:
-    """Those with devices of their own do, and start on it again if they are lost."""
+    """Engines with devices of their own do, and start on it again if they are lost."""
     rank = beside(TrainerState.ONLOADED, exported=None, whole=WeightVersion(1, 0), borrows=False)
     full = replace(rank, crowded=True)
     assert (do.RemoveExports(keep=V0), do.Wait()) == next_actions(full, target(Rung.EXPORTED), BESIDE)
