@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from builders import OWN_ROLLOUT, PLACED, RESIDENT_ROLLOUT, ROLLOUT, TOGETHER, make_job
+from builders import MIXED_ROLLOUT, OWN_ROLLOUT, PLACED, RESIDENT_ROLLOUT, ROLLOUT, TOGETHER, make_job
 from colocated_rl_agent.planner import next_actions
 from colocated_rl_api.rungs import Placement
 from fakes.explore import MOST_STATES, check, explore, must_walk_to_the_end
@@ -256,4 +256,28 @@ def test_every_state_of_a_job_with_engines_in_pods_of_their_own_is_safe_and_lead
 ) -> None:
     rollout = OWN_ROLLOUT | {"replicas": engines}
     job = make_job(replicas=trainers, steps=1, checkpoint={"everySteps": 1}, rollout=rollout, **spec)
+    check(JobModel(job, deaths=deaths, suspensions=suspensions), capsys)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "engines", "deaths", "suspensions", "spec"),
+    [
+        (1, 2, 0, 0, {}),
+        pytest.param(1, 1, 1, 0, {}, marks=pytest.mark.slow),
+        pytest.param(1, 1, 1, 0, {"reference": {}}, marks=RARELY),
+        pytest.param(1, 1, 0, 1, {}, marks=RARELY),
+        pytest.param(2, 1, 0, 0, {}, marks=RARELY),
+    ],
+    ids=["two-of-engines", "a-death", "a-death-with-a-reference", "a-suspension", "two-with-trainers"],
+)
+def test_every_state_of_a_job_with_engines_of_both_kinds_is_safe_and_leads_to_an_end(
+    gpus: int,
+    engines: int,
+    deaths: int,
+    suspensions: int,
+    spec: dict[str, Any],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    rollout = MIXED_ROLLOUT | {"replicas": engines}
+    job = make_job(replicas=gpus, steps=1, checkpoint={"everySteps": 1}, rollout=rollout, **spec)
     check(JobModel(job, deaths=deaths, suspensions=suspensions), capsys)

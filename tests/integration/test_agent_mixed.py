@@ -17,8 +17,8 @@ V0, V1, V2 = (WeightVersion(step, 1) for step in range(3))
 MEMORY = {"/release_memory_occupation", "/resume_memory_occupation"}
 
 
-def mixed_group(**changes: object) -> AbstractAsyncContextManager[SmallGroup]:
-    return small_group(replicas=2, rollout={"placement": "Both", "replicas": 1}, **changes)
+def mixed_group() -> AbstractAsyncContextManager[SmallGroup]:
+    return small_group(replicas=2, rollout={"placement": "Both", "replicas": 1})
 
 
 def beside(group: SmallGroup) -> tuple[SmallPod, ...]:
