@@ -263,7 +263,7 @@ def test_every_state_of_a_job_with_engines_in_pods_of_their_own_is_safe_and_lead
     ("gpus", "engines", "deaths", "suspensions", "spec"),
     [
         (1, 2, 0, 0, {}),
-        pytest.param(1, 1, 1, 0, {}, marks=pytest.mark.slow),
+        pytest.param(1, 1, 1, 0, {}, marks=RARELY),
         pytest.param(1, 1, 1, 0, {"reference": {}}, marks=RARELY),
         pytest.param(1, 1, 0, 1, {}, marks=RARELY),
         pytest.param(2, 1, 0, 0, {}, marks=RARELY),

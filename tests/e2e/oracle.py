@@ -339,11 +339,15 @@ def life_of(line: LogLine) -> RankLife:
 
 
 def assert_versions(
-    batches: Sequence[KeptBatch], exports: Mapping[WeightVersion, Path], *, computed: LogProbabilities
+    batches: Sequence[KeptBatch],
+    exports: Mapping[WeightVersion, Path],
+    *,
+    computed: LogProbabilities,
+    max_staleness: int = MAX_STALENESS,
 ) -> tuple[int, int]:
     """Check that each token was drawn by weights of the step that its batch names, and not by newer ones later on.
 
-    exports: of every version, and of step 0 the model. Returns how many tokens there are, and how many of them no other
+    exports: of every version, and of step 0 the model. max_staleness: that the job allows. Returns how many tokens there are, and how many of them no other
     weights that the batch may have would have drawn with this log-probability.
     """
     of_step: defaultdict[int, list[Path]] = defaultdict(list)
@@ -353,7 +357,7 @@ def assert_versions(
     for batch in batches:
         columns, trained, sample = batch.columns, batch.trained, batch.of_sample
         named, logp = columns["token_step"][trained], columns["behaviour_logp"][trained]
-        allowed = range(max(0, batch.step - 1 - MAX_STALENESS), batch.step)
+        allowed = range(max(0, batch.step - 1 - max_staleness), batch.step)
         assert {*named.tolist()} <= {*allowed}, f"batch {batch.step}: tokens are as old as the job allows"
         in_one = sample[trained][1:] == sample[trained][:-1]
         assert not (in_one & (named[1:] < named[:-1])).any(), f"batch {batch.step}: versions go on"
@@ -403,7 +407,9 @@ def by_one_number(weights: Path, tokens: NDArray[np.int32], ends: NDArray[np.int
     return np.array([0.0, *(logprob(weight, before, token) for before, token in pairs)], np.float32)
 
 
-def judge(witness: Witness, *, world: int, given_up: int = 0, are_real: bool = True) -> str:
+def judge(
+    witness: Witness, *, world: int, given_up: int = 0, are_real: bool = True, max_staleness: int = MAX_STALENESS
+) -> str:
     """Check a job that runs or has ended. Returns in a sentence how many tokens were computed again.
 
     are_real: engines and trainers are no stand-ins of the tests. The others: as above.
@@ -418,5 +424,5 @@ def judge(witness: Witness, *, world: int, given_up: int = 0, are_real: bool = T
     assert_each_step_once(stored.batches, ranks, agents, step=step, world=world, counts=are_real)
     exports = witness.exports | {WeightVersion(0, 0): MODEL}
     computed = by_transformers() if are_real else by_one_number
-    tokens, alone = assert_versions(stored.batches, exports, computed=computed)
+    tokens, alone = assert_versions(stored.batches, exports, computed=computed, max_staleness=max_staleness)
     return f"{step} steps, {tokens} tokens of the weights that they name, {alone} of them of no others"
