@@ -347,8 +347,8 @@ def assert_versions(
 ) -> tuple[int, int]:
     """Check that each token was drawn by weights of the step that its batch names, and not by newer ones later on.
 
-    exports: of every version, and of step 0 the model. max_staleness: that the job allows. Returns how many tokens there are, and how many of them no other
-    weights that the batch may have would have drawn with this log-probability.
+    exports: of every version, and of step 0 the model. max_staleness: that the job allows. Returns how many tokens
+    there are, and how many of them no other weights that the batch may have would have drawn with this log-probability.
     """
     of_step: defaultdict[int, list[Path]] = defaultdict(list)
     for version, folder in sorted(exports.items()):
