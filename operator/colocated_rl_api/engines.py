@@ -134,12 +134,12 @@ def overflowing(engine: str | None, exported: Iterable[str]) -> str | None:
 def _refused_variables(spec: ColocatedRLJobSpec, refused: Mapping[str, str]) -> Iterator[RefusedFlag]:
     own = (names.ROLE_ENGINE,) if spec.pod_templates.engine else ()
     shared = () if own and spec.rollout.is_apart else (names.ROLE_GPU,)
-    for role in (*shared, *own):
-        for i, container in enumerate(spec.pod_templates.of(role).spec.containers):
-            for j, variable in enumerate(container.env):
-                if (why := refused.get(variable.name)) is not None:
-                    field = ("podTemplates", role, "spec", "containers", i, "env", j, "name")
-                    yield RefusedFlag(field, f"{variable.name} is set by the engine, and {why}: remove it")
+    templates = {role: spec.pod_templates.of(role).spec.containers for role in (*shared, *own)}
+    for role, i, container in [(role, *each) for role, found in templates.items() for each in enumerate(found)]:
+        for j, variable in enumerate(container.env):
+            if (why := refused.get(variable.name)) is not None:
+                field = ("podTemplates", role, "spec", "containers", i, "env", j, "name")
+                yield RefusedFlag(field, f"{variable.name} is set by the engine, and {why}: remove it")
 
 
 def _value(args: Sequence[str], place: int) -> str:

@@ -69,7 +69,7 @@ class Placement(StrEnum):
 
     @property
     def shares_weights(self) -> bool:
-        """Return whether weights reach engines in pods of their own, over a volume that rank 0 of the job writes."""
+        """Return whether pods share a volume of weights, from which engines in pods of their own read them."""
         return self in (Placement.DISAGGREGATED, Placement.MIXED)
 
 
@@ -78,7 +78,7 @@ class RolloutPlacement(StrEnum):
 
     WITH_TRAINER = "WithTrainer"  # in the trainers' pods, on their devices
     OWN_DEVICES = "OwnDevices"  # in pods of their own
-    BOTH = "Both"  # some there, some here
+    BOTH = "Both"  # some in the trainers' pods, others in pods of their own
 
 
 class ReferencePlacement(StrEnum):

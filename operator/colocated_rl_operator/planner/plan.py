@@ -374,7 +374,7 @@ def patience_s(ladder: Ladder, barrier: Rung, switch: Switch) -> float:
             return max(step, switch.engine_start_seconds) + MARGIN_S  # likewise
         case Rung.OFFLOADED:
             return step + MARGIN_S
-        case Rung.UPDATED if ladder.rolls_on and not ladder.serves_on:
+        case Rung.UPDATED if ladder.shuts_at is Rung.UPDATED:  # engines that served on are interrupted first
             return step + switch.engine_start_seconds + switch.settle_seconds + 4 * call + MARGIN_S
         case Rung.UPDATED:
             return step + switch.engine_start_seconds + 2 * call + MARGIN_S

@@ -195,12 +195,12 @@ def rules_for(spec: ColocatedRLJobSpec, role: str = names.ROLE_GPU) -> Rules:
     """Return the part of a job's settings on which the choice of actions depends. role: of the pod."""
     return Rules(
         ladder=spec.ladder,
-        is_apart=role == names.ROLE_ENGINE,
         settle_s=spec.switch.settle_seconds,
         checkpoint_every=spec.checkpoint.every_steps,
         compares=spec.compares_engines,
         probes=spec.judges_weights,
         waits=spec.rollout.interruption is Interruption.WAIT,
+        is_apart=role == names.ROLE_ENGINE,
     )
 
 

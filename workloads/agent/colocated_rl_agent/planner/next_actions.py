@@ -41,7 +41,7 @@ Mixed, in addition:
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from colocated_rl_agent.planner.actions import (
     AbortAll,
@@ -92,11 +92,11 @@ class Rules:
 
     ladder: Ladder
     settle_s: float
-    is_apart: bool = field(default=False, kw_only=True)  # the pod's engines have devices of their own
     checkpoint_every: int
     probes: bool  # a gate opens only on an engine that has answered the probe of its weights rightly
     compares: bool = False  # a gate opens only on the checksum that the group has agreed on
     waits: bool = False  # a switch lets responses in flight finish before it interrupts them
+    is_apart: bool = False  # the pod's engines have devices of their own
 
     def asks_for(self, target: PodTarget, rung: Rung) -> bool:
         """Return whether the target lies at `rung` or above it."""
