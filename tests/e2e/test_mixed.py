@@ -110,16 +110,18 @@ def test_only_the_one_beside_the_trainer_gave_memory_back(job: RunningJob) -> No
 
 
 def test_the_other_was_interrupted_once_the_trainer_had_left_its_device(job: RunningJob) -> None:
+    of_all = job.agent_lines()
     for step in range(1, job.step + 1):
-        lines = [*job.rungs(step)]
+        of_step = [line for line in of_all if line.fields.get("step") == step]
+        lines = [line for line in of_step if line.event == "rung reached"]
         for pod in ("-gpu-", "-engine-"):
             rungs = [Rung(line.fields["rung"]) for line in lines if pod in line.pod]
             assert sorted(rungs, key=MIXED.place) == rungs, f"step {step}"
         (left,) = [line.ts for line in lines if "-gpu-" in line.pod and line.fields["rung"] == Rung.OFFLOADED]
         paused = [
             line.ts - line.fields["took_s"]
-            for line in job.agent_lines("action ended")
-            if "-engine-" in line.pod and (line.fields["action"], line.fields["step"]) == ("Pause", step)
+            for line in of_step
+            if "-engine-" in line.pod and (line.event, line.fields.get("action")) == ("action ended", "Pause")
         ]
         assert len(paused) == 1
         assert left <= paused[0], f"step {step}"
