@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from colocated_rl_api.holders import PodHolder
-from colocated_rl_api.ladder import DISAGGREGATED, RESIDENT, TIME_SLICED, Ladder
+from colocated_rl_api.ladder import DISAGGREGATED, MIXED, RESIDENT, TIME_SLICED, Ladder
 from colocated_rl_cli.draw import timeline
 from colocated_rl_cli.draw.figures import read_figures, switch_seconds
 from colocated_rl_cli.draw.trace import trace
@@ -64,6 +64,13 @@ def test_pods_of_one_side_have_a_row_for_each_side() -> None:
     rows = held(DISAGGREGATED, batch(1, ended=25.5, took=BESIDE))
     assert [(PodHolder.IDLE, 0.0), (PodHolder.TRAINER, 21.0)] == rows["trainers from step 1"]
     assert [PodHolder.ROLLOUT, PodHolder.SWITCH] == [each for each, _ in rows["engines from step 1"]]
+
+
+def test_engines_that_serve_on_beside_pods_that_take_turns_have_a_row_of_their_own() -> None:
+    rows = held(MIXED, batch(1, ended=127.5))
+    shared = [PodHolder.ROLLOUT, PodHolder.SWITCH, PodHolder.TRAINER, PodHolder.SWITCH]
+    assert shared == [holder for holder, _ in rows["shared pods from step 1"]]
+    assert (PodHolder.ROLLOUT, 23.5) == rows["engines from step 1"][0], "while the trainers of the others work"
 
 
 def test_it_is_drawn_as_text_page_and_trace_with_causes() -> None:

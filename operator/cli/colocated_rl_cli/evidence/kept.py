@@ -15,12 +15,16 @@ from colocated_rl_api.ladder import Ladder
 from colocated_rl_api.rungs import Placement, Rung
 
 Line = dict[str, Any]
+SIDES = {
+    Placement.DISAGGREGATED: {"trainers": names.ROLE_TRAINER, "engines": names.ROLE_ENGINE},
+    Placement.MIXED: {"shared pods": names.ROLE_GPU, "engines": names.ROLE_ENGINE},
+}
+"""Rows of a job whose pods are of two roles, by placement, with the role of each."""
 
 
 def kept_lines(batches: Iterable[Mapping[str, Any]], ladder: Ladder) -> list[Line]:
     """Return lines of the batches on page `/v1/batches`, oldest first, that have a climb with times."""
-    is_apart = ladder.placement is Placement.DISAGGREGATED
-    sides = {"trainers": names.ROLE_TRAINER, "engines": names.ROLE_ENGINE} if is_apart else {"all pods": names.ROLE_GPU}
+    sides = SIDES.get(ladder.placement, {"all pods": names.ROLE_GPU})
     lines, row, epoch = list[Line](), "", 0
     for batch in batches:
         climb = batch.get("climb")
