@@ -196,7 +196,7 @@ is_inside, inside_rule = should_match(
 )
 is_url, url_rule = should_match(
     r"https?://[A-Za-z0-9._~\[\]:-]+(/[A-Za-z0-9._~%!$&()*+,;=:@/-]*)?",
-    "should be an address with http or https, without user, query or fragment: http://judge.default.svc:8000/score",
+    "should be an http or https address without user, query or fragment: http://judge.default.svc:8000/score",
 )
 
 

@@ -270,8 +270,8 @@ _SIZED = Rule(
     field="resources",
     rule=f"self.name == '{names.AGENT_CONTAINER}' || "
     f"!({_is_given('resources.requests')} || {_is_given('resources.limits')})",
-    message="resources have only claims here, but for the agent's: write requests and limits of container gpu in gpus, "
-    "rollout.gpus or reference.gpus, of rollout in rollout.resources, of rewards in rollout.prompts.resources",
+    message="resources have only claims here, but for the agent's: write requests and limits in gpus, rollout.gpus, "
+    "reference.gpus, rollout.resources or rollout.prompts.resources",
 )
 _AGENT = Rule(
     field="name",
@@ -350,8 +350,8 @@ class PodSecurity(Part):
         default=None,
         ge=1,
         le=2**31 - OWN_USERS,
-        description="First of three users in a row: of engine, trainer and rollout controller, then of the agent, then "
-        "of reward code; 65532 when absent. Of a namespace's range where a cluster has those.",
+        description="First of three users: of engine, trainer and rollout controller; next, of the agent; next, of "
+        "reward code. 65532 when absent, or of the namespace's range.",
     )
     fs_group: int | None = Field(
         default=None,

@@ -38,7 +38,7 @@ class MathReward(Part):
         default=None,
         min_length=1,
         max_length=64,
-        description="Text before the answer in that member, where it has more than the answer: #### for gsm8k.",
+        description="Text before the answer, where that member has more: #### for gsm8k.",
     )
 
 
@@ -54,15 +54,15 @@ class HttpReward(Part):
         default=None,
         min_length=1,
         max_length=253,
-        description="Secret whose entry reward-token is sent as a bearer token; the rollout controller alone reads it.",
+        description="Secret whose entry reward-token is sent as a bearer token.",
     )
     timeout_seconds: int = Field(default=60, ge=1, le=3600, description="For each attempt.")
     attempts: int = Field(
         default=5,
         ge=1,
         le=100,
-        description="Most attempts for one response while others are answered, with growing pauses; then the sample "
-        "fails and is replaced. An endpoint that answers nobody costs no sample: all wait for it.",
+        description="Most attempts for one response while others are answered; then the sample is replaced. An endpoint "
+        "that answers nobody costs no sample.",
     )
     max_concurrency: int = Field(default=64, ge=1, le=4096, description="Requests at the same time.")
 
@@ -77,7 +77,7 @@ class Reward(Part):
         max_length=253,
         json_schema_extra=function_rule,
         description="MODULE:FUNCTION, in the image or beside the rows. Called with the response and its row; returns a "
-        "finite number, at most a million either way; or a dict of reward and figures.",
+        "number of at most a million either way, or a dict of reward and figures.",
     )
     math: MathReward | None = Field(default=None, description="Mathematical equality with the row's answer.")
     http: HttpReward | None = Field(default=None, description="An endpoint of one's own.")
@@ -92,8 +92,8 @@ class _Source(Part):
         default=None,
         ge=0,
         le=100,
-        description="Share of prompts, chosen by their hash, for evaluation alone. 10 in rollout.prompts, 100 in "
-        "evaluation.sets when absent.",
+        description="Share of prompts, by their hash, for evaluation alone. 10 in rollout.prompts, 100 in evaluation.sets "
+        "when absent.",
     )
 
 
@@ -134,7 +134,7 @@ class RowSource(_Source):
         min_length=1,
         max_length=253,
         description="Member of each row that is the prompt: a text, or a list of messages with role and content. "
-        "Inside an object of the row: extra.prompt.",
+        "In an object of the row: extra.prompt.",
     )
     reward: Reward = Field(description="What a response is worth.")
     seed: int = Field(default=0, ge=0, le=2**31 - 1, description="Of the order, another one in each pass.")
