@@ -61,8 +61,8 @@ class HttpReward(Part):
         default=5,
         ge=1,
         le=100,
-        description="Most attempts for one response while others are answered; then the sample is replaced. An endpoint "
-        "that answers nobody costs no sample.",
+        description="Most attempts for one response while others are answered; then the sample is replaced. An "
+        "endpoint that answers nobody costs no sample.",
     )
     max_concurrency: int = Field(default=64, ge=1, le=4096, description="Requests at the same time.")
 
@@ -92,8 +92,8 @@ class _Source(Part):
         default=None,
         ge=0,
         le=100,
-        description="Share of prompts, by their hash, for evaluation alone. 10 in rollout.prompts, 100 in evaluation.sets "
-        "when absent.",
+        description="Share of prompts, by their hash, for evaluation alone. 10 in rollout.prompts, 100 in "
+        "evaluation.sets when absent.",
     )
 
 
