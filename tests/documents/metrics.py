@@ -99,7 +99,7 @@ def page() -> str:
         "",
         "GPU hours of each job in a month, by who had the GPUs, as `kubectl crlj timeline` draws it. `holder` is",
         f"one of {', '.join(f'`{holder}`' for holder in PodHolder)} (also of [spares](failures.md#without-a-node)).",
-        "With `placement: Both` a switch of engines with GPUs of their own counts from when they have read new weights:",
+        "With `placement: Both` a switch of engines with their own GPUs counts from when they have read new weights:",
         "",
         "```",
         COST,
