@@ -80,7 +80,7 @@ class PodTarget(Wire):
     rendezvous: Rendezvous | None = None  # None only with goal STOP
     batches: Endpoint | None = None  # of the rollout controller; None only with goal STOP
     is_last: bool = False  # the job ends with this step: it is saved in any case, and its model is left
-    saves: bool = False  # this step is saved in any case: a pod is about to leave its node
+    saves: bool = False  # this step is saved in any case: a pod is about to leave its node, or ends
     weights: Version | None = None  # newest ones that are whole: what engines in pods of their own may take
     checksum: str | None = None  # of the engines' weights, on which the group agreed: another one does not serve
     span: EngineSpan | None = None  # of the pod's engine, if it is over several pods

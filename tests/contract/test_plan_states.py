@@ -11,7 +11,7 @@ from colocated_rl_agent.planner import next_actions
 from colocated_rl_api.rungs import Placement
 from fakes.explore import MOST_STATES, check, explore, must_walk_to_the_end
 from fakes.left_out import must_mean_the_same, searched
-from fakes.model import FAULTS, GROWING, LEAVING, MORTAL, ROOMLESS, JobModel
+from fakes.model import FAULTS, GROWING, LEAVING, MORTAL, ROOMLESS, SIGNALLED, JobModel
 from fakes.model_pod import InvariantBroken
 
 RARELY = (pytest.mark.slow, pytest.mark.release)  # each placement takes most of a minute
@@ -141,6 +141,24 @@ def test_every_state_of_a_job_whose_node_gives_notice_is_safe_and_leads_to_an_en
 ) -> None:
     """Checkpoints are not due: that of the notice is the only one before the last."""
     job = make_job(replicas=replicas, steps=1, checkpoint={"everySteps": 100}, **PLACED[placement])
+    check(JobModel(job, deaths=deaths, of=of), capsys)
+
+
+@pytest.mark.parametrize(
+    ("placement", "replicas", "deaths", "of"),
+    [
+        *((placement, 1, 1, (SIGNALLED,)) for placement in (*TOGETHER, Placement.TRAIN_ONLY)),
+        (Placement.TRAIN_ONLY, 2, 1, (SIGNALLED,)),
+        pytest.param(Placement.TIME_SLICED, 2, 1, (SIGNALLED,), marks=RARELY),
+        pytest.param(Placement.DISAGGREGATED, 1, 1, (SIGNALLED,), marks=RARELY),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, tuple) else None,
+)
+def test_every_state_of_a_job_whose_pods_end_by_a_signal_is_safe_and_leads_to_an_end(
+    placement: Placement, replicas: int, deaths: int, of: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Checkpoints are not due: the step at which the group stands is saved before the pod is gone, or is not."""
+    job = make_job(replicas=replicas, steps=2, checkpoint={"everySteps": 100}, **PLACED[placement])
     check(JobModel(job, deaths=deaths, of=of), capsys)
 
 

@@ -150,6 +150,7 @@ class FakeKubelet:
         self._net = f"127.{random.randrange(10, 250)}.{random.randrange(1, 250)}"
         self._hosts = iter(range(1, 250))
         self.blocked: set[str] = set()  # names of pods for which there is no node
+        self.is_patient = False  # pods that are deleted go on, within their grace
         self.loads = asyncio.Event()  # whether references get their models
         self.loads.set()
         self.holds: dict[str, Callable[[PodTarget | RolloutTarget], bool]] = {}  # by seat
@@ -162,7 +163,7 @@ class FakeKubelet:
         if event == "DELETED":
             self.end(uid)
         elif pod["metadata"].get("deletionTimestamp"):
-            if uid in self._lives:
+            if uid in self._lives and not self.is_patient:
                 self.end(uid)
                 self.tasks.create_task(self._ended(pod), name=f"end/{name}")
         elif (

@@ -104,6 +104,7 @@ FAILING = ("call", "deadline")  # of an agent: as a death, it costs an engine or
 FAULTS = (*MORTAL, *FAILING)
 LEAVING = "node"  # which gives notice that it is about to go, and goes or stays
 ROOMLESS = "room"  # for a pod: its node is lost, for as long as there is no other
+SIGNALLED = "container"  # of a pod that is drained: it ends by itself, and may save its step before
 GROWING = "memory"  # of a trainer, which is no fault, and matters under failurePolicy.maxTrainerGrowth alone
 WAITS = 4  # one after another, at most: a deadline, and the back-offs that follow it
 
@@ -118,6 +119,7 @@ class _Seen(NamedTuple):
     stopped: bool
     rejected: WeightVersion | None
     awaited: bool = False  # an engine beside others starts again
+    ending: bool = False  # its container was signalled to end
 
 
 class Seen(Hashed, _Seen):
@@ -268,7 +270,7 @@ class JobModel:
         self._mirrors = job.spec.checkpoint.in_memory is not None
         in_all_orders = in_all_orders or self._is_resized or self._mirrors  # parts are of seats
         self.in_all_orders = in_all_orders
-        self.may_swap = not (in_all_orders or job.spec.failure_policy.rules or LEAVING in of)
+        self.may_swap = not (in_all_orders or job.spec.failure_policy.rules or LEAVING in of or SIGNALLED in of)
         self._job_as = cache(
             lambda suspend, retries, replicas, climb: replace(
                 job, spec=job.spec.model_copy(update={"suspend": suspend, "retries": retries, "replicas": replicas})
@@ -527,6 +529,7 @@ class JobModel:
             unready_since=0.0 if is_awaited else None,
             awaited_since=0.0 if is_awaited else None,
             unplaced_since=0.0 if is_unplaced else None,
+            ending_since=0.0 if any(known and known.ending for known in operator.known) else None,
             attempts={seat: pod.attempt for seat, pod in zip(self.job.gpu_seats, state.pods, strict=True)}
             | {ROLLOUT_SEAT: rollout.attempt},
         )
@@ -650,7 +653,10 @@ class JobModel:
         )
         version = pod.target.version if pod.target else None
         rejected = None if pod.engine else pod.belief.rejected
-        seen = Seen(pod.role, pod.epoch, pod.durable.epoch, standing_of(pod), version, rank, pod.stopped, rejected)
+        seen = Seen(
+            *(pod.role, pod.epoch, pod.durable.epoch, standing_of(pod), version, rank, pod.stopped, rejected),
+            ending=pod.ending,
+        )
         if seen not in self._reports:
             self._reports[seen] = facts_of(pod)
         seen = self._seen[pod] = self._reported.kept(seen)
@@ -687,6 +693,9 @@ class JobModel:
             return None
         pod, saved = done
         after = state._replace(saved=saved).with_pod(index, pod)
+        if isinstance(action, do.EndPod) and pod.ending:
+            ended = pod._replace(alive=False, stopped=False)
+            after = after._replace(operator=state.operator.lost(index)).with_pod(index, ended)
         if isinstance(action, do.Mirror):
             after = self._mirrored(after, pod, action.step)
         served = state.operator.served
@@ -778,6 +787,8 @@ class JobModel:
             yield f"memory {index} grows", state.with_pod(index, pod.with_large_trainer())
         if state.operator.known[index] is not None:
             yield f"connection {index} breaks", unheard
+        if not pod.ending:
+            yield f"container {index} is signalled to end", state.with_pod(index, pod._replace(ending=True))
         if not pod.leaves:
             yield f"node {index} gives notice", state.with_pod(index, pod._replace(leaves=True))
         yield f"pod {index} dies", unheard.with_pod(index, pod._replace(alive=False))

@@ -399,6 +399,7 @@ def _view(
         shards=shards,
         agreed=agreed,
         stopped=stopped,
+        signalled_at=-NEVER,
         has_engine=role != names.ROLE_TRAINER,
         borrows=shares and role == names.ROLE_GPU and exports is None,
     )

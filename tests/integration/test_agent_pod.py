@@ -575,6 +575,23 @@ async def test_terminated_container_hands_back_what_is_in_flight_before_it_ends(
         assert all(facts.ending for facts in ended), "its trainer was ended, and has not died"
 
 
+async def test_terminated_container_saves_the_step_at_which_it_stands_before_it_ends_if_it_is_asked_to(
+    net: Network,
+) -> None:
+    """No checkpoint is due. Its engine has gone by then."""
+    async with pod(net, make_job(checkpoint={"everySteps": 100})) as it:
+        group = PodGroup([it])
+        await group.climb(V0)
+        await group.climb(V1)
+        it.runner.terminate()
+        await it.until(lambda facts: facts.ending, "signalled")
+        await it.send(group.target(V1, Rung.SERVING).model_copy(update={"saves": True}))
+        async with asyncio.timeout(DEADLINE_S):
+            assert 143 == await it.runner.wait()
+        [saved] = {facts.engines[0].state for facts in it.facts if facts.trainers and facts.trainers[0].saved == 1}
+        assert EngineState.ABSENT is saved
+
+
 async def test_secrets_are_in_no_log(net: Network) -> None:
     async with pod(net, make_job()) as it:
         await PodGroup([it]).climb(V0)

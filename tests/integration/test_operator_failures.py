@@ -410,6 +410,36 @@ async def test_a_drain_that_the_watch_has_not_told_of_is_looked_for_before_a_dea
     assert ("Complete", 0) == (world.status["phase"], world.status["restarts"])
 
 
+RARELY_SAVED = UNFORGIVING | {"checkpoint": {"everySteps": 100}}
+
+
+@pytest.mark.parametrize("world", [RARELY_SAVED], indirect=True, ids=["rarely saved"])
+@pytest.mark.parametrize("seat", ["gpu-0", "gpu-1"])
+async def test_a_pod_that_is_deleted_while_its_group_rests_takes_no_step_with_it(world: FakeWorld, seat: str) -> None:
+    """Step 1 is in no checkpoint. The group saves it within the pod's grace, while another pod waits in its seat."""
+    world.kubelet.hold("rollout", under=lambda target: target.type == "rolloutTarget" and target.trained_step > 0)
+    async with world.operator():
+        await world.until(lambda: world.status.get("phase") == "Rollout" and world.status["step"] == 1)
+        victim = world.kubelet.of_seat(seat)
+        path = f"/api/v1/namespaces/default/pods/{victim.server.hello.pod}"
+        again, successor = path.replace(f"{seat}-0", f"{seat}-1"), f"sums-{seat}-1"
+        ending = {"deletionTimestamp": "2999-01-01T00:00:00Z", "deletionGracePeriodSeconds": 60}
+        world.kubelet.is_patient, world.kubelet.blocked = True, {successor}
+        world.api.put(path, world.api.objects[path] | {"metadata": world.api.objects[path]["metadata"] | ending})
+        await world.until(lambda: again in world.api.objects and world.group.saved == 1)
+        assert world.group.pod_is_drained(gpu_pod(world, seat))
+        victim.wake()
+        await world.until(lambda: not victim.pod.alive)
+        world.api.remove(path)
+        world.kubelet.blocked = set()
+        world.kubelet.note("MODIFIED", world.api.objects[again])
+        await world.until(lambda: world.status.get("lineage") == 2)
+        world.kubelet.release("rollout")
+        await world.until(lambda: world.status.get("completionTime"))
+    assert ("Complete", 0) == (world.status["phase"], world.status["restarts"])
+    assert {1: [1], 2: [2, 3]} == world.group.trained_in
+
+
 @unforgiving
 async def test_one_death_ends_a_job_that_may_not_fail_once(world: FakeWorld) -> None:
     async with world.operator():

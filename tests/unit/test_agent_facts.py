@@ -9,7 +9,7 @@ import pytest
 
 from builders import PLACED, ROLLOUT, make_job, make_target
 from colocated_rl_agent.planner import actions as do
-from colocated_rl_agent.planner.next_actions import Rules, next_actions
+from colocated_rl_agent.planner.next_actions import ORDER_S, Rules, next_actions
 from colocated_rl_agent.planner.views import (
     CUDA_GRAPH,
     KV_CACHE,
@@ -404,6 +404,51 @@ def test_ending_pod_hands_back_samples_and_then_ends_everything(goal_or_signal: 
             case other:
                 raise AssertionError(f"{other} while the pod ends")
     assert [do.CloseGate, do.AbortAll, do.KillEngine, do.StopTrainers, do.EndPod] == taken
+
+
+STANDS = make_rank(V1)  # behind step 1, of which there is no checkpoint
+ENDS = make_pod(engine=EngineView(), rank=STANDS, whole=V1, terminating=True)
+STOP = do.StopTrainers("the pod ends")
+
+
+def asks_to_save(version: WeightVersion = V1, *, goal: Goal = Goal.CLIMB, saves: bool = True) -> PodTarget:
+    return make_target(version, Rung.SERVING, goal=goal).model_copy(update={"saves": saves})
+
+
+@pytest.mark.parametrize(
+    ("changes", "target", "expected"),
+    [
+        ({}, asks_to_save(), do.Save(1)),
+        ({"engine": make_engine(V1)}, asks_to_save(), do.KillEngine("the pod ends")),
+        ({"gate_open": True}, asks_to_save(), do.CloseGate()),
+        ({"ranks": (replace(STANDS, can_mirror=True, mirrored=0),)}, asks_to_save(), do.Mirror(1)),
+        ({"ranks": (replace(STANDS, can_mirror=True, mirrored=1),)}, asks_to_save(), do.Save(1)),
+        ({"ranks": (replace(STANDS, saved=1),)}, asks_to_save(), STOP),
+        ({"ranks": (replace(STANDS, state=TrainerState.ONLOADED),)}, asks_to_save(), STOP),
+        ({"ranks": (make_rank(V0),)}, asks_to_save(), STOP),
+        ({}, asks_to_save(WeightVersion(1, 2)), STOP),
+        ({"ranks": (make_rank(V0),)}, asks_to_save(V0), STOP),
+        ({"keep_after": NOW + 1}, asks_to_save(), STOP),
+        ({}, asks_to_save(saves=False), do.Wait(until=NOW + ORDER_S)),
+        ({"now": NOW + ORDER_S}, asks_to_save(saves=False), STOP),
+        ({"now": NOW + ORDER_S}, asks_to_save(), do.Save(1)),
+        ({"ranks": (replace(STANDS, saved=1),)}, asks_to_save(saves=False), STOP),
+        ({"ranks": ()}, asks_to_save(), do.EndPod(143)),
+        ({}, None, STOP),
+    ],
+)
+def test_pod_that_ends_saves_the_step_at_which_all_rest_if_it_is_asked_to(
+    changes: dict[str, Any], target: PodTarget | None, expected: do.Action | do.Wait
+) -> None:
+    """Never a step that others may be beyond: nobody begins before the operator has asked all."""
+    pod = replace(ENDS, signalled_at=NOW, **changes)
+    assert expected == next_action(pod, target, RULES)
+
+
+def test_pod_of_a_job_that_stops_saves_nothing() -> None:
+    pod = replace(ENDS, signalled_at=NOW)
+    assert next_action(pod, asks_to_save(goal=Goal.STOP), RULES) == STOP
+    assert next_action(replace(pod, terminating=False), asks_to_save(goal=Goal.STOP), RULES) == STOP
 
 
 WAITS = replace(RULES, waits=True)

@@ -27,8 +27,7 @@ from colocated_rl_api.member_wire import PodTarget
 from colocated_rl_api.rungs import Placement, Rung, WeightVersion
 from colocated_rl_api.seats import ROLLOUT_SEAT
 from colocated_rl_operator.planner.actions import CreatePod, DeletePod
-from colocated_rl_operator.planner.failure_policy import NOTICE_S
-from colocated_rl_operator.planner.notices import NodeSigns, Notice
+from colocated_rl_operator.planner.notices import NOTICE_S, NodeSigns, Notice
 from colocated_rl_operator.planner.observation import MAX_AVOIDED, Member, Observation, remember
 from colocated_rl_operator.planner.plan import Plan, plan
 from colocated_rl_operator.planner.reasons import Cause

@@ -5,7 +5,9 @@ Engines in pods of their own are explored by the model check (`test_plan_model`)
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,11 +17,11 @@ from builders import IN_ONE_POD, TOGETHER
 from colocated_rl_api import ladder
 from colocated_rl_api.ladder import TIME_SLICED, Ladder
 from colocated_rl_api.member_wire import PodTarget
-from colocated_rl_api.rungs import Placement, Rung
+from colocated_rl_api.rungs import Placement, Rung, WeightVersion
 from colocated_rl_operator.planner import observation
 from colocated_rl_operator.planner.observation import FailureTally
 from colocated_rl_operator.planner.reasons import Cause
-from fakes.group import GpuPod
+from fakes.group import GpuPod, Simulation
 from fakes.model_pod import InvariantBroken
 from fakes.walks import (
     ANY_WALK,
@@ -235,17 +237,61 @@ def test_fifty_drains_in_a_row_end_no_job_and_one_trainer_s_death_does(kind: str
     assert str(Cause.BACKOFF_LIMIT) == group.outcome
 
 
+def pods_move(group: Simulation) -> None:
+    """Everybody moves once but the rollout controller, so no further step begins."""
+    group.operator_pass()
+    for pod in list(group.pods):
+        group.deliver(pod)
+        group.agent_moves(pod)
+        group.report(pod)
+    for rollout in group.rollouts:
+        group.report(rollout)
+
+
+@pytest.mark.parametrize("mirrors", [False, True])
+@pytest.mark.parametrize("replicas", [1, 2, 3])
+@pytest.mark.parametrize("placement", [each for each in IN_ONE_POD if each is not Placement.ROLLOUT_ONLY])
+def test_pods_that_are_drained_while_their_group_rests_take_no_step_with_them(
+    placement: Placement, replicas: int, *, mirrors: bool
+) -> None:
+    """No checkpoint is due, and without steps in memory the one that is asked for is the only one."""
+    rarely: dict[str, Any] = {} if mirrors else {"checkpoint": {"everySteps": 100}}
+    group = make_group(replicas, placement, mirrors=mirrors, steps=5, evaluation=None, **rarely)
+    for step in (1, 2, 3):
+        move_until(group, partial(climbs_to, WeightVersion(step, step)), everybody_moves)
+        move_until(group, rests, pods_move)
+        assert group.pod_is_drained([pod for pod in group.pods if pod.alive][step % replicas])
+        move_until(group, partial(climbs_to, WeightVersion(step, step + 1)), pods_move)
+    settle(group)
+    assert str(Cause.ALL_STEPS_DONE) == group.outcome
+    assert [1, 2, 3, 4, 5] == [step for steps in group.trained_in.values() for step in steps]
+
+
+def move_until(group: Simulation, holds: Callable[[Simulation], bool], move: Callable[[Simulation], object]) -> None:
+    """Move once a second until something holds."""
+    for _ in range(100):
+        if holds(group):
+            return
+        move(group)
+        group.now += 1
+    raise AssertionError("it does not come to that")
+
+
+def climbs_to(version: WeightVersion, group: Simulation) -> bool:
+    return group.climb is not None and group.climb.version == version
+
+
+def rests(group: Simulation) -> bool:
+    """Return whether all pods stand at the top, and the operator knows it."""
+    pods = [pod for pod in group.pods if pod.alive]
+    return {group.ladder.top} == {pod.rung for pod in pods} and not any(map(group.report, pods))
+
+
 def test_two_leaders_cannot_both_move_the_group() -> None:
     """One is paused with a plan in its hands; the other raises the epoch; then the first one's targets arrive."""
     group = make_group()
     for _ in range(12):
-        group.operator_pass()
-        for pod in group.pods:
-            group.deliver(pod)
-            group.agent_moves(pod)
-            group.report(pod)
-        for rollout in group.rollouts:
-            group.report(rollout)
+        pods_move(group)
     assert group.climb is not None
     old = [target.model_copy(update={"epoch": group.climb.epoch}) for pod in group.pods if (target := pod.target)]
     group.operator_restarts()

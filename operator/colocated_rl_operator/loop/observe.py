@@ -20,7 +20,7 @@ from colocated_rl_api.job_status import ColocatedRLJobStatus, FailuresStatus
 from colocated_rl_api.logs import log
 from colocated_rl_api.pod_template import QUEUE_LABELS
 from colocated_rl_api.rungs import WeightVersion
-from colocated_rl_api.seats import role_of
+from colocated_rl_api.seats import ROLLOUT_SEAT, role_of
 from colocated_rl_operator.clients.authority import LEAF_LIFE, RENEWED_BEFORE, Keyholder, Keyring
 from colocated_rl_operator.clients.errors import JobInvalid
 from colocated_rl_operator.clients.kube import Body
@@ -334,11 +334,16 @@ def _is_starting(status: Body) -> bool:
 
 
 def _address(pod: Body, seat: str) -> Address | None:
-    """Return the address of a member that should answer: its pod runs. While a pod starts, silence means nothing."""
+    """Return the address of a member that should answer: its pod runs. While a pod starts, silence means nothing.
+
+    A GPU pod that is deleted answers as long as it runs: its trainers may still save their last step.
+    """
     metadata, status = pod["metadata"], pod.get("status", {})
     if role_of(seat) == names.ROLE_REFERENCE:
         return None  # no member
-    if status.get("phase") != PodPhase.RUNNING or not status.get("podIP") or metadata.get("deletionTimestamp"):
+    if status.get("phase") != PodPhase.RUNNING or not status.get("podIP"):
+        return None
+    if metadata.get("deletionTimestamp") and seat == ROLLOUT_SEAT:
         return None
     has_own_keys = resources.keys_of(pod) is not None
     return Address(metadata["name"], metadata["uid"], role_of(seat), status["podIP"], has_own_keys=has_own_keys)

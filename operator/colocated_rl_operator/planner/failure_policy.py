@@ -15,7 +15,7 @@ from colocated_rl_api.back_off import doubled_s
 from colocated_rl_api.failure import FailureAction, FailureCause
 from colocated_rl_api.rungs import Rung
 from colocated_rl_operator.planner.actions import DeletePod, PodAction, TaintNode
-from colocated_rl_operator.planner.notices import Notice
+from colocated_rl_operator.planner.notices import NOTICE_S, Notice
 from colocated_rl_operator.planner.observation import (
     MAX_AVOIDED,
     Climb,
@@ -26,7 +26,6 @@ from colocated_rl_operator.planner.observation import (
 from colocated_rl_operator.planner.reasons import Cause, Waiting
 from colocated_rl_operator.planner.roster import is_silent
 
-NOTICE_S = 30.0  # from a node's notice that it is about to go, for a checkpoint
 UNCOUNTED = ", which does not count against backoffLimit"
 HOLD_UP_NOBODY = frozenset({"StateNotMirrored", "SlowNetwork"})  # problems with which a pod goes on all the same
 QUEUE_S, MAX_QUEUE_S = 30.0, 600.0  # at least, for a job whose pods did not come; up to twice as long

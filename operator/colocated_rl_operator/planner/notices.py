@@ -12,6 +12,7 @@ from typing import Any
 from colocated_rl_api.failure import FailureCause
 
 MAX_WORDS = 200
+NOTICE_S = 30.0  # for a checkpoint, from the notice of a node or of a pod that is about to go
 
 
 @dataclass(frozen=True)

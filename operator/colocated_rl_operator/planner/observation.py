@@ -331,6 +331,12 @@ class Member:
         return self.facts if isinstance(self.facts, PodFacts) else None
 
     @property
+    def is_ending(self) -> bool:
+        """Return whether a pod that still reports was told to end, or its container was."""
+        facts = self.pod_facts
+        return facts is not None and (self.ends_at is not None or facts.ending)
+
+    @property
     def bad_device(self) -> str | None:
         """Return which of the pod's devices is bad, as its node or its agent reports."""
         return self.ill_device or (self.facts.bad_device if isinstance(self.facts, PodFacts) else None)
@@ -393,6 +399,7 @@ class Memory:
     unplaced_since: float | None = None  # since when a pod of the lineage is not placed, or room came free for one
     holders: frozenset[str] = frozenset()  # UIDs of pods that hold room and are not of the group
     freed_at: float | None = None  # when the room of one of them came free last
+    ending_since: float | None = None  # since when pods with trainers end that still report
     last_switch_s: float | None = None  # None: no whole switch seen yet
     climbed: Climbed | None = None  # the newest whole climb
     attempts: dict[str, int] = field(default_factory=dict)  # highest attempt seen, by seat
@@ -466,6 +473,11 @@ class Observation:
         """Return the pods that are not of the group and hold room, those too that end."""
         seats = self.job.seats_beside
         return tuple(pod for pod in self.members if pod.seat in seats and pod.holds_room) if seats else ()
+
+    @cached_property
+    def ending(self) -> tuple[Member, ...]:
+        """Return the pods in trainers' seats that were told to end and still report."""
+        return tuple(pod for pod in self.members if pod.is_ending and pod.seat in self.job.trainer_seats)
 
     def following(self, climb: Climb | None) -> Observation:
         """Return the same under another climb, whose group may have another number of replicas."""
@@ -795,6 +807,8 @@ def _remember_absence(seen: Observation, memory: Memory) -> Memory:
     """Record since when members are awaited. Their deadline does not run while the operator or a queue is at fault."""
     heard_since = seen.now if memory.heard_since is None else memory.heard_since
     memory = replace(memory, heard_since=heard_since if seen.hears_anybody else None)
+    ending_since = seen.now if memory.ending_since is None else memory.ending_since
+    memory = replace(memory, ending_since=ending_since if seen.ending else None)
     holders = frozenset(pod.uid for pod in seen.beside)
     if memory.holders - holders:  # the scheduler has not given it to anybody yet
         memory = replace(memory, freed_at=seen.now, unplaced_since=None)

@@ -41,6 +41,8 @@ from colocated_rl_operator.planner.failure_policy import (
     taints,
     unstarted,
 )
+from colocated_rl_operator.planner.last_save import whole_to_save
+from colocated_rl_operator.planner.notices import NOTICE_S
 from colocated_rl_operator.planner.observation import (
     Climb,
     Member,
@@ -153,10 +155,23 @@ def _decide(seen: Observation) -> Decision | Hold | None:
         return smaller
     if climb is None:
         return _first(seen) if seen.all_answer else None
-    found = _decide_when_all_answer(seen, climb) if seen.all_answer else after_loss(seen, climb)
+    found: Decision | Hold | None
+    if seen.all_answer:
+        found = _save_first(seen, climb) or _decide_when_all_answer(seen, climb)
+    else:
+        found = after_loss(seen, climb) or _save_first(seen, climb)
     if _is_contested(seen) and not isinstance(found, Decision):
         return raise_epoch(seen, climb, Cause.TAKEOVER, "the operator looks at the job for the first time, or again")
     return found
+
+
+def _save_first(seen: Observation, climb: Climb) -> Hold | None:
+    """Hold the next climb while the group saves its step before pods of it are gone."""
+    since = seen.memory.ending_since
+    if since is None or whole_to_save(seen) is None:
+        return None
+    names = listed([pod.name for pod in seen.ending])
+    return Hold(since + NOTICE_S, f"step {climb.step} is saved before {names} ends", Waiting.CHECKPOINT)
 
 
 def _decide_after_stop(seen: Observation, climb: Climb) -> Decision | Hold | None:

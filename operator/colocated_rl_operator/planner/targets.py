@@ -15,6 +15,7 @@ from colocated_rl_api.facts import EngineFacts
 from colocated_rl_api.member_wire import EngineSpan, Goal, PodTarget, Rendezvous, RolloutTarget
 from colocated_rl_api.rungs import Rung, WeightVersion
 from colocated_rl_api.seats import ROLLOUT_SEAT
+from colocated_rl_operator.planner.last_save import whole_to_save
 from colocated_rl_operator.planner.observation import Climb, Member, Observation
 from colocated_rl_operator.planner.size import size_at_boundary
 
@@ -27,6 +28,9 @@ def climb_targets(seen: Observation) -> dict[str, PodTarget | RolloutTarget]:
         return targets  # without a group there is nobody to climb together
     if rollout is not None and rollout.facts is not None:
         targets[rollout.name] = _rollout_target(seen, climb)
+    whole = whole_to_save(seen)
+    if whole is not None:
+        seen, first = whole, whole.current.get(seen.job.lineage_seats[0])
     if first is None or first.address is None or rollout is None or rollout.address is None:
         return targets  # the trainers have no rendezvous, or no batches: every member keeps its last target
     common = PodTarget(
@@ -42,7 +46,7 @@ def climb_targets(seen: Observation) -> dict[str, PodTarget | RolloutTarget]:
         ),
         batches=rollout.data_port,
         is_last=climb.step >= seen.last_step,
-        saves=seen.is_warned or size_at_boundary(seen) != seen.job.replicas,
+        saves=whole is not None or seen.is_warned or size_at_boundary(seen) != seen.job.replicas,
         weights=_weights(seen, climb),
     )
     granted = common.model_copy(update={"rung": _granted(seen), "checksum": agreed_checksum(seen, climb)})

@@ -164,7 +164,7 @@ class Agent:
         self._lanes: dict[tuple[do.Lane, int], tuple[do.Action, asyncio.Task[None]]] = {}  # by lane and engine
         self._attaching: asyncio.Task[None] | None = None
         self._runner_known = False
-        self._terminating = False
+        self._terminating, self._signalled_at = False, 0.0
         self._stopped = False
         self._closed_at = [time.monotonic()] * max(1, settings.engines)
         self._climb = RungTimes(self._ladder, reached=self._reached, waited=self._metrics.barrier_wait_seconds.inc)
@@ -230,6 +230,7 @@ class Agent:
             keep_after=self._trainers.keep_after,
             agreed=self._journal.memory.agreed,
             stopped=self._stopped,
+            signalled_at=self._signalled_at,
             has_engine=self._settings.has_engine,
             borrows=self._settings.borrows_exports,
         )
@@ -557,7 +558,7 @@ class Agent:
                     self._tasks.create_task(self._look_at_devices(), name="look at devices")
             case RunnerTerminating(children_end_in_s=wait_s):
                 log(LOG, "container terminating", children_end_in_s=wait_s)
-                self._terminating = True
+                self._terminating, self._signalled_at = True, time.monotonic()
             case RunnerLost(reason=reason):
                 level = logging.INFO if self._stopped or self._terminating else logging.WARNING
                 log(LOG, "runner lost", level, reason=reason)
@@ -589,7 +590,7 @@ class Agent:
         log(LOG, "runner attached", runner=hello.runner, children=sorted(children))
         await asyncio.gather(*(engine.attach(children.get(engine.name)) for engine in self._engines))
         await self._trainers.attach(children)
-        self._terminating = hello.terminating
+        self._terminating, self._signalled_at = hello.terminating, time.monotonic()
         self._reference.attach(children.get(reference.NAME))
         self._runner_known = True
         self._wake_up()

@@ -83,6 +83,7 @@ from colocated_rl_api.member_wire import Goal, PodTarget
 from colocated_rl_api.rungs import Placement, Rung, WeightVersion
 
 INTERRUPT_S = 10.0  # time for an abort to end requests in flight: the rest of settle_s is for responses to finish
+ORDER_S = 3.0  # from SIGTERM, for the operator to ask all pods for a checkpoint
 TERMINATED = 143  # exit code of a container that got SIGTERM: 128 + SIGTERM
 
 
@@ -135,7 +136,7 @@ def _next_actions(pod: PodView, target: PodTarget | None, rules: Rules) -> tuple
     if (action := _replace(pod)) is not None:
         return (action,)
     if pod.terminating:
-        return (_end(pod, rules, code=TERMINATED),)
+        return (_end(pod, rules, code=TERMINATED, keeps=target),)
     if target is None:
         return (Wait(),)
     if target.goal is Goal.STOP:
@@ -475,17 +476,35 @@ def _rest(pod: PodView, target: PodTarget, rules: Rules) -> Action | Wait:
     return _keep(pod, SaveModel(target.version)) if target.is_last and _lacks_model(pod, target.version) else Wait()
 
 
-def _end(pod: PodView, rules: Rules, *, code: int) -> Action | Wait:
-    """Hand partial samples back, then end everything."""
+def _end(pod: PodView, rules: Rules, *, code: int, keeps: PodTarget | None = None) -> Action | Wait:
+    """Hand partial samples back, then end everything. keeps: the target whose step may be saved before."""
     if pod.gate_open:
         return CloseGate()
     if pod.in_flight > 0:
         return _interrupt(pod, rules)
     if not pod.engine.is_absent:
         return KillEngine("the pod ends")
+    if keeps is not None and (action := _save_last(pod, keeps, rules)) is not None:
+        return action
     if any(rank.is_alive for rank in pod.ranks):
         return StopTrainers("the pod ends")
     return EndPod(code)
+
+
+def _save_last(pod: PodView, target: PodTarget, rules: Rules) -> Action | Wait | None:
+    """Save the step at which the group rests, with all other pods, if the operator asks for it. Return None once there
+    is nothing to save or nobody asks.
+
+    No rank begins by itself: others might be beyond that step. The runner ends the ranks if they take too long.
+    """
+    is_there = all(rank.lineage == target.lineage and rank.step == target.step for rank in pod.ranks)
+    is_wanted = target.goal is Goal.CLIMB and target.step > 0 and _lacks_checkpoint(pod, target.step)
+    if not (is_there and is_wanted and _may_save(pod, rules)) or pod.now < pod.keep_after:
+        return None
+    if not target.saves:
+        until = pod.signalled_at + ORDER_S
+        return Wait(until=until) if pod.now < until else None
+    return Mirror(target.step) if _lacks_mirror(pod, target.step, rules) else Save(target.step)
 
 
 def _close(pod: PodView, rules: Rules) -> Action | Wait | None:

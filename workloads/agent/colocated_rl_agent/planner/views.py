@@ -304,6 +304,7 @@ class PodView:
     has_engine: bool = True  # False: engines have pods of their own
     borrows: bool = False  # exports are another pod's to write: trainers report theirs before this pod has compared it
     share: Share | None = None  # in an engine over several pods, see `planner.spans`
+    signalled_at: float = 0.0  # when the container got SIGTERM, if it did
     joins_on: WeightVersion | None = None  # the engine has started on these in another pod: a part of it may here
 
     def facts(self) -> PodFacts:
