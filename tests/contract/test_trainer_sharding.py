@@ -12,10 +12,12 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from contract.trainer_in_process import RankInProcess
 from contract.trainer_ranks_in_process import UnwatchedTrainer, in_ranks
 from full_disk import no_file_above
 from safetensors.torch import load_file
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from colocated_rl_api.rungs import WeightVersion
@@ -375,6 +377,36 @@ def test_checkpoint_is_gone_on_from_by_another_number_of_ranks(tmp_path: Path, a
     alone = RankInProcess(tmp_path, model)
     assert 2 == alone.step
     assert further == {name: tensor.flatten().tolist() for name, tensor in alone.loop._state.saved().items()}
+
+
+def save_and_say_what(trainer: UnwatchedTrainer) -> dict[str, int]:
+    """Return the bytes of each tensor of the state."""
+    train(trainer)
+    trainer.save(1, 2)
+    return {name: tensor.numel() * tensor.element_size() for name, tensor in trainer.state_to_keep().items()}
+
+
+@pytest.mark.parametrize("state", ["Sharded", "Replicated"])
+def test_each_byte_of_the_state_is_written_once_and_each_rank_writes_as_much(tmp_path: Path, state: str) -> None:
+    """One of the ranks writes each tensor that all of them have, and not always the same one."""
+    ranks, model = 3, write_tiny_model(tmp_path / "model")
+    held, *_ = in_ranks(ranks, tmp_path, model, save_and_say_what, trainingState=state)
+
+    directory = tmp_path / "checkpoints" / "step-00000001"
+    metadata = dcp.FileSystemReader(directory).read_metadata()
+    sizes = {path.name: path.stat().st_size for path in directory.glob("__*")}
+    pieces = [
+        (chunk.sizes.numel() * stored.properties.dtype.itemsize, name)
+        for name, stored in metadata.state_dict_metadata.items()
+        if isinstance(stored, TensorStorageMetadata)
+        for chunk in stored.chunks
+    ]
+    written = {name: sum(size for size, of in pieces if of == name) for name in held}
+    assert held == written, "no part of a tensor is there twice, and none is missing"
+    assert len(pieces) == len(metadata.storage_data)
+    assert sum(sizes.values()) == sum(place.length for place in metadata.storage_data.values()), "nothing else is"
+    of_rank = [sum(size for name, size in sizes.items() if name.startswith(f"__{rank}_")) for rank in range(ranks)]
+    assert max(of_rank) < 1.5 * sum(of_rank) / ranks
 
 
 def save_to_a_full_volume(trainer: UnwatchedTrainer) -> tuple[str, int]:
