@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -9,6 +10,8 @@ import pytest
 from builders import MIXED_ROLLOUT, OWN_ROLLOUT, PLACED, RESIDENT_ROLLOUT, ROLLOUT, TOGETHER, make_job
 from colocated_rl_agent.planner import next_actions
 from colocated_rl_api.rungs import Placement
+from colocated_rl_operator.planner import roster
+from colocated_rl_operator.planner.observation import Observation
 from fakes.explore import MOST_STATES, check, explore, must_walk_to_the_end
 from fakes.left_out import must_mean_the_same, searched
 from fakes.model import FAULTS, GROWING, LEAVING, MORTAL, ROOMLESS, SIGNALLED, JobModel
@@ -232,6 +235,31 @@ def test_every_state_of_a_job_that_shrinks_and_grows_at_a_step_is_safe_and_leads
 ) -> None:
     job = make_job(replicas=2, steps=2, checkpoint={"everySteps": 100}, **ELASTIC)
     check(JobModel(job, deaths=1, of=(ROOMLESS,)), capsys)
+
+
+def test_every_state_of_a_job_that_loses_a_node_and_has_a_spare_is_safe_and_leads_to_an_end(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """A pod's node or the spare's is lost, and comes back or does not: there is room for the group all the same."""
+    job = make_job(replicas=2, spares=1, steps=1, checkpoint={"everySteps": 1}, **PLACED[Placement.TRAIN_ONLY])
+    check(JobModel(job, deaths=1, of=(ROOMLESS,)), capsys)
+
+
+@pytest.mark.parametrize(
+    ("kept", "words"),
+    [
+        (lambda seen: seen.job.spare_seats, "gives its devices back, and a spare had room"),
+        (lambda seen: () if seen.unplaced else seen.job.spare_seats, "spares give their room, and"),
+    ],
+    ids=["none gives it", "all give it"],
+)
+def test_spares_that_give_too_little_room_or_too_much_are_noticed(
+    kept: Callable[[Observation], tuple[str, ...]], words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(roster, "spares_to_keep", kept)
+    job = make_job(replicas=2, spares=2, steps=1, checkpoint={"everySteps": 1}, **PLACED[Placement.TRAIN_ONLY])
+    with pytest.raises(InvariantBroken, match=words):
+        explore(JobModel(job, deaths=1, of=(ROOMLESS,)), limit=MOST_STATES)
 
 
 @pytest.mark.parametrize("placement", [*TOGETHER, Placement.TRAIN_ONLY])

@@ -43,6 +43,7 @@ from colocated_rl_agent.planner import actions as do
 from colocated_rl_agent.settings import kept_tags, rules_for
 from colocated_rl_api import names
 from colocated_rl_api.facts import (
+    GateFacts,
     PodFacts,
     RolloutFacts,
     SealedBatch,
@@ -53,7 +54,7 @@ from colocated_rl_api.job import Verify
 from colocated_rl_api.ladder import Ladder
 from colocated_rl_api.member_wire import Goal, RolloutTarget
 from colocated_rl_api.rungs import Rung, WeightVersion
-from colocated_rl_api.seats import ROLLOUT_SEAT, role_of
+from colocated_rl_api.seats import ROLLOUT_SEAT, is_spare, role_of
 from colocated_rl_operator.planner.actions import CreatePod, PodAction
 from colocated_rl_operator.planner.notices import Notice
 from colocated_rl_operator.planner.observation import (
@@ -106,6 +107,7 @@ LEAVING = "node"  # which gives notice that it is about to go, and goes or stays
 ROOMLESS = "room"  # for a pod: its node is lost, for as long as there is no other
 SIGNALLED = "container"  # of a pod that is drained: it ends by itself, and may save its step before
 GROWING = "memory"  # of a trainer, which is no fault, and matters under failurePolicy.maxTrainerGrowth alone
+CLOSED = GateFacts(open=False, settled=True)  # of a pod that does nothing
 WAITS = 4  # one after another, at most: a deadline, and the back-offs that follow it
 
 
@@ -149,6 +151,15 @@ class ModelRollout(NamedTuple):
     there: bool = True  # its pod
 
 
+class ModelSpare(NamedTuple):
+    """A Spare is a pod that holds room and computes nothing. Its agent stops when it is told to, and moves never."""
+
+    seat: str
+    attempt: int = -1
+    there: bool = False
+    stopped: bool = False
+
+
 class ModelOperator(NamedTuple):
     """An Operator holds the record in the job's status, and what the leading process has heard and sent."""
 
@@ -181,6 +192,8 @@ class ModelState(NamedTuple):
     replicas: int = 0  # spec.replicas
     resizes: int = 0  # changes of it that may still come
     lost: int = 0  # nodes, of as many as there are pods
+    spares: tuple[ModelSpare, ...] = ()
+    unplaced: tuple[str, ...] = ()  # seats with pods that no node has taken on, the oldest first; of a job with spares
 
     def with_pod(self, index: int, pod: ModelPod) -> ModelState:
         pods = put(self.pods, index, pod)
@@ -230,6 +243,7 @@ class Decided(NamedTuple):
     rollout: RolloutTarget | None
     targets: tuple[tuple[int, Target], ...]
     slowest: Rung
+    stops_spares: bool
 
 
 class JobModel:
@@ -268,7 +282,11 @@ class JobModel:
         self.resizes = resizes
         self._is_resized = bool(resizes) or job.spec.elastic_policy is not None
         self._mirrors = job.spec.checkpoint.in_memory is not None
-        in_all_orders = in_all_orders or self._is_resized or self._mirrors  # parts are of seats
+        self._spares = tuple(map(ModelSpare, job.spare_seats))
+        self._nodes = len(job.gpu_seats) + len(self._spares)
+        is_whole_alone = self._spares and job.spec.elastic_policy is None  # then the job is hopeless with fewer
+        self._least_nodes = len(job.gpu_seats) if is_whole_alone else 1
+        in_all_orders = bool(in_all_orders or self._is_resized or self._mirrors or self._spares)  # parts are of seats
         self.in_all_orders = in_all_orders
         self.may_swap = not (in_all_orders or job.spec.failure_policy.rules or LEAVING in of or SIGNALLED in of)
         self._job_as = cache(
@@ -310,6 +328,7 @@ class JobModel:
             retries=self.retries,
             replicas=self.job.spec.replicas,
             resizes=self.resizes,
+            spares=self._spares,
         )
 
     @property
@@ -404,7 +423,10 @@ class JobModel:
         elif state.suspensions:
             found.append(("suspended", state._replace(suspend=True, suspensions=state.suspensions - 1)))
         if state.lost:
-            found.append(("node is back", state._replace(lost=0)))
+            found.append(("node is back", self._placed(state._replace(lost=0))))
+        if state.deaths and ROOMLESS in self.mortal and self._may_lose_a_node(state):
+            lost = state._replace(deaths=state.deaths - 1, lost=state.lost + 1)
+            found += [(f"room of {each.seat} is lost", without_spare(lost, each)) for each in running_spares(state)]
         if state.resizes and state.operator.climb is not None:
             others = (size for size in range(1, len(state.pods) + 1) if size != state.replicas)
             found += [(f"{n} asked for", state._replace(replicas=n, resizes=state.resizes - 1)) for n in others]
@@ -451,7 +473,7 @@ class JobModel:
         operator, places = state.operator, tuple((pod.attempt, pod.alive, pod.there, pod.leaves) for pod in state.pods)
         climb = self._climbs.number(operator.climb)
         asked = (state.suspend, state.spec_retries, state.replicas)
-        key = (climb, operator[1:-1], state.rollout, places, late, *asked)
+        key = (climb, operator[1:-1], state.rollout, places, late, *asked, state.spares, state.unplaced)
         decided = self._plans.get(key)
         if decided is None:
             self.plans += 1
@@ -468,8 +490,12 @@ class JobModel:
         return decided
 
     def _as_sent(self, made: Plan) -> Decided:
-        rollout, targets = None, []
+        rollout, targets, stops_spares = None, [], False
         for name, target in made.targets.items():
+            if is_spare(name_of_seat(name)):
+                must(target.goal is Goal.STOP, "a spare is sent up the ladder")
+                stops_spares = True
+                continue
             is_recorded = made.climb is not None and target.epoch == made.climb.epoch
             must(is_recorded, "a target of an epoch that is not recorded")
             if isinstance(target, RolloutTarget):
@@ -478,7 +504,7 @@ class JobModel:
                 targets.append((self._place_of(name), Target.of(target)))
         slowest = min(made.standings.values(), key=self.job.ladder.place, default=Rung.UNKNOWN)
         made = replace(made, climb=self._climbs.kept(made.climb))
-        return Decided(made, rollout, tuple(targets), slowest)
+        return Decided(made, rollout, tuple(targets), slowest, stops_spares)
 
     def observe(self, state: ModelState) -> Observation:
         operator = state.operator
@@ -488,12 +514,12 @@ class JobModel:
                 attempt=pod.attempt,
                 name=f"{seat}-{pod.attempt}",
                 uid=names.PodUid(f"{seat}-{pod.attempt}"),
-                phase=PodPhase.RUNNING if pod.alive else PodPhase.FAILED,
+                phase=_phase(state, seat, is_alive=pod.alive),
                 created_at=-1000.0,
                 address=f"10.0.0.{index}",
                 node=f"node-{index}",
                 notice=Notice(FailureCause.POD_EVICTED, "a taint") if pod.leaves else None,
-                fate=None if pod.alive else FailureCause.POD_FAILED,
+                fate=None if pod.alive or seat in state.unplaced else FailureCause.POD_FAILED,
                 silent_since=None if known else 0.0,
                 highest_epoch=known.durable if known else 0,
                 facts=self._reports[known] if known else None,
@@ -501,6 +527,7 @@ class JobModel:
             for index, (seat, pod, known) in enumerate(zip(self.job.gpu_seats, state.pods, operator.known, strict=True))
             if pod.there
         ]
+        members += [_spare_member(state, spare) for spare in state.spares if spare.there]
         rollout = state.rollout
         batch = SealedBatch(step=rollout.sealed, groups=1, samples=2, loss_tokens=1) if rollout.sealed else None
         facts = RolloutFacts(
@@ -531,7 +558,8 @@ class JobModel:
             unplaced_since=0.0 if is_unplaced else None,
             ending_since=0.0 if any(known and known.ending for known in operator.known) else None,
             attempts={seat: pod.attempt for seat, pod in zip(self.job.gpu_seats, state.pods, strict=True)}
-            | {ROLLOUT_SEAT: rollout.attempt},
+            | {ROLLOUT_SEAT: rollout.attempt}
+            | {spare.seat: spare.attempt for spare in state.spares if spare.attempt >= 0},
         )
         recorded = (operator.climb, operator.trained_step, operator.served, operator.is_over)
         seen = Observation(0.0, job, tuple(members), *recorded, memory=memory)
@@ -545,6 +573,8 @@ class JobModel:
         operator = self._record(before, made)
         must_cost_no_step(made, before=before.climb, saved=state.saved)
         state = self._send(state, operator, decided)
+        if decided.stops_spares and running_spares(state):
+            state = state._replace(spares=tuple(each._replace(stopped=each.there) for each in state.spares))
         if made.pods:
             state = self._make_pods(state, made)
         operator, climb, ladder = state.operator, state.operator.climb, self.job.ladder
@@ -565,6 +595,8 @@ class JobModel:
             must(made.climb == operator.climb, "the climb changed without a new epoch")
             return operator
         assert made.climb is not None
+        gives_up = made.climb.cause is Cause.PODS_NOT_READY
+        must(not (gives_up and self._spares), "a job gives its devices back, and a spare had room for its pod")
         must(made.climb.epoch > (operator.climb.epoch if operator.climb else 0), "a raise that is none")
         ends = Cause.ALL_STEPS_DONE is made.climb.cause is not (operator.climb and operator.climb.cause)
         if ends and self.job.ladder.trains:
@@ -602,24 +634,49 @@ class JobModel:
     def _make_pods(self, state: ModelState, made: Plan) -> ModelState:
         """Create or delete pods."""
         operator, pods, rollout = state.operator, list(state.pods), state.rollout
+        spares, unplaced = {each.seat: each for each in state.spares}, [*state.unplaced]
+        must_give_no_more_room_than_needed(state, made)
         for action in made.pods:
-            seat = action.seat if isinstance(action, CreatePod) else action.name.rpartition("-")[0]
+            seat = action.seat if isinstance(action, CreatePod) else name_of_seat(action.name)
             if seat == ROLLOUT_SEAT:
                 rollout = with_pod_or_without(rollout, action)
                 continue
+            if seat in unplaced:
+                unplaced.remove(seat)
+            if isinstance(action, CreatePod) and self._spares:
+                unplaced.append(seat)
+            if is_spare(seat):
+                is_made = isinstance(action, CreatePod)
+                attempt = action.attempt if isinstance(action, CreatePod) else spares[seat].attempt
+                spares[seat] = ModelSpare(seat, attempt, there=is_made)
+                continue
             index = self.job.gpu_seats.index(seat)
             if isinstance(action, CreatePod):
-                if sum(pod.alive for pod in pods) >= len(pods) - state.lost:
+                if not self._spares and sum(pod.alive for pod in pods) >= len(pods) - state.lost:
                     continue  # it has no node
                 must(not pods[index].alive, f"two pods in {action.seat}")
                 before, rank = pods[index], FIRST if pods[index].is_first else OTHER
                 pods[index] = self._new_pod(seat, rank)._replace(
-                    attempt=action.attempt, stood=before.stood, exports=before.exports
+                    attempt=action.attempt, stood=before.stood, exports=before.exports, alive=not self._spares
                 )
             else:
                 pods[index] = pods[index]._replace(alive=False, there=False)
             operator = operator.lost(index)
-        return state._replace(pods=tuple(pods), operator=operator, rollout=rollout)
+        after = state._replace(pods=tuple(pods), operator=operator, rollout=rollout)
+        return self._placed(after._replace(spares=tuple(spares.values()), unplaced=tuple(unplaced)))
+
+    def _placed(self, state: ModelState) -> ModelState:
+        """The scheduler gives pods without a node the room that there is, the oldest first."""
+        room = self._nodes - state.lost - sum(pod.alive for pod in state.pods) - len(running_spares(state))
+        for seat in state.unplaced[: max(0, room)]:
+            state = state._replace(unplaced=state.unplaced[1:])
+            if not is_spare(seat):
+                index = self.job.gpu_seats.index(seat)
+                state = state._replace(pods=put(state.pods, index, state.pods[index]._replace(alive=True)))
+        return state
+
+    def _may_lose_a_node(self, state: ModelState) -> bool:
+        return state.lost + 1 <= self._nodes - self._least_nodes
 
     # --------------------------------------------------------------------------------------------------------- channels
     def _targets_arrive(self, state: ModelState, index: int) -> Iterator[tuple[str, ModelState]]:
@@ -792,7 +849,7 @@ class JobModel:
         if not pod.leaves:
             yield f"node {index} gives notice", state.with_pod(index, pod._replace(leaves=True))
         yield f"pod {index} dies", unheard.with_pod(index, pod._replace(alive=False))
-        if state.lost + 1 < len(state.pods):
+        if self._may_lose_a_node(state):
             lost = unheard._replace(lost=state.lost + 1)
             yield f"room {index} is lost", lost.with_pod(index, pod._replace(alive=False))
 
@@ -809,10 +866,50 @@ class JobModel:
         )
 
     def _place_of(self, pod_name: str) -> int:
-        return self.job.gpu_seats.index(pod_name.rpartition("-")[0])
+        return self.job.gpu_seats.index(name_of_seat(pod_name))
 
 
 # ------------------------------------------------------------------------------------------------------------- plumbing
+def name_of_seat(pod_name: str) -> str:
+    return pod_name.rpartition("-")[0]
+
+
+def running_spares(state: ModelState) -> list[ModelSpare]:
+    return [each for each in state.spares if each.there and each.seat not in state.unplaced]
+
+
+def without_spare(state: ModelState, lost: ModelSpare) -> ModelState:
+    """Return the state once the object of a spare's pod is gone with its node."""
+    return state._replace(
+        spares=tuple(each._replace(there=False) if each.seat == lost.seat else each for each in state.spares)
+    )
+
+
+def must_give_no_more_room_than_needed(state: ModelState, made: Plan) -> None:
+    """Check that spares go for pods of the group that no node has taken on, one for each, or with all others."""
+    if made.climb is None or made.climb.cause.goal is Goal.STOP or state.suspend:
+        return
+    gone = {action.name for action in made.pods if not isinstance(action, CreatePod)}
+    given = sum(f"{each.seat}-{each.attempt}" in gone for each in running_spares(state))
+    needed = sum(not is_spare(seat) for seat in state.unplaced)
+    must(given <= needed, f"{given} spares give their room, and {needed} pods need some")
+
+
+def _phase(state: ModelState, seat: str, *, is_alive: bool) -> PodPhase:
+    if seat in state.unplaced:
+        return PodPhase.PENDING
+    return PodPhase.RUNNING if is_alive else PodPhase.FAILED
+
+
+def _spare_member(state: ModelState, spare: ModelSpare) -> Member:
+    name = f"{spare.seat}-{spare.attempt}"
+    phase = _phase(state, spare.seat, is_alive=True)
+    facts = PodFacts(epoch=0, gate=CLOSED, engines=(), trainers=(), stopped=spare.stopped)
+    is_heard = phase is PodPhase.RUNNING
+    placed: dict[str, Any] = {"node": f"node-{spare.seat}", "address": "10.0.0.8", "facts": facts} if is_heard else {}
+    return Member(spare.seat, spare.attempt, name, names.PodUid(name), phase, created_at=-1000.0, **placed)
+
+
 def first_of(pods: tuple[ModelPod, ...], index: int) -> tuple[ModelPod, ...]:
     """Return the pods with rank 0 in one of them, which takes the first seat."""
     return (pods[index].as_first(), *pods[:index], *pods[index + 1 :])
