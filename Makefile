@@ -209,6 +209,10 @@ bench-rollout-limit: setup-dev ## samples a second that one rollout controller t
 bench-loss: setup ## how long the group of a job is without a pod that is lost, and what takes the time: real engines and ranks
 	@PYTHONPATH=tests python -m bench.loss --losses $(or $(LOSSES),6)
 
+.PHONY: bench-loss-at-size
+bench-loss-at-size: setup-dev ## the same for 2 to 1,024 pods: the real plan on a simulated clock
+	@PYTHONPATH=tests python -m bench.loss_at_size
+
 .PHONY: bench-gate
 bench-gate: setup-dev ## what a gate costs; with ROUTER=PYTHON of an environment that has sglang-router, beside that
 	@PYTHONPATH=tests python -m bench.gate $(if $(ROUTER),--router $(ROUTER))

@@ -19,6 +19,7 @@ import aiohttp
 from contract.trainer_ranks_in_process import UnwatchedTrainer, in_ranks
 from peers.resident import peak_bytes, resident_bytes
 
+from bench import restart
 from bench.turns import GIB, TURNS, show
 from colocated_rl_agent.drivers.sglang import SGLang
 from colocated_rl_agent.files.exports import verify_export
@@ -84,6 +85,9 @@ def from_gradient_to_engine(model: Path, shared: Path) -> None:
         processors = [each.export.processor_s / copy.processor_s for each in times]
         print(f"    ranks' processor time, beside the copy's: {', '.join(f'{each:.2f}' for each in processors)}")
         print(f"    they grow by {', '.join(f'{each.grew / 2**20:.0f}' for each in times)} MiB")
+    core = size / found[RANKS[0]][0].export.processor_s
+    print(f"time to a restart, by what one rank writes in a second of a core ({core / GIB:.2f} GiB)")
+    print(restart.table(restart.RestartRates(core=core)))
 
 
 def times_of(ranks: int, model: Path, folder: Path) -> list[ExportTimes]:
