@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from builders import MIXED_ROLLOUT, OWN_ROLLOUT, PLACED, RESIDENT_ROLLOUT, ROLLOUT, TOGETHER, make_job
+from builders import IN_ONE_POD, MIXED_ROLLOUT, OWN_ROLLOUT, PLACED, RESIDENT_ROLLOUT, ROLLOUT, TOGETHER, make_job
 from colocated_rl_agent.planner import next_actions
 from colocated_rl_api.rungs import Placement
 from colocated_rl_operator.planner import roster
@@ -133,7 +133,7 @@ def test_every_state_under_a_failure_policy_is_safe_and_leads_to_an_end(
     check(JobModel(job, deaths=1, of=("trainer",)), capsys)
 
 
-@pytest.mark.parametrize("placement", [each for each in Placement if each is not Placement.DISAGGREGATED])
+@pytest.mark.parametrize("placement", [*IN_ONE_POD, pytest.param(Placement.MIXED, marks=RARELY)])
 @pytest.mark.parametrize(
     ("replicas", "deaths", "of"),
     [pytest.param(1, 2, (LEAVING, *MORTAL), marks=RARELY), (2, 1, (LEAVING,))],
@@ -151,7 +151,7 @@ def test_every_state_of_a_job_whose_node_gives_notice_is_safe_and_leads_to_an_en
     ("placement", "replicas", "deaths", "of"),
     [
         *((placement, 1, 1, (SIGNALLED,)) for placement in (*TOGETHER, Placement.TRAIN_ONLY)),
-        (Placement.TRAIN_ONLY, 2, 1, (SIGNALLED,)),
+        pytest.param(Placement.TRAIN_ONLY, 2, 1, (SIGNALLED,), marks=RARELY),
         pytest.param(Placement.TIME_SLICED, 2, 1, (SIGNALLED,), marks=RARELY),
         pytest.param(Placement.DISAGGREGATED, 1, 1, (SIGNALLED,), marks=RARELY),
     ],

@@ -191,9 +191,10 @@ def _keep_constant(model: PreTrainedModel, names: Sequence[str]) -> None:
 
 def _read_constants(model: PreTrainedModel, directory: Path) -> None:
     """Read constants again, which transformers rounds to the dtype of frozen weights unless it names them."""
-    files = _weight_files(directory) if _has_safetensors(directory) else ()
+    constants = _constants_of(model)
+    files = _weight_files(directory) if constants and _has_safetensors(directory) else ()
     stored = _stored(files, torch.float32, lambda _: None)
-    for name, constant in _constants_of(model).items():
+    for name, constant in constants.items():
         (named,) = revert_weight_conversion(model, {name: constant})
         if named in stored:
             owner, _, last = name.rpartition(".")
