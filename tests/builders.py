@@ -204,8 +204,8 @@ def rollout_facts(*, sealed: int = 0, trained: int = 0, epoch: int = 1, **change
     return RolloutFacts(epoch=epoch, sealed=batch, trained_step=trained, deals_anew=True).model_copy(update=changes)
 
 
-def make_target(version: WeightVersion, rung: Rung, *, goal: Goal = Goal.CLIMB) -> PodTarget:
-    return PodTarget(
+def make_target(version: WeightVersion, rung: Rung, *, goal: Goal = Goal.CLIMB, **changes: Any) -> PodTarget:
+    target = PodTarget(
         epoch=1,
         goal=goal,
         step=version.step,
@@ -214,6 +214,7 @@ def make_target(version: WeightVersion, rung: Rung, *, goal: Goal = Goal.CLIMB) 
         rendezvous=Rendezvous(address="10.0.0.1", port=29500, world_size=1),
         batches=Endpoint(pod="rollout", address="10.0.0.2", port=8444),
     )
+    return target.model_copy(update=changes)
 
 
 # -------------------------------------------------------------------------------------------------------- observations
@@ -249,7 +250,22 @@ def make_observation(
     return remember(replace(seen, **changes))
 
 
+def make_first_step(job: Job, pods: list[PodFacts | None], **options: Any) -> Observation:
+    """A group on its way to (1, 1), epoch 1, whose engines have served (0, 1). options: of `make_observation`."""
+    usual: dict[str, Any] = {
+        "climb": make_climb(1, cause=Cause.NEXT_STEP),
+        "rollout": rollout_facts(sealed=1),
+        "served": WeightVersion(0, 1),
+    }
+    return make_observation(job, pods, **usual | options)
+
+
 # ------------------------------------------------------------------------------------------------- what is made of it
+def pod_targets(seen: Observation) -> dict[str, PodTarget]:
+    """Return what the plan asks of each pod with devices, by name."""
+    return {name: each for name, each in plan(seen).targets.items() if isinstance(each, PodTarget)}
+
+
 def status_of(seen: Observation, before: ColocatedRLJobStatus = BLANK) -> ColocatedRLJobStatus:
     return report(seen, plan(seen), before=before, at=CREATED)
 

@@ -9,6 +9,7 @@ import asyncio
 import json
 import logging
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
 from functools import partial
@@ -22,7 +23,7 @@ from prometheus_client import Histogram
 from builders import MIXED_ROLLOUT, PLACED, RESIDENT_ROLLOUT, make_manifest
 from colocated_rl_api import names
 from colocated_rl_api.job_status import ColocatedRLJobStatus
-from colocated_rl_api.ladder import MIXED, RESIDENT
+from colocated_rl_api.ladder import MIXED, RESIDENT, Ladder
 from colocated_rl_api.member_wire import Goal, PodTarget, RolloutTarget
 from colocated_rl_api.rungs import Placement, Rung
 from colocated_rl_operator.clients.errors import ApiUnreachable
@@ -79,6 +80,19 @@ async def test_f16_weights_are_evaluated_before_the_first_step_as_often_as_the_j
     assert 3 == world.status["evaluations"][0]["step"]
 
 
+def assert_ran_on(ladder: Ladder, world: FakeWorld, seen: Iterable[dict[str, Any]]) -> None:
+    """Check that a job of three steps has run on a ladder on which engines serve while trainers work, and said so.
+
+    seen: what its status was.
+    """
+    assert {1: [1, 2, 3]} == world.group.trained_in
+    assert (3, "3-1", 0) == (world.status["step"], world.status["weightVersion"], world.status["restarts"])
+    placed = [status for status in seen if status.get("placement")]
+    assert {ladder.placement} == {status["placement"] for status in placed}
+    assert {*map(str, (Rung.UNKNOWN, *ladder.rungs)), None} >= {status.get("rung") for status in placed}
+    assert "Trainer" not in {status["gpuHolder"] for status in placed}
+
+
 @resident
 async def test_a_resident_job_runs_its_steps_and_says_so(world: FakeWorld) -> None:
     seen: list[dict[str, Any]] = []
@@ -88,12 +102,7 @@ async def test_a_resident_job_runs_its_steps_and_says_so(world: FakeWorld) -> No
         await world.until(lambda: world.status.get("gpuHolder") == "Both")  # a status that is overtaken is not written
         world.kubelet.release("gpu-1")
         await world.until(lambda: world.status.get("phase") == "Complete")
-    assert {1: [1, 2, 3]} == world.group.trained_in
-    assert (3, "3-1", 0) == (world.status["step"], world.status["weightVersion"], world.status["restarts"])
-    placed = [status for status in seen if status.get("placement")]
-    assert {"Resident"} == {status["placement"] for status in placed}
-    assert {*map(str, (Rung.UNKNOWN, *RESIDENT.rungs)), None} >= {status.get("rung") for status in placed}
-    assert "Trainer" not in {status["gpuHolder"] for status in placed}
+    assert_ran_on(RESIDENT, world, seen)
 
 
 @pytest.mark.parametrize("world", [{"rollout": MIXED_ROLLOUT}], indirect=True, ids=["mixed"])
@@ -111,12 +120,7 @@ async def test_in_a_mixed_job_an_engine_with_devices_of_its_own_generates_while_
         assert {"gpu-0": False, "gpu-1": False, "engine-0": True} == gates
         world.kubelet.release("gpu-1")
         await world.until(lambda: world.status.get("phase") == "Complete")
-    assert {1: [1, 2, 3]} == world.group.trained_in
-    assert (3, "3-1", 0) == (world.status["step"], world.status["weightVersion"], world.status["restarts"])
-    placed = [status for status in seen if status.get("placement")]
-    assert {"Mixed"} == {status["placement"] for status in placed}
-    assert {*map(str, (Rung.UNKNOWN, *MIXED.rungs)), None} >= {status.get("rung") for status in placed}
-    assert "Trainer" not in {status["gpuHolder"] for status in placed}
+    assert_ran_on(MIXED, world, seen)
     claims = {
         claim["metadata"]["name"]: claim["spec"]["accessModes"] for claim in world.api.all("persistentvolumeclaims")
     }

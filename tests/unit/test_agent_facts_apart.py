@@ -6,17 +6,13 @@ from dataclasses import replace
 
 import pytest
 
+from builders import make_target
 from colocated_rl_agent.planner import actions as do
 from colocated_rl_agent.planner.next_actions import Rules, next_actions
 from colocated_rl_agent.planner.views import EngineView, PodView, RankView
 from colocated_rl_api.facts import EngineState, TrainerState
 from colocated_rl_api.ladder import DISAGGREGATED
-from colocated_rl_api.member_wire import (
-    Endpoint,
-    Goal,
-    PodTarget,
-    Rendezvous,
-)
+from colocated_rl_api.member_wire import PodTarget
 from colocated_rl_api.rungs import Rung, WeightVersion
 
 V0, V1 = WeightVersion(0, 1), WeightVersion(1, 1)
@@ -30,17 +26,7 @@ STARTING = EngineView().started("e1", V0, start_by=NOW + 30)
 def target(
     rung: Rung, *, at: WeightVersion = V1, weights: WeightVersion | None = V0, is_last: bool = False
 ) -> PodTarget:
-    return PodTarget(
-        epoch=1,
-        goal=Goal.CLIMB,
-        step=at.step,
-        lineage=at.lineage,
-        rung=rung,
-        weights=weights,
-        is_last=is_last,
-        rendezvous=Rendezvous(address="10.0.0.1", port=29500, world_size=1),
-        batches=Endpoint(pod="rollout", address="10.0.0.2", port=8444),
-    )
+    return make_target(at, rung, weights=weights, is_last=is_last)
 
 
 def engine_pod(

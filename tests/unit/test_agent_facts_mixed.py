@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from builders import MIXED_ROLLOUT, make_job
+from builders import MIXED_ROLLOUT, make_job, make_target
 from colocated_rl_agent.planner import actions as do
 from colocated_rl_agent.planner.next_actions import next_actions
 from colocated_rl_agent.planner.views import TAGS, EngineView, PodView, RankView
@@ -14,7 +14,7 @@ from colocated_rl_agent.settings import rules_for
 from colocated_rl_api import names
 from colocated_rl_api.facts import EngineState, TrainerState
 from colocated_rl_api.ladder import MIXED
-from colocated_rl_api.member_wire import Endpoint, Goal, PodTarget, Rendezvous
+from colocated_rl_api.member_wire import PodTarget
 from colocated_rl_api.rungs import Rung, WeightVersion
 
 V0, V1 = WeightVersion(0, 1), WeightVersion(1, 1)
@@ -26,16 +26,7 @@ RELEASED = READY.was_paused().was_flushed().was_released()
 
 
 def target(rung: Rung, *, weights: WeightVersion | None = V0) -> PodTarget:
-    return PodTarget(
-        epoch=1,
-        goal=Goal.CLIMB,
-        step=V1.step,
-        lineage=V1.lineage,
-        rung=rung,
-        weights=weights,
-        rendezvous=Rendezvous(address="10.0.0.1", port=29500, world_size=2),
-        batches=Endpoint(pod="rollout", address="10.0.0.2", port=8444),
-    )
+    return make_target(V1, rung, weights=weights)
 
 
 def apart(engine: EngineView = READY, *, whole: WeightVersion | None = V0, gate_open: bool = True) -> PodView:

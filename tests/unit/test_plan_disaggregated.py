@@ -16,8 +16,10 @@ from builders import (
     engine_at,
     facts_at,
     make_climb,
+    make_first_step,
     make_job,
     make_observation,
+    pod_targets,
     rollout_facts,
     status_of,
     trainers_at,
@@ -56,16 +58,7 @@ def climbing(trainers: list[Rung], engines: list[Rung | PodFacts], **options: An
     job = options.pop("job", None) or make_apart(len(trainers), len(engines))
     pods: list[PodFacts | None] = [trainers_at(rung, V1) for rung in trainers]
     pods += [engine_at(rung, V1) if isinstance(rung, Rung) else rung for rung in engines]
-    usual: dict[str, Any] = {
-        "climb": make_climb(1, cause=Cause.NEXT_STEP),
-        "rollout": rollout_facts(sealed=1),
-        "served": V0,
-    }
-    return make_observation(job, pods, **usual | options)
-
-
-def targets(seen: Observation) -> dict[str, PodTarget]:
-    return {name: each for name, each in plan(seen).targets.items() if isinstance(each, PodTarget)}
+    return make_first_step(job, pods, **options)
 
 
 def test_placement_follows_from_asking_for_devices_of_their_own() -> None:
@@ -100,15 +93,15 @@ def test_engines_on_devices_of_their_own_leave_no_room_for_others() -> None:
 
 
 def test_engines_serve_while_the_trainers_work() -> None:
-    asked = targets(climbing([Rung.SEALED, Rung.TRAINED], [Rung.TRAINED, Rung.TRAINED]))
+    asked = pod_targets(climbing([Rung.SEALED, Rung.TRAINED], [Rung.TRAINED, Rung.TRAINED]))
     assert {Rung.TRAINED} == {target.rung for target in asked.values()}
     assert {V0} == {target.weights for target in asked.values()}, "for an engine that has to start again"
 
 
 def test_engines_get_weights_as_target_once_every_trainer_has_written_them() -> None:
-    one = targets(climbing([Rung.EXPORTED, Rung.TRAINED], [Rung.TRAINED, Rung.TRAINED]))
+    one = pod_targets(climbing([Rung.EXPORTED, Rung.TRAINED], [Rung.TRAINED, Rung.TRAINED]))
     assert {(Rung.EXPORTED, V0)} == {(target.rung, target.weights) for target in one.values()}
-    both = targets(climbing([Rung.EXPORTED, Rung.EXPORTED], [Rung.TRAINED, Rung.TRAINED]))
+    both = pod_targets(climbing([Rung.EXPORTED, Rung.EXPORTED], [Rung.TRAINED, Rung.TRAINED]))
     assert {(Rung.EXPORTED, V1)} == {(target.rung, target.weights) for target in both.values()}
 
 
@@ -116,13 +109,13 @@ def test_an_engine_that_joins_while_a_trainer_pod_is_gone_starts_on_the_weights_
     joins = engine_at(Rung.TRAINED, V1, epoch=0)
     whole = climbing([Rung.EXPORTED, Rung.EXPORTED], [Rung.TRAINED, joins])
     seen = replace(whole, members=tuple(member for member in whole.members if member.seat != "trainer-1"))
-    assert {ENGINES[1]: V0} == {name: target.weights for name, target in targets(seen).items()}
+    assert {ENGINES[1]: V0} == {name: target.weights for name, target in pod_targets(seen).items()}
 
 
 def test_no_gate_closes_before_every_engine_pod_has_compared_the_weights() -> None:
-    waiting = targets(climbing([Rung.EXPORTED, Rung.EXPORTED], [Rung.EXPORTED, Rung.TRAINED]))
+    waiting = pod_targets(climbing([Rung.EXPORTED, Rung.EXPORTED], [Rung.EXPORTED, Rung.TRAINED]))
     assert {Rung.EXPORTED} == {target.rung for target in waiting.values()}
-    ready = targets(climbing([Rung.EXPORTED, Rung.EXPORTED], [Rung.EXPORTED, Rung.EXPORTED]))
+    ready = pod_targets(climbing([Rung.EXPORTED, Rung.EXPORTED], [Rung.EXPORTED, Rung.EXPORTED]))
     assert {Rung.PAUSED} == {target.rung for target in ready.values()}
 
 
@@ -136,7 +129,7 @@ def test_no_gate_closes_before_every_engine_pod_has_compared_the_weights() -> No
     ],
 )
 def test_engines_update_together_barrier_by_barrier(engines: list[Rung | PodFacts], granted: Rung) -> None:
-    asked = targets(climbing([Rung.SERVING, Rung.SERVING], engines))
+    asked = pod_targets(climbing([Rung.SERVING, Rung.SERVING], engines))
     assert {granted} == {target.rung for target in asked.values()}
     assert {V1} == {target.weights for target in asked.values()}
 
@@ -145,7 +138,7 @@ def test_samples_are_asked_of_engine_pods_and_trainers_meet_at_the_first_of_thei
     seen = climbing([Rung.SEALED, Rung.SEALED], [Rung.TRAINED, Rung.TRAINED])
     rollout = next(each for each in plan(seen).targets.values() if isinstance(each, RolloutTarget))
     assert ENGINES == tuple(endpoint.pod for endpoint in rollout.engines)
-    (meeting,) = {target.rendezvous for target in targets(seen).values()}
+    (meeting,) = {target.rendezvous for target in pod_targets(seen).values()}
     assert meeting is not None
     assert (seen.current["trainer-0"].address, 2) == (meeting.address, meeting.world_size)
 
@@ -308,7 +301,7 @@ def test_an_engine_that_joins_a_resting_group_takes_what_the_others_serve() -> N
     gone = engine_at(Rung.SERVING, V1).model_copy(update={"engines": (absent_engine(),), "export": None})
     joining = climbing([Rung.SERVING, Rung.SERVING], [Rung.SERVING, gone], rollout=rollout_facts(), served=V1)
     assert Rung.TRAINED is joining.slowest
-    assert {(Rung.EXPORTED, V1)} == {(target.rung, target.weights) for target in targets(joining).values()}
+    assert {(Rung.EXPORTED, V1)} == {(target.rung, target.weights) for target in pod_targets(joining).values()}
 
 
 @pytest.mark.parametrize("placement", [Placement.TIME_SLICED, Placement.RESIDENT])
@@ -318,7 +311,7 @@ def test_other_placements_name_no_weights(placement: Placement) -> None:
     assert job.trainer_seats == job.engine_seats == job.gpu_seats
     facts = facts_at(Rung.EXPORTED, V1, ladder=job.ladder)
     seen = make_observation(job, [facts], climb=make_climb(1), rollout=rollout_facts(sealed=1), served=V0)
-    assert {None} == {target.weights for target in targets(seen).values()}
+    assert {None} == {target.weights for target in pod_targets(seen).values()}
 
 
 def test_a_step_is_done_when_every_engine_holds_its_weights() -> None:

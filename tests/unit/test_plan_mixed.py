@@ -15,9 +15,9 @@ from builders import (
     absent_engine,
     engine,
     facts_at,
-    make_climb,
+    make_first_step,
     make_job,
-    make_observation,
+    pod_targets,
     rollout_facts,
     status_of,
 )
@@ -25,7 +25,7 @@ from colocated_rl_api import names
 from colocated_rl_api.facts import EngineFacts, EngineState, GateFacts, PodFacts
 from colocated_rl_api.job_status import Holder, Phase
 from colocated_rl_api.ladder import MIXED, SCORED_MIXED
-from colocated_rl_api.member_wire import PodTarget, RolloutTarget
+from colocated_rl_api.member_wire import RolloutTarget
 from colocated_rl_api.rungs import Placement, Rung, WeightVersion
 from colocated_rl_operator.planner.actions import CreatePod
 from colocated_rl_operator.planner.observation import Job, Observation
@@ -65,20 +65,11 @@ def climbing(gpus: list[Rung], engines: list[Rung | PodFacts], **options: Any) -
     job = options.pop("job", None) or make_mixed(len(gpus), len(engines))
     pods: list[PodFacts | None] = [gpu_at(rung) for rung in gpus]
     pods += [apart_at(each) if isinstance(each, Rung) else each for each in engines]
-    usual: dict[str, Any] = {
-        "climb": make_climb(1, cause=Cause.NEXT_STEP),
-        "rollout": rollout_facts(sealed=1),
-        "served": V0,
-    }
-    return make_observation(job, pods, **usual | options)
-
-
-def targets(seen: Observation) -> dict[str, PodTarget]:
-    return {name: each for name, each in plan(seen).targets.items() if isinstance(each, PodTarget)}
+    return make_first_step(job, pods, **options)
 
 
 def granted(gpus: list[Rung], engines: list[Rung | PodFacts]) -> Rung:
-    (rung,) = {target.rung for target in targets(climbing(gpus, engines)).values()}
+    (rung,) = {target.rung for target in pod_targets(climbing(gpus, engines)).values()}
     return rung
 
 
@@ -153,9 +144,9 @@ def test_no_engine_serves_new_weights_before_all_of_either_kind_hold_them() -> N
 
 
 def test_engines_may_load_the_climbs_weights_once_every_trainer_has_exported() -> None:
-    some = targets(climbing([Rung.EXPORTED, Rung.TRAINED], [Rung.EXPORTED, Rung.EXPORTED]))
+    some = pod_targets(climbing([Rung.EXPORTED, Rung.TRAINED], [Rung.EXPORTED, Rung.EXPORTED]))
     assert {V0} == {target.weights for target in some.values()}
-    every = targets(climbing([Rung.EXPORTED, Rung.EXPORTED], [Rung.EXPORTED, Rung.EXPORTED]))
+    every = pod_targets(climbing([Rung.EXPORTED, Rung.EXPORTED], [Rung.EXPORTED, Rung.EXPORTED]))
     assert {V1} == {target.weights for target in every.values()}
 
 
@@ -163,7 +154,7 @@ def test_samples_are_asked_of_all_engines_and_trainers_meet_at_the_first_of_thei
     seen = climbing([Rung.RELEASED, Rung.RELEASED], [Rung.EXPORTED, Rung.EXPORTED])
     rollout = next(each for each in plan(seen).targets.values() if isinstance(each, RolloutTarget))
     assert (*GPUS, *ENGINES) == tuple(endpoint.pod for endpoint in rollout.engines)
-    (meeting,) = {target.rendezvous for target in targets(seen).values()}
+    (meeting,) = {target.rendezvous for target in pod_targets(seen).values()}
     assert meeting is not None
     assert (seen.current["gpu-0"].address, 2) == (meeting.address, meeting.world_size)
 

@@ -14,8 +14,9 @@ from builders import (
     absent_trainer,
     facts_at,
     make_climb,
+    make_first_step,
     make_job,
-    make_observation,
+    pod_targets,
     rollout_facts,
     trainer,
 )
@@ -34,7 +35,7 @@ from colocated_rl_api.ladder import (
     Ladder,
     ladder_for,
 )
-from colocated_rl_api.member_wire import PodTarget, RolloutTarget
+from colocated_rl_api.member_wire import RolloutTarget
 from colocated_rl_api.rungs import Placement, Rung, WeightVersion
 from colocated_rl_operator.planner.observation import Job, Observation, remember
 from colocated_rl_operator.planner.plan import patience_s, plan
@@ -54,12 +55,7 @@ def make_scored_job(ladder: Ladder, replicas: int = 2, **spec: Any) -> Job:
 def climbing(ladder: Ladder, *pods: Rung | PodFacts, **options: Any) -> Observation:
     """A group on its way to (1, 1), epoch 1, that serves (0, 1)."""
     facts = [facts_at(pod, V1, ladder=ladder) if isinstance(pod, Rung) else pod for pod in pods]
-    usual: dict[str, Any] = {
-        "climb": make_climb(1, cause=Cause.NEXT_STEP),
-        "rollout": rollout_facts(sealed=1),
-        "served": V0,
-    }
-    return make_observation(make_scored_job(ladder, len(pods)), list(facts), **usual | options)
+    return make_first_step(make_scored_job(ladder, len(pods)), list(facts), **options)
 
 
 def later(seen: Observation, seconds: float) -> Observation:
@@ -67,7 +63,7 @@ def later(seen: Observation, seconds: float) -> Observation:
 
 
 def asked_rungs(seen: Observation) -> set[Rung]:
-    return {target.rung for target in plan(seen).targets.values() if isinstance(target, PodTarget)}
+    return {target.rung for target in pod_targets(seen).values()}
 
 
 # ---------------------------------------------------------------------------------------------------------- the ladders

@@ -12,8 +12,10 @@ from builders import (
     absent_trainer,
     facts_at,
     make_climb,
+    make_first_step,
     make_job,
     make_observation,
+    pod_targets,
     rollout_facts,
     status_of,
 )
@@ -25,7 +27,7 @@ from colocated_rl_api.facts import (
 )
 from colocated_rl_api.job_status import ConditionStatus, Holder, Phase
 from colocated_rl_api.ladder import RESIDENT, TIME_SLICED
-from colocated_rl_api.member_wire import Climbed, PodTarget, RolloutTarget
+from colocated_rl_api.member_wire import Climbed, RolloutTarget
 from colocated_rl_api.rungs import Placement, Rung, WeightVersion
 from colocated_rl_operator.planner.observation import Job, Observation, in_epoch, remember
 from colocated_rl_operator.planner.plan import patience_s, plan
@@ -45,12 +47,7 @@ def facts(rung: Rung, at: WeightVersion = V1) -> PodFacts:
 def climbing(*pods: Rung | PodFacts, **options: Any) -> Observation:
     """A group on its way to (1, 1), epoch 1, that serves (0, 1)."""
     job = options.pop("job", None) or make_resident_job(len(pods))
-    usual: dict[str, Any] = {
-        "climb": make_climb(1, cause=Cause.NEXT_STEP),
-        "rollout": rollout_facts(sealed=1),
-        "served": V0,
-    }
-    return make_observation(job, [facts(pod) if isinstance(pod, Rung) else pod for pod in pods], **usual | options)
+    return make_first_step(job, [facts(pod) if isinstance(pod, Rung) else pod for pod in pods], **options)
 
 
 def later(seen: Observation, seconds: float) -> Observation:
@@ -58,7 +55,7 @@ def later(seen: Observation, seconds: float) -> Observation:
 
 
 def asked_rungs(seen: Observation) -> set[Rung]:
-    return {target.rung for target in plan(seen).targets.values() if isinstance(target, PodTarget)}
+    return {target.rung for target in pod_targets(seen).values()}
 
 
 def rollout_target(seen: Observation) -> RolloutTarget:
