@@ -9,6 +9,7 @@ import re
 import shutil
 import signal
 import stat
+import subprocess
 import sys
 import threading
 from asyncio.subprocess import PIPE
@@ -48,6 +49,7 @@ from colocated_rl_api.prompts import (
 from colocated_rl_rollout.rewards.reward_endpoint import RewardEndpoint
 from colocated_rl_rollout.rewards.rewards import RewardFailed, TaskProcesses
 from colocated_rl_rollout.rewards.task_connection import ProcessLost, TaskConnection, TaskUnusable
+from colocated_rl_rollout.tasks import keeper
 from colocated_rl_rollout.tasks.hub import fetch
 from colocated_rl_rollout.tasks.rows import Row, RowsUnusable
 from colocated_rl_rollout.tasks.task_server import COMMAND
@@ -242,6 +244,22 @@ def descendants(root: int) -> set[int]:
     while more := {pid for pid, parent in parents.items() if parent in found} - found:
         found |= more
     return found - {root}
+
+
+PRIORITY = """
+import os, time
+while not (priority := os.nice(0)):
+    time.sleep(0.01)
+print(priority)
+"""
+
+
+def test_a_program_leaves_its_keeper_the_time_to_end_it_and_is_not_starved_itself() -> None:
+    """A thousand busy processes end within 2 s, at the keeper's priority not within a minute. At the lowest priority,
+    an environment beside busy tests did not begin within four."""
+    command = [sys.executable, "-I", "-S", keeper.__file__, sys.executable, "-c", PRIORITY]
+    program = subprocess.run(command, stdout=PIPE, timeout=DEADLINE_S, check=True)
+    assert 0 < int(program.stdout) < 10
 
 
 @pytest.mark.parametrize("ends_by_itself", [False, True])
