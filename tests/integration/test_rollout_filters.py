@@ -50,7 +50,7 @@ def opened(samples, row):
     return True
 
 def faulty(samples, row):
-    if row["sum"] % 3 == 0:
+    if row["sum"] % 3 == 0 or not (HERE / "open").exists():
         raise ValueError("my secret: " + samples[0]["response"])
     return True
 
@@ -143,10 +143,10 @@ async def test_a_group_on_which_a_function_fails_is_replaced_and_reported_withou
         assert " of the data: ValueError at " in facts.problem.message
         assert "my_filters.py:" in facts.problem.message
         assert "secret" not in facts.problem.message
+        (tmp_path / "mine/open").touch()  # until now it fails on every group, so that nothing hides the problem
         await scene.sealed(1)
         assert 0 not in {total % 3 for total in (await reasons(scene, SampleState.SEALED))[""]}
-        failed = await reasons(scene, SampleState.FAILED)
-        assert ({FILTER_FAILED}, {0}) == ({*failed}, {total % 3 for total in failed[FILTER_FAILED]})
+        assert {FILTER_FAILED} == {*await reasons(scene, SampleState.FAILED)}
         facts = await scene.operator.until(lambda facts: not facts.problem)
         assert not facts.filtered, "a group that was not judged was not dropped"
 
