@@ -21,7 +21,9 @@ from real_operator import PODS, Body, cluster_without_nodes
 
 pytestmark = pytest.mark.cluster
 
-SPEC: Body = {"replicas": 2, "steps": 5, "checkpoint": {"everySteps": 1}}
+# with the same pods, whichever rank is seen to end first
+RETRY: Body = {"onCauses": ["TrainerDied"], "action": "RetryStep"}
+SPEC: Body = {"replicas": 2, "steps": 5, "checkpoint": {"everySteps": 1}, "failurePolicy": {"rules": [RETRY]}}
 PATCH = "application/merge-patch+json"
 ANSWER_S = 120.0
 SEEN_S = 60.0  # of a restore
