@@ -350,7 +350,7 @@ async def suspend(args: Namespace) -> Exit:
 
 
 async def resume(args: Namespace) -> Exit:
-    return await _steer(args, suspend=False, effect="its pods are made again, and it goes on where it stood")
+    return await _steer(args, suspend=False, effect="its pods are recreated, and it continues from where it stopped")
 
 
 async def retry(args: Namespace) -> Exit:
@@ -362,7 +362,7 @@ async def retry(args: Namespace) -> Exit:
             return Exit.PROBLEM
         retries = max(job["spec"].get("retries", 0), status.get("retries", 0)) + 1
         await api.change_job(args.job, {"spec": {"retries": retries, "suspend": False}})
-    print_out(f"{name}: retried: its pods are made again, and it goes on where it stood")
+    print_out(f"{name}: retried: its pods are recreated, and it continues from its newest checkpoint")
     return Exit.FINE
 
 

@@ -24,13 +24,13 @@ HEAD = """\
 # kubectl crlj
 
 The command line for people who run jobs: `kubectl crlj COMMAND`, and the same program as `colocated-rl COMMAND`. It
-needs Python 3.11 and kubectl, and neither torch nor the operator's libraries:
+needs Python 3.11 or newer and kubectl, and neither torch nor the operator's libraries:
 
     pip install ./operator ./operator/cli    # in a checkout
 
-Nothing is logged in to but the cluster, by kubectl itself: its contexts, exec plugins and proxies work, and `KUBECTL`
-names another one. Members' pages, which listen on their pods' loopback, are reached through the API server's
-port-forward, so the right to `pods/portforward` decides who sees samples; no port is opened on your machine.
+It reaches the cluster through kubectl, so kubectl's contexts, exec plugins and proxies work; `KUBECTL` names another
+kubectl. Members' pages listen on their pods' loopback. They are reached through the API server's port-forward, so the
+right to `pods/portforward` decides who sees samples; no port is opened on your machine.
 
 ## Rights
 """
@@ -42,11 +42,11 @@ user data.
 """
 
 RIGHTS = (
-    ("`init`, `validate`, `completion`", "none", "everybody"),
+    ("`init`, `validate`, `completion`", "nothing", "-"),
     (
         "`top`, `eval`, `timeline`",
-        "`get, list, watch` of colocatedrljobs and pods; `get` of pods/log; `list` of events; of a job whose pods are "
-        "gone `eval` and `timeline` ask its reader, with `create` of pods/portforward",
+        "`get, list, watch` of colocatedrljobs and pods; `get` of pods/log; `list` of events. For a job whose pods "
+        "are gone, `eval` and `timeline` ask its reader: `create` of pods/portforward",
         "`view`; with a reader `edit`",
     ),
     (
@@ -68,11 +68,11 @@ RIGHTS = (
         "`get` of colocatedrljobs; `create` to apply what they write",
         "`view`; to apply `edit`",
     ),
-    ("`suspend`, `resume`", "`get, patch` of colocatedrljobs", "`edit`"),
+    ("`suspend`, `resume`, `retry`", "`get, patch` of colocatedrljobs", "`edit`"),
     (
         "`bundle`",
-        "as `explain`, and `list` of persistentvolumeclaims; `--operator` pods and pods/log there; what may not be "
-        "read is noted in the archive",
+        "as `explain`, and `list` of persistentvolumeclaims; with `--operator` also pods and pods/log in that "
+        "namespace. The archive notes what could not be read",
         "`view`; with pages `edit`",
     ),
 )
@@ -80,14 +80,14 @@ RIGHTS = (
 TAIL = """\
 ## Reasons, and what to do
 
-Answers of `explain`, by the reason that operator, members and kubelet give. Those that heal by themselves need a person
-only when they stay.
+What `explain` prints for each reason that operator, members or kubelet report. Those that heal by themselves need a
+person only if they stay.
 """
 
 
 def page() -> str:
     """Return the text of docs/cli.md."""
-    lines = [HEAD, "| command | in the job's namespace | has it |", "|---|---|---|"]
+    lines = [HEAD, "| command | needs, in the job's namespace | granted by |", "|---|---|---|"]
     lines += [f"| {' | '.join(row)} |" for row in RIGHTS]
     lines += [RIGHTS_NOTE, "## Commands", ""]
     for command in COMMANDS:
@@ -103,10 +103,10 @@ def page() -> str:
 
 
 _MEANS = {
-    Exit.FINE: "fine: valid, moving, written",
+    Exit.FINE: "success",
     Exit.PROBLEM: "a problem was found: an invalid manifest, a job that needs a person",
-    Exit.USAGE: "the words of the command are wrong, or a file can't be read or written",
-    Exit.NO_ANSWER: "no answer: kubectl, the API server or a member not reached, not allowed, no such job",
+    Exit.USAGE: "the command line is wrong, or a file can't be read or written",
+    Exit.NO_ANSWER: "no answer: kubectl, the API server or a member is unreachable, a right or the job is missing",
     Exit.INTERRUPTED: "interrupted",
 }
 

@@ -119,14 +119,14 @@ def _number(flag: str, default: int, text: str) -> Option:
 
 
 JOB = _job()
-OUTPUT = Option(["-o", "--output"], type=Choice(FORMATS), default="text", help="form of what is printed")
+OUTPUT = Option(["-o", "--output"], type=Choice(FORMATS), default="text", help="output format")
 CLUSTER = (
     Option(["-n", "--namespace"], metavar="NAME", help="namespace of the job; the context's when absent"),
     Option(["--context"], metavar="NAME", help="context of the kubeconfig; the current one when absent"),
     Option(["--kubeconfig"], metavar="FILE", help="as kubectl's"),
 )
 FILE = (
-    Option(["-f", "--file"], metavar="FILE", help="write there; to standard output when absent"),
+    Option(["-f", "--file"], metavar="FILE", help="output file; standard output when absent"),
     Option(["--force"], is_flag=True, help="replace the file"),
 )
 
@@ -149,64 +149,65 @@ COMMANDS = (
             Option(["--reward"], metavar="MODULE:FUNCTION", help="reward of your own, with --prompts"),
             _number("--steps", 100, "training steps"),
             _number("--replicas", 1, "GPU pods"),
-            _number("--gpus", 1, "devices of each, 0 for CPU"),
+            _number("--gpus", 1, "devices of each pod, 0 for CPU"),
             _number("--batch-size", 32, "prompts in a batch"),
             _number("--group-size", 8, "samples of each prompt"),
             Option(["--image"], metavar="IMAGE", help="image with engine and trainer; the operator's when absent"),
             *FILE,
         ],
-        "Each field stands below what it means. What is missing is asked for on a terminal.",
+        "Each field has a comment that explains it. On a terminal, missing options are asked for.",
         is_of_cluster=False,
     ),
     Command(
-        "validate", "judge manifests as the API server would",
+        "validate", "check manifests as the API server would",
         [Argument(["file"], metavar="FILE", nargs=-1, required=True, help="manifests; - is standard input"), OUTPUT],
-        "Without a cluster, with the line of each fault: `FILE:LINE:COLUMN: FIELD: WORDS`. Lists are looked into, as "
+        "Needs no cluster, and reports each fault as `FILE:LINE:COLUMN: FIELD: MESSAGE`. It also checks lists as "
         "`kubectl get crlj -o yaml` prints them.",
         is_of_cluster=False,
     ),
     Command(
         "explain", "explain why a job does not move, and what to do", [JOB, OUTPUT],
-        "Names the rung, the pod, the cause and the remedy; where nothing is wrong, what the job waits for.",
+        "Names the rung, the pod, the cause and the remedy, or, if nothing is wrong, what the job waits for.",
     ),
     Command(
         "top", "show a job while it runs",
         [JOB, Option(["--once"], is_flag=True, help="print one frame and end")],
         "Who has each GPU, on which rung, since when; step, reward, staleness, tokens per second, the last switch. "
-        "Ends with the job, or with Ctrl-C. Where there is no terminal, a line for each event.",
+        "Ends with the job, or with Ctrl-C. Without a terminal it prints a line for each event.",
     ),
     Command(
         "samples", "list the newest samples",
         [
             JOB,
             OUTPUT,
-            Option(["--state"], type=Choice(STATES), metavar="STATE", help=f"only of this state: {', '.join(STATES)}"),
-            Option(["--text"], is_flag=True, help="prompts and responses too"),
+            Option(["--state"], type=Choice(STATES), metavar="STATE", help=f"only this state: {', '.join(STATES)}"),
+            Option(["--text"], is_flag=True, help="with prompts and responses"),
             Option(
-                ["--limit"], metavar="N", type=IntRange(0), help="at most so many, 1000 at most (20); in a file all"
+                ["--limit"], metavar="N", type=IntRange(0), help="how many, at most 1000 (20); all in a Parquet file"
             ),
-            Option(["--follow"], is_flag=True, help="the newest that ended, then each as it ends, until the job does"),
-            Option(["--parquet"], metavar="FILE", help="write them there, with tokens and log-probabilities"),
+            Option(["--follow"], is_flag=True, help="the newest that ended, then each as it ends, until the job ends"),
+            Option(["--parquet"], metavar="FILE", help="write samples to this file, with tokens and log-probabilities"),
         ],
-        "From the rollout controller's store; of batches that a checkpoint holds only the newest is there. With "
-        "`--follow` each is shown once, when its reward is in or it was given up, until the job is over, or Ctrl-C; "
-        "`-o json` is a line each. A connection that breaks is made again, and no sample is missed. "
+        "Samples come from the rollout controller's store, which keeps only the newest of the batches that a "
+        "checkpoint holds. With `--follow` each sample is printed once, when it has its reward or was dropped, until "
+        "the job ends or Ctrl-C; `-o json` prints a line for each. It reconnects by itself and misses no sample. "
         "[Samples](samples.md) has the columns of a Parquet file.",
     ),
     Command(
-        "reader", "serve samples of a job that is over, or suspended",
+        "reader", "serve samples of a job that has ended or is suspended",
         [
             JOB,
-            Option(["--minutes"], metavar="N", type=IntRange(1, 1440), default=60, help="then its pod ends (60)"),
+            Option(["--minutes"], metavar="N", type=IntRange(1, 1440), default=60, help="lifetime of the pod (60)"),
         ],
-        "Makes a pod of the job's own rollout image, which mounts the claim of its samples read-only. `samples` asks "
-        "that pod then, and it has [the page](samples.md#in-a-browser) too. It ends by itself, goes with the job, and "
-        "the operator removes it when the job gets pods again.",
+        "Creates a pod of the job's own rollout image, which mounts the claim of its samples read-only. `samples` then "
+        "reads from that pod, and it serves [the page](samples.md#in-a-browser) too. It ends by itself or with the "
+        "job, and the operator deletes it when the job gets pods again.",
     ),
     Command(
         "eval", "list the evaluations", [JOB, OUTPUT],
-        "From the rollout controller's log and the job's status. Of a job that is over or suspended, whose log is "
-        "gone, all come from the store, if `reader` serves it, and without one the newest of each set.",
+        "Evaluations come from the rollout controller's log and the job's status. Once the job has ended or is "
+        "suspended and the log is gone, `reader` serves all of them from the store; without a reader only the newest "
+        "of each set is listed.",
     ),
     Command(
         "cost", "show the GPU hours of a job, or of all jobs of a namespace, by who had the GPUs",
@@ -215,94 +216,94 @@ COMMANDS = (
             OUTPUT,
             Option(["-A", "--all-namespaces"], is_flag=True, help="the jobs of all namespaces, without JOB"),
         ],
-        "From the counters of the job's pods, since their agents started, and from the logs of those that have ended, "
-        "as far back as they are kept: a pod that is gone is not counted. Prometheus keeps them for good ([what a job "
-        "costs](metrics.md#what-a-job-costs)). Without JOB there is a line for each job, and their sum.\n\n"
-        "Of a job whose engines and trainers share GPUs a second table says what that saved. *Colocated* are the GPU "
-        "hours that all holders had. *Separate* are those of GPUs of their own for rollout and for training, as many "
-        "for each: both work at the same time then, and both sides are held for as long as the longer of the two "
-        "works, so it is 2 x the hours of rollout or of training, whichever are more (those of both at once count for "
-        "each). Start-up, switches and idle time are left out of it: it is the least that the same work would hold "
-        "there. *Saved* is separate less colocated. Below zero, both sides have about as many hours, and sharing "
-        "cost its switches.",
+        "Hours come from the counters of the job's pods, since their agents started, and from the logs of pods that "
+        "have ended, as far back as they are kept. A deleted pod is not counted; Prometheus keeps its hours ([what a "
+        "job costs](metrics.md#what-a-job-costs)). Without JOB there is a line for each job, and their sum.\n\n"
+        "For a job whose engines and trainers share GPUs, a second table shows what that saved. *Colocated* is the sum "
+        "of all holders. *Separate* is what the same work would take if rollout and training each had as many GPUs of "
+        "their own and worked at the same time: both sides are held for as long as the longer of the two works, so it "
+        "is twice the hours of rollout or of training, whichever is more (hours of both at once count for each). It "
+        "leaves out start-up, switches and idle time, so it is a lower bound. *Saved* is separate minus colocated. It "
+        "is negative if both sides work about equally long: then sharing costs its switches.",
     ),
     Command(
         "suspend", "free the devices of a job, and keep its volumes", [JOB],
-        "Sets spec.suspend; it returns at once, and the pods end within a minute. Fields that pods read when they are "
-        "made may change then ([what may change](failures.md#what-may-change)); of a failed job too, before `retry`.",
+        "Sets spec.suspend and returns at once; the pods end within a minute. Fields that pods read when they are "
+        "created [may change](failures.md#what-may-change) while a job is suspended, also in a failed job before "
+        "`retry`.",
     ),
-    Command("resume", "let a suspended job go on where it stood", [JOB]),
+    Command("resume", "continue a suspended job", [JOB]),
     Command(
-        "retry", "let a failed job go on where it stood", [JOB],
-        "Adds one to spec.retries. Its pods are made again and its trainers start from the newest checkpoint, with no "
-        "failures counted. Ends a suspension too.",
+        "retry", "continue a failed job", [JOB],
+        "Adds one to spec.retries. Pods are recreated, trainers start from the newest checkpoint, and the count of "
+        "failures starts again at zero. It also ends a suspension.",
     ),
     Command(
         "fault", "crash or slow a part of a job, for a drill",
         [
             JOB,
             Argument(["kind"], type=Choice([*FAULTS]), help="; ".join(map(": ".join, FAULTS.items()))),
-            Option(["--pod"], metavar="NAME", help="in this pod; in the job's first that has such a part when absent"),
+            Option(["--pod"], metavar="NAME", help="the pod to break; the first with such a part when absent"),
             Option(
                 ["--seconds"], metavar="N", type=FloatRange(0, MAX_FAULT_S, min_open=True), default=30.0,
-                help="for as long, of the kinds that last (30)",
+                help="duration of slow-weights and gate-closed (30)",
             ),
         ],
-        "Only where the chart's value `faultInjection.enabled` was true when the pods were made. The job has to go on "
-        "by itself; [when something fails](failures.md) says how. The agent's log has `fault injected`.",
+        "Works only if the chart's value `faultInjection.enabled` was true when the pods were created. The job must "
+        "continue by itself, as [what happens when something fails](failures.md) says. The agent logs `fault "
+        "injected`.",
     ),
     Command(
         "rollout-only", "write the manifest of a job that only generates",
         [
             JOB,
-            Option(["--name"], metavar="NAME", help="of the new job; JOB-rollout when absent"),
-            Option(["--steps"], metavar="N", type=IntRange(1), help="batches to record; as many as the job has steps"),
+            Option(["--name"], metavar="NAME", help="name of the new job; JOB-rollout when absent"),
+            Option(["--steps"], metavar="N", type=IntRange(1), help="batches to record; the steps of JOB when absent"),
             *FILE,
         ],
-        "Rollout of JOB alone (spec.mode: RolloutOnly): a new job generates, rewards and seals batches with the model "
-        "as JOB begins with it, and starts no trainer. `kubectl crlj rollout-only JOB | kubectl apply -f -`",
+        "The new job (spec.mode: RolloutOnly) generates, rewards and seals batches with the model that JOB starts "
+        "from, and starts no trainer. `kubectl crlj rollout-only JOB | kubectl apply -f -`",
     ),
     Command(
         "train-only", "write the manifest of a job that only trains",
         [
             JOB,
-            Option(["--name"], metavar="NAME", help="of the new job; JOB-train when absent"),
+            Option(["--name"], metavar="NAME", help="name of the new job; JOB-train when absent"),
             Option(
-                ["--steps"], metavar="N", type=IntRange(1), help="batches to train; those that the job has when absent"
+                ["--steps"], metavar="N", type=IntRange(1), help="batches to train; as recorded when absent"
             ),
-            Option(["--recorded"], metavar="CLAIM[:PATH]", help="a recording; the job's own store when absent"),
+            Option(["--recorded"], metavar="CLAIM[:PATH]", help="the recording; the store of JOB when absent"),
             *FILE,
         ],
-        "Training of JOB alone (spec.mode: TrainOnly): a new job trains recorded batches, in order, from the model as "
-        "JOB begins with it, and starts no engine. The recording is what JOB has kept, where it was made by "
-        "rollout-only or has spec.storage.keepBatches.",
+        "The new job (spec.mode: TrainOnly) trains recorded batches in order, from the model that JOB starts from, and "
+        "starts no engine. JOB has a recording if it was made by rollout-only or has spec.storage.keepBatches.",
     ),
     Command(
         "timeline", "show who held each GPU, and why",
         [
             _job(required=False),
-            Option(["--html"], metavar="FILE", help="write a page that needs nothing else"),
+            Option(["--html"], metavar="FILE", help="write a self-contained page"),
             Option(["--trace"], metavar="FILE", help="write a trace for ui.perfetto.dev"),
-            Option(["--save"], metavar="FILE", help="write what is known, for --records"),
-            Option(["--records"], metavar="FILE", help="of what --save wrote, instead of a job"),
+            Option(["--save"], metavar="FILE", help="write the records, for --records"),
+            Option(["--records"], metavar="FILE", help="read what --save wrote, instead of a job"),
         ],
-        "From the log lines of the job's pods, as far back as their nodes keep them (10 MiB each, usually), its events "
-        "and status. Of a job that is over or suspended, whose pods are gone, from the store, if `reader` serves it: "
-        "there the slowest pod of each rung stands for all, and starts and steps that failed are gaps between rows.",
+        "It is drawn from the logs of the job's pods, as far back as their nodes keep them (usually 10 MiB each), its "
+        "events and its status. Once the pods are gone, `reader` serves it from the store. There the slowest pod of "
+        "each rung stands for all, and starts and failed steps are gaps between rows.",
     ),
     Command(
         "bundle", "write a support archive without secrets",
         [
             JOB,
-            Option(["-f", "--file"], metavar="FILE", help="write there; JOB-bundle.tar.gz when absent"),
-            Option(["--operator"], metavar="NAMESPACE", help="the operator's pods too, which run in that namespace"),
+            Option(["-f", "--file"], metavar="FILE", help="output file; JOB-bundle.tar.gz when absent"),
+            Option(["--operator"], metavar="NAMESPACE", help="with the operator's pods, which run in that namespace"),
         ],
-        "Status, events, pods, logs, members' pages. Secrets are never read, and what looks like one is replaced; no "
-        "prompts and responses are in it, unless a reward function or an engine logs them.",
+        "It has status, events, pods, logs and members' pages. Secrets are never read, and text that looks like one is "
+        "replaced. It has no prompts or responses, unless a reward function or an engine logs them.",
     ),
     Command(
-        "completion", "print a script that completes words",
-        [Argument(["shell"], type=Choice([*SCRIPTS]), help="which shell")],
+        "completion", "print a script for shell completion",
+        [Argument(["shell"], type=Choice([*SCRIPTS]), help="shell")],
         "For bash: `source <(colocated-rl completion bash)`. `kubectl crlj` is completed by kubectl itself, which "
         "finds `kubectl_complete-crlj` on PATH.",
         is_of_cluster=False,

@@ -28,368 +28,378 @@ REMEDIES: dict[str, Remedy] = {
     # --- the operator, of the job
     "NotSeen": Remedy(
         "no operator has looked at this job",
-        "see that one runs and watches this namespace: "
-        "kubectl get deployment -A -l app.kubernetes.io/name=colocated-rl; its log shows why it does not",
+        "check that an operator runs and watches this namespace: kubectl get deployment -A -l "
+        "app.kubernetes.io/name=colocated-rl; its log says why it does not",
     ),
     "SpecNotSeen": Remedy(
         "the operator has not looked at the newest spec yet", "wait; if it stays, see the operator's log", heals=True
     ),
     "InvalidSpec": Remedy(
-        "the spec breaks a rule that the API server could not see, or is in words of a newer operator",
-        "put the spec right (kubectl edit) or make a new job; what runs of it stays as it is",
+        "the spec breaks a rule that the API server could not check, or uses fields of a newer operator",
+        "correct the spec (kubectl edit) or create a new job; pods that already run are left alone",
     ),
     "ObjectRefused": Remedy(
-        "the API server does not admit an object of the job, or its deletion: quota, pod security, a webhook, a "
-        "missing right, a name that is taken; or it fails at it",
-        "put right what the message names; the operator tries again every 30 s",
+        "the API server rejects an object of the job or its deletion (quota, pod security, a webhook, a missing "
+        "right, a name that is taken), or fails to process it",
+        "fix what the message names; the operator retries every 30 s",
     ),
     "VolumeLost": Remedy(
-        "somebody deleted a volume of the job, and nothing is begun anew in its place",
-        "put back the claims that the message names, with their data, and the job goes on by itself; or make another "
-        "job, which begins with its spec.model",
+        "somebody deleted a volume of the job, and the operator does not start over on an empty one",
+        "restore the claims that the message names, with their data, and the job continues by itself; or create "
+        "another job, which starts from its spec.model",
     ),
     "BackoffLimitExceeded": Remedy(
-        "the trainers were started again after failures as often as backoffLimit allows within backoffWindowSteps",
-        "find out why they ended (logs of the gpu containers, which are kept until then), then kubectl crlj retry JOB, "
-        "or raise backoffLimit: it goes on from its newest checkpoint",
+        "trainers were restarted after failures as often as backoffLimit allows within backoffWindowSteps",
+        "find out why they failed (logs of the gpu containers, which are kept until the retry), then run kubectl crlj "
+        "retry JOB or raise backoffLimit: the job continues from its newest checkpoint",
     ),
     "FailurePolicy": Remedy(
-        "a rule of spec.failurePolicy ends the job at such a failure, or a trainer reported that it would come again",
-        "put right what the message names, while the job is suspended if it is a field, or the rule; then kubectl crlj "
-        "retry JOB: it goes on from its newest checkpoint",
+        "a rule of spec.failurePolicy fails the job for this cause, or a trainer reported that the failure would recur",
+        "fix what the message names (suspend the job first if it is a field) or change the rule, then run kubectl "
+        "crlj retry JOB: it continues from its newest checkpoint",
     ),
     "BackingOff": Remedy(
-        "something failed, and what is done about it waits for the back-off of spec.failurePolicy",
-        "nothing, unless it goes on happening; backoffSeconds may be changed",
+        "something failed, and the operator waits for the back-off of spec.failurePolicy before it acts",
+        "nothing, unless it keeps happening; backoffSeconds may be changed",
         heals=True,
     ),
     "PodsReadyDeadlineExceeded": Remedy(
         "not every pod answered within podsReadyDeadlineSeconds: the job gave its devices back and tries again later",
-        "see why the pods that the message names do not run: quota, nodes, images, claims",
+        "find out why the pods that the message names do not run: quota, nodes, images, claims",
         heals=True,
     ),
     "PodsStarting": Remedy("pods are missing, starting or silent", "see the pods below", heals=True),
     "Deleted": Remedy(
-        "the job is being deleted: members stop, pods go",
+        "the job is being deleted: members stop, then pods are deleted",
         "wait a minute; if it stays, the operator is not running: start it, or remove the finalizer "
         "rl.colocate.dev/finalizer from the job",
     ),
     "DeadlineExceeded": Remedy(
         "the job was not complete within activeDeadlineSeconds",
-        "kubectl crlj retry JOB: it goes on from its newest checkpoint, and its time begins anew. "
-        "Of a job that runs activeDeadlineSeconds may be raised",
+        "run kubectl crlj retry JOB: it continues from its newest checkpoint, and its time starts again. While a job "
+        "runs, activeDeadlineSeconds may be raised",
     ),
     "ManagedByAnother": Remedy(
         "spec.managedBy names another controller: the operator leaves the job alone",
-        "ask that controller, or make a new job without managedBy",
+        "look at that controller, or create a new job without managedBy",
     ),
-    "Suspending": Remedy("spec.suspend is true: members stop, then pods go", "wait", heals=True),
-    "Suspended": Remedy("spec.suspend is true: the job has no pods, its volumes are kept", "kubectl crlj resume JOB"),
-    "Retried": Remedy("a failed job is asked to go on: its former pods go first", "wait", heals=True),
+    "Suspending": Remedy("spec.suspend is true: members stop, then pods are deleted", "wait", heals=True),
+    "Suspended": Remedy(
+        "spec.suspend is true: the job has no pods, and keeps its volumes", "run kubectl crlj resume JOB"
+    ),
+    "Retried": Remedy("a failed job was asked to continue: its old pods are deleted first", "wait", heals=True),
     # --- the operator, of a climb that begins again
     "Resized": Remedy(
-        "the group has another number of replicas than spec.replicas: there is no room for all (spec.elasticPolicy), "
-        "or the next step begins with the other number",
-        "nothing: it follows by itself at a step boundary, once there is room; see the pods below, and condition "
-        "PodsReady. In a queue suspend the job, and resume it",
+        "the group has another number of replicas than spec.replicas: there is no room for all of them "
+        "(spec.elasticPolicy), or the new number applies from the next step on",
+        "nothing: the number changes by itself at a step boundary once there is room; see the pods below, and "
+        "condition PodsReady. In a queue, suspend and resume the job",
         heals=True,
     ),
     "PodReplaced": Remedy(
-        "a GPU pod was replaced, so the trainers start together again, unless it had engines alone",
-        "nothing, unless it goes on happening; it uses up backoffLimit only if the pod failed by itself, or if a rule "
-        "shows it",
+        "a GPU pod was replaced; unless it held only engines, all trainers restart together",
+        "nothing, unless it keeps happening; it counts against backoffLimit only if the pod failed by itself or a "
+        "rule says so",
         heals=True,
     ),
     "TrainerDied": Remedy(
-        "a trainer rank ended by itself",
+        "a trainer rank exited",
         "see the exception in the message, and the gpu container's log; the job restarts all ranks from the newest "
-        "checkpoint, until backoffLimit is used up",
+        "checkpoint until backoffLimit is used up",
         heals=True,
     ),
     "RungDeadlineExceeded": Remedy(
-        "the group stood on one rung for longer than the deadlines of spec.switch allow",
-        "see what the slowest pod waits for; raise the deadline while the job is suspended if the work is only slow",
+        "the group stood on one rung for longer than spec.switch allows",
+        "see what the slowest pod waits for; if the work is only slow, suspend the job and raise the deadline",
         heals=True,
     ),
     "WeightsDiffer": Remedy(
-        "engines took the same version and hold different weights, and no more than half of them the same; or an "
-        "engine was not shown to hold its weights, and neither was the next one, on the same export",
-        "look at the memory and the devices of the nodes in the message; the trainers start again meanwhile, "
+        "engines on the same version hold different weights, without a majority; or two engines in a row failed the "
+        "check of the same export",
+        "check memory and devices of the nodes in the message; meanwhile the trainers are restarted, up to "
         "backoffLimit times",
         heals=True,
     ),
     "OperatorRestarted": Remedy("another operator took over", "nothing", heals=True),
     # --- pods, in kubelet's words
     "NoPod": Remedy(
-        "a seat of the job has no pod", "see the job's events: something does not admit it, or it is made soon"
+        "a seat of the job has no pod", "see the job's events: the pod was rejected, or is about to be created"
     ),
     "PodNotRunning": Remedy("a container of the pod does not run", "read the message; kubectl describe pod shows more"),
     "Unschedulable": Remedy(
         "no node has room for the pod",
-        "see the message: free devices or add nodes, correct gpus.resourceName or resources, or ask for fewer replicas",
+        "see the message: free devices or add nodes, correct gpus.resourceName or resources, or request fewer replicas",
     ),
     "ImageNotPulled": Remedy(
         "the node can't pull an image",
-        "correct gpus.image or the chart's images; see the pull secrets of the namespace",
+        "correct gpus.image or the chart's images, and check the pull secrets of the namespace",
     ),
     "VolumeNotMounted": Remedy(
-        "a volume of the pod is not there", "see the claims: kubectl get pvc; the model's claim has to exist beforehand"
+        "a volume of the pod can't be mounted",
+        "check the claims: kubectl get pvc; the model's claim must exist before the job",
     ),
     "OutOfMemory": Remedy(
-        "the kernel ended a container for its memory",
-        "raise the container's memory limit (gpus.resources, rollout.resources); weights count twice, with the "
-        "trainer's host copy",
+        "the kernel killed a container for its memory",
+        "raise the container's memory limit (gpus.resources, rollout.resources); weights count twice, because the "
+        "trainer keeps a copy in host memory",
     ),
     "ContainerCrashes": Remedy(
-        "a container ends again and again", "read its last words in the message, and kubectl logs --previous"
+        "a container crashes again and again", "read its last output in the message, and kubectl logs --previous"
     ),
     "Evicted": Remedy(
-        "the node ended the pod", "nothing if it is replaced; else see the node's conditions", heals=True
+        "the node evicted the pod", "nothing if it is replaced; otherwise see the node's conditions", heals=True
     ),
     "PodTerminating": Remedy(
         "the pod is being deleted",
-        "wait; a GPU pod that does not end within its grace and 30 s is forgotten",
+        "wait; a GPU pod that has not ended 30 s after its grace period is force-deleted",
         heals=True,
     ),
     "PodStarting": Remedy("the pod's containers are being started", "wait", heals=True),
     "MemberSilent": Remedy(
-        "the pod runs and its member has not reported under this epoch",
-        "wait 30 s: then the pod is replaced; if all are silent, see that nothing blocks port 8443 between the "
-        "operator and this namespace",
+        "the pod runs, but its member has not reported in this epoch",
+        "wait 30 s, after which the pod is replaced; if all members are silent, check that nothing blocks port 8443 "
+        "between the operator and this namespace",
         heals=True,
     ),
     "Straggler": Remedy(
-        "the other pods of its role waited for this one, and a job goes at the pace of its slowest pod",
-        "if it is the same pod in every step, see kubectl crlj timeline JOB for the rung that takes it longer, and "
-        "what is wrong with its node; kubectl delete pod POD moves it once the node is cordoned",
+        "the other pods of its role waited for this one: a job is as fast as its slowest pod",
+        "if it is the same pod in every step, find the slow rung with kubectl crlj timeline JOB and check the pod's "
+        "node; once the node is cordoned, kubectl delete pod POD moves the pod",
         heals=True,
     ),
     # --- an agent
     "RunnerUnreachable": Remedy(
         "the agent does not reach the runner in the GPU container",
-        "see whether the gpu container runs: its image may lack python3, or have its own entrypoint's surroundings",
+        "check that the gpu container runs: its image may lack python3, or depend on the environment that its own "
+        "entrypoint sets up",
     ),
     "EngineLost": Remedy(
-        "the engine ended, or was ended because it could not be trusted any more",
-        "the agent starts it again, more slowly each time; the message has its last words (memory, a wrong flag)",
+        "the engine exited, or was killed because its state could no longer be trusted",
+        "the agent restarts it, with a growing back-off; the message has its last output (out of memory, a wrong flag)",
         heals=True,
     ),
     "EngineNotReaped": Remedy(
-        "the engine's processes do not end, even when killed", "the device's driver hangs: delete the pod, see the node"
+        "the engine's processes do not end, even when killed",
+        "the device's driver hangs: delete the pod and check the node",
     ),
     "TrainerStalled": Remedy(
-        "a step has stood still for far longer than any before: most likely one rank hangs, and all others wait for it",
-        "the message says in which function; of several pods with it, the one that is furthest behind is named in the "
-        "event when the step is tried again, which happens by itself once no rank gets on",
+        "a step has made no progress for far longer than ever before: most likely one rank hangs, and all others wait "
+        "for it",
+        "the message names the function it is in; the step is retried by itself once no rank makes progress, and the "
+        "event then names the pod that is furthest behind",
         heals=True,
     ),
     "TrainerFailed": Remedy(
-        "a trainer refused or failed a call, and was stopped",
-        "read the message and the gpu container's log; the operator starts all ranks again",
+        "a trainer rejected or failed a call, and was stopped",
+        "read the message and the gpu container's log; the operator restarts all ranks",
         heals=True,
     ),
     "CheckpointNotWritten": Remedy(
-        "the checkpoints' volume takes no checkpoint; rollout goes on, and the next step waits for it",
-        "expand the claim, or remove from it what the job does not need; trainers go on by themselves once there is "
-        "room, and past spec.switch's deadline the step is tried again",
+        "no checkpoint can be written to the checkpoints' volume; rollout continues, and the next step waits",
+        "expand the claim, or delete from it what the job does not need; the trainers continue by themselves once "
+        "there is room, and past the deadline in spec.switch the step is retried",
     ),
     "StateNotMirrored": Remedy(
-        "the memory of pods took no copy of the trainers' state; the job goes on, and a death would lead back to the "
-        "newest checkpoint",
-        "if the message says that no space is left, suspend the job and make spec.checkpoint.inMemory.sizeLimit larger",
+        "no copy of the trainers' state was stored in the memory of pods; the job continues, and after a failure it "
+        "restarts from the newest checkpoint",
+        "if the message says that no space is left, suspend the job and raise spec.checkpoint.inMemory.sizeLimit",
         heals=True,
     ),
     "SlowNetwork": Remedy(
-        "ranks reach other pods by TCP although the pod has an RDMA device; the job goes on, more slowly than it could",
-        "set LimitMEMLOCK=infinity for containerd on the node, if the message says that locked memory is limited, and "
-        "delete the pod; else see that the image has NCCL's plugin of the network (docs/clouds.md, Locked memory)",
+        "ranks reach other pods over TCP although the pod has an RDMA device; the job continues, but slower than it "
+        "could",
+        "if the message says that locked memory is limited, set LimitMEMLOCK=infinity for containerd on the node and "
+        "delete the pod; otherwise check that the image has NCCL's plugin for the network (docs/clouds.md, Locked "
+        "memory)",
     ),
     "ModelNotWritten": Remedy(
         "every step is done and saved, and the checkpoints' volume has no room for the model",
-        "expand the claim, or remove from it what the job does not need; the model is left once there is room",
+        "expand the claim, or delete from it what the job does not need; the model is saved once there is room",
     ),
     "TrainerNotStarted": Remedy(
-        "a trainer's process can't be started", "correct spec.trainer.command: it has to be in the gpu image"
+        "a trainer's process can't be started", "correct spec.trainer.command: it must exist in the gpu image"
     ),
     "TrainerNotReaped": Remedy(
-        "a trainer's processes do not end, even when killed", "the device's driver hangs: delete the pod, see the node"
+        "a trainer's processes do not end, even when killed",
+        "the device's driver hangs: delete the pod and check the node",
     ),
     "TrainerAhead": Remedy(
-        "the trainers stand at a later step than the job wants",
-        "the job's record is older than its checkpoints, as when a cluster was restored from a backup: make a new job, "
-        "which begins with its spec.model",
+        "the trainers are at a later step than the job's status",
+        "the status is older than the checkpoints, as after a restore of the cluster from a backup: create a new job, "
+        "which starts from its spec.model",
     ),
-    "TargetIncomplete": Remedy("the rollout pod has no address yet", "see the rollout pod", heals=True),
+    "TargetIncomplete": Remedy("the rollout pod has no address yet", "check the rollout pod", heals=True),
     "BatchUnavailable": Remedy(
         "the agent can't fetch its part of the batch from the rollout controller",
-        "see the rollout pod, and that nothing blocks port 8444 within the job",
+        "check the rollout pod, and that nothing blocks port 8444 within the job",
         heals=True,
     ),
     "ExportTorn": Remedy(
-        "weights on the volume that GPU pods share do not match their manifest, or are not seen there",
-        "see that the storage class gives one volume to pods on several nodes (ReadWriteMany), and shows each what "
+        "weights on the volume that GPU pods share do not match their manifest, or are not visible there",
+        "check that the storage class gives one volume to pods on several nodes (ReadWriteMany) and shows each what "
         "others wrote",
         heals=True,
     ),
     "ExportsNotRemoved": Remedy(
-        "weights of older steps can't be removed, and there is no room for the next",
-        "what the trainer writes has to be writable for the pod's group: see the umask of its code",
+        "weights of older steps can't be removed, and there is no room for the next ones",
+        "files of the trainer must be writable for the pod's group: check the umask of its code",
     ),
     "ExportsNotListed": Remedy(
-        "the agent can't see which weights are on the volume, and the trainer waits for that with its next ones",
-        "see the message: the volume has to be there, and readable for the pod's group",
+        "the agent can't list the weights on the volume, and the trainer waits for that before it writes the next ones",
+        "see the message: the volume must be mounted, and readable for the pod's group",
         heals=True,
     ),
     "VolumeSilent": Remedy(
-        "the volume with the weights does not answer; gates stay as they are, and nobody takes new weights",
-        "see the storage's server and the node's way to it; a pod that stays so is better deleted",
+        "the volume with the weights does not answer; gates stay as they are, and no engine takes new weights",
+        "check the storage server and the node's connection to it; delete a pod for which it never answers again",
         heals=True,
     ),
     "ReferenceFailed": Remedy(
-        "the reference beside the engines ended by itself, or can't be started; engines go on, and samples are scored "
-        "in other pods, or wait for this one's, which is started again",
-        "see the gpu container's log, lines of [reference]: out of device memory, lower --mem-fraction-static in "
-        "rollout.engine.args or microBatchTokens in trainer.config",
+        "the reference beside the engines exited or can't be started; it is restarted, engines continue, and samples "
+        "are scored in other pods or wait",
+        "see the gpu container's log, lines of [reference]; if it ran out of device memory, lower "
+        "--mem-fraction-static in rollout.engine.args or microBatchTokens in trainer.config",
         heals=True,
     ),
     # --- the rollout controller
     "PromptsUnusable": Remedy(
         "no prompt of the source can be used",
-        "correct the prompts' source or the limits that the message names; make a new job",
+        "create a new job with another source, or with other limits, as the message says",
     ),
     "BatchNotDealt": Remedy(
-        "a sealed batch can't be dealt out to the present number of trainer ranks; it is unchanged",
-        "make room on the store's volume or restore it, as the message states; or set replicas back",
+        "a sealed batch can't be divided among the present number of trainer ranks; the batch is unchanged",
+        "make room on the store's volume or restore it, as the message says; or set replicas back",
     ),
     "RecordingUnusable": Remedy(
-        "a TrainOnly job finds no whole batch of its next step in the recording; it looks again",
-        "lower spec.steps to what is recorded, or let it be recorded; look at spec.recorded",
+        "a TrainOnly job finds no complete batch of its next step in the recording; it keeps looking",
+        "lower spec.steps to the number of recorded batches, or record the missing ones; check spec.recorded",
     ),
-    "PromptsNotMade": Remedy("the task could not make its prompts; it is asked again", "read the message", heals=True),
+    "PromptsNotMade": Remedy("the task failed to generate its prompts; it is retried", "read the message", heals=True),
     "HeldOutPromptsNotMade": Remedy(
-        "the prompts of the evaluation could not be made; they are asked for again", "read the message", heals=True
+        "the prompts of the evaluation could not be generated; this is retried", "read the message", heals=True
     ),
     "EvaluationImpossible": Remedy(
-        "a set can't be evaluated; steps go on when evaluation.deadlineSeconds is over",
-        "take the set out of spec.evaluation.sets, also while the job runs; add one with another source while it is "
-        "suspended",
+        "a set can't be evaluated; steps continue after evaluation.deadlineSeconds",
+        "remove the set from spec.evaluation.sets, also while the job runs; to add one with another source, suspend "
+        "the job",
     ),
     "NoLearningSignal": Remedy(
-        "filters kept maxFilteredPerBatch groups from one batch: most groups are rewarded all alike, or a function of "
-        "rollout.filterFunctions drops too many",
+        "filters dropped maxFilteredPerBatch groups for one batch: all samples of most groups get the same reward, or "
+        "a function of rollout.filterFunctions drops too many groups",
         "choose easier or harder prompts, a reward with more levels, a larger groupSize, or a function that drops less",
     ),
     "FilterFailed": Remedy(
-        "a function of rollout.filterFunctions gave no verdict on a group, which was given up for it: it raised an "
-        "error, returned no bool, took too long, or its process died",
-        "the message names which of these; make the function take every group, also one of sessions, which has no row",
+        "a function of rollout.filterFunctions gave no verdict on a group, which was dropped: it raised an error, "
+        "returned no bool, took too long, or its process died",
+        "the message says which; the function must accept every group, also one of sessions, which has no row",
         heals=True,
     ),
     "StoreFull": Remedy(
         "the store's volume is full: nothing new is accepted",
-        "enlarge its claim, JOB-store- and part of the job's UID; the controller goes on then",
+        "expand its claim (JOB-store- and a part of the job's UID); the controller then continues",
     ),
     "TaskProcessLost": Remedy(
-        "the process that runs task and reward ended; it is started again",
-        "see the reward function if it goes on",
+        "the process that runs task and reward exited; it is restarted",
+        "check the reward function if it keeps happening",
         heals=True,
     ),
     "VerifierFailed": Remedy(
-        "the reward function failed on the answers of a group, which was given up for it",
-        "the message names where it was raised; make the function take every answer",
+        "the reward function failed on the responses of a group, which was dropped",
+        "the message says where the error was raised; the function must accept every response",
         heals=True,
     ),
     "RewardTimedOut": Remedy(
-        "the reward function took too long on the answers of a group, which was given up for it",
-        "make the function faster, bound what it tries, or give it longer (rollout.prompts.rewardDeadlineSeconds)",
+        "the reward function took too long on the responses of a group, which was dropped",
+        "make the function faster, limit what it tries, or allow more time (rollout.prompts.rewardDeadlineSeconds)",
         heals=True,
     ),
     "ReplyGarbled": Remedy(
-        "the reward function's process gave an answer that nobody can read, on a group which was given up for it",
-        "see that the function writes nothing to the pipe that it was started with",
+        "the reward function's process sent an unreadable reply on a group, which was dropped",
+        "the function must not write to the pipe that its process was started with",
         heals=True,
     ),
     "RewardProcessDied": Remedy(
-        "the reward function's process died on the answers of a group, which was given up for it",
-        "see rollout.prompts.resources and the function",
+        "the reward function's process died on the responses of a group, which was dropped",
+        "check rollout.prompts.resources and the function",
         heals=True,
     ),
     "PlayerLost": Remedy(
-        "the process that plays episodes ended, or did not end one when asked to; it is started again",
-        "if it goes on, see container rewards: its log, and whether rollout.prompts.resources leave it memory",
+        "the process that plays episodes exited, or did not end an episode when asked to; it is restarted",
+        "if it keeps happening, see the log of container rewards, and whether rollout.prompts.resources give it "
+        "enough memory",
         heals=True,
     ),
     "EpisodeFailed": Remedy(
-        "episodes of the environment failed until their group was given up",
-        "the message names where; play the environment alone with vf-eval over the job's gateway",
+        "episodes of the environment failed until their group was dropped",
+        "the message says where; run the environment alone with vf-eval through the job's gateway",
         heals=True,
     ),
     "EpisodeHung": Remedy(
-        "episodes of the environment did nothing until their group was given up",
+        "episodes of the environment did nothing until their group was dropped",
         "see what their tools and rewards wait for, or raise deadlineSeconds of the environment",
         heals=True,
     ),
     "EpisodeWithoutTurn": Remedy(
-        "episodes of the environment ended without asking the job's model, and their group was given up",
-        "leave client and model of its agent out of config: the job gives them",
+        "episodes of the environment ended without a request to the job's model, and their group was dropped",
+        "leave client and model of its agent out of config: the job sets them",
         heals=True,
     ),
     "ReferenceUnavailable": Remedy(
-        "no pod of the reference scores what is finished: it waits, and rollout goes on until maxStaleness stops it",
-        "nothing while a pod starts, and loads its model; else see the pods of role reference (kubectl get pods -l "
-        "rl.colocate.dev/role=reference), with placement WithRollout those of role engine, and the log of the newest",
+        "no pod of the reference scores finished samples: they wait, and rollout continues until maxStaleness stops it",
+        "nothing while a pod starts and loads its model; otherwise check the pods of role reference (kubectl get pods "
+        "-l rl.colocate.dev/role=reference), or role engine with placement WithRollout, and the log of the newest one",
         heals=True,
     ),
     "RewardUnavailable": Remedy(
-        "the endpoint of reward.http gives no reward: samples wait, and rollout goes on until maxStaleness stops it; a "
-        "sample that gets none in `attempts` while others do is replaced",
-        "see the endpoint, its address and token, and whether the rollout pod may reach it",
+        "the endpoint of reward.http gives no reward: samples wait, and rollout continues until maxStaleness stops "
+        "it; a sample that gets none in `attempts` while others do is replaced",
+        "check the endpoint, its address and token, and whether the rollout pod can reach it",
         heals=True,
     ),
     "RewardRefused": Remedy(
-        "the endpoint of reward.http refused samples of a group with 400, 413 or 422, which was given up for it",
-        "read the message and the endpoint's log: it wants another request than it gets",
+        "the endpoint of reward.http rejected samples of a group with 400, 413 or 422, and the group was dropped",
+        "read the message and the endpoint's log: the endpoint expects another form of request",
         heals=True,
     ),
     "RewardGarbled": Remedy(
-        "the endpoint of reward.http answered something else than a reward, on a group which was given up for it",
-        'let it answer {"reward": NUMBER}',
+        "the endpoint of reward.http answered with something that is no reward, and the group was dropped",
+        'make it answer {"reward": NUMBER}',
         heals=True,
     ),
     "RewardNotAsked": Remedy(
-        "rows of a group can't be sent to the endpoint of reward.http, and it was given up for it",
-        "read the message: a row is too large, or has numbers that JSON has no word for",
+        "rows of a group can't be sent to the endpoint of reward.http, and the group was dropped",
+        "read the message: a row is too large, or has numbers that JSON can't represent",
         heals=True,
     ),
     "EngineRejected": Remedy(
-        "engines refuse the requests of a group, which was given up for it",
-        "read the message: most often the prompt and maxResponseTokens are longer than the engine's context",
+        "engines reject the requests of a group, which was dropped",
+        "read the message: most often prompt and maxResponseTokens together exceed the engine's context length",
         heals=True,
     ),
     "NoProgress": Remedy(
-        "attempt after attempt at a sample brought no token, and its group was given up",
-        "read how the last attempt ended; then see the engines: logs of the gpu containers",
+        "many attempts at a sample in a row brought no token, and its group was dropped",
+        "read how the last attempt ended, then check the engines: logs of the gpu containers",
         heals=True,
     ),
     "TooManyAttempts": Remedy(
-        "a sample was interrupted so often that its group was given up",
-        "let a response end sooner (maxResponseTokens) or a step take longer (batchSize)",
+        "a sample was interrupted so often that its group was dropped",
+        "make responses shorter (maxResponseTokens) or steps longer (batchSize)",
         heals=True,
     ),
     "TooManyTokensResent": Remedy(
-        "a long response was interrupted again and again after a few tokens, and its group was given up",
-        "let a step take longer (batchSize, minRolloutSeconds) or a response end sooner (maxResponseTokens)",
+        "a long response was interrupted again and again after a few tokens, and its group was dropped",
+        "make steps longer (batchSize, minRolloutSeconds) or responses shorter (maxResponseTokens)",
         heals=True,
     ),
     "TooStale": Remedy(
-        "samples of a group were too old too often, and it was given up",
+        "samples of a group were too old too often, and the group was dropped",
         "raise maxStaleness, lower maxConcurrency or maxResponseTokens, or choose another atMaxStaleness",
         heals=True,
     ),
     # --- what this program finds out by itself
     "NothingGenerated": Remedy(
-        "the engines' gates are open, no sample runs at them, and no response ended in 30 s",
-        "see the rollout pod's log and problem; engine logs are in the gpu containers",
+        "the engines' gates are open, but no sample runs and no response ended in 30 s",
+        "check the rollout pod's log and problem; engine logs are in the gpu containers",
     ),
     "NoGateOpen": Remedy("the rollout controller sees no open gate", "see the GPU pods above", heals=True),
 }
