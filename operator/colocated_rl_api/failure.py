@@ -27,32 +27,32 @@ class FailureAction(StrEnum):
         action.meaning = meaning
         return action
 
-    RESTART_ENGINE = "RestartEngine", "The agent starts the engine again, more slowly each time; the pod stays."
+    RESTART_ENGINE = "RestartEngine", "The agent restarts the engine, with a growing back-off; the pod stays."
     RETRY_STEP = (
         "RetryStep",
-        "The trainers start together again from the newest checkpoint and do the step again; engines and pods stay.",
+        "All trainers restart from the newest checkpoint and repeat the step; engines and pods stay.",
     )
     ROLL_BACK = (
         "RollBack",
-        "The trainers start together again and go back to the last finished step, engines serve it, and rollout goes "
-        "on until the step is tried again after the back-off.",
+        "All trainers restart at the last finished step, engines serve it, and rollout continues until the step is "
+        "retried after the back-off.",
     )
     RESTART_POD = (
         "RestartPod",
-        "The pod is deleted and made again; then the trainers start together again. Those of a job whose engines have "
-        "pods of their own go on while one of these is made again.",
+        "The pod is recreated, then all trainers restart. If engines have pods of their own, trainers continue while "
+        "one of these is recreated.",
     )
     REPLACE_POD_ELSEWHERE = (
         "ReplacePodElsewhere",
-        "As RestartPod, and no GPU pod of the job is put on the node where it stood any more: of such nodes the newest "
-        "8 are avoided. Where no rule has this action, as a usual answer, a node is avoided while others have room.",
+        "As RestartPod, and no further GPU pod of the job runs on that node; the newest 8 such nodes are avoided. If "
+        "it is the default action and no rule's, a node is avoided only while others have room.",
     )
     REQUEUE = (
         "Requeue",
-        "Members stop and pods go, so that their devices are free; the job tries again after a while that grows each "
-        "time and is another for each job: of jobs that gave up together, the oldest comes back first.",
+        "Members stop and pods are deleted, so that their devices are free. The job tries again after a delay that "
+        "grows each time and differs between jobs: of jobs that gave up together, the oldest returns first.",
     )
-    FAIL_JOB = "FailJob", "The job fails at once: its members stop, its pods' logs and its volumes are kept."
+    FAIL_JOB = "FailJob", "The job fails at once: its members stop; its pods' logs and its volumes are kept."
 
 
 _OF_A_STEP = (
@@ -82,47 +82,46 @@ class FailureCause(StrEnum):
 
     ENGINE_LOST = (
         "EngineLost",
-        "An engine ended by itself, or its agent ended it because its state was no longer known. Where a "
-        "trainer of its pod ended too, as with their container, that is the cause. maxTries counts how often since it "
-        "last served. RestartEngine never counts.",
+        "An engine exited, or its agent killed it because its state was unknown. If a trainer of its pod exited too, "
+        "as with their container, that is the cause instead. maxTries counts failures since it last served. "
+        "RestartEngine never counts.",
         (FailureAction.RESTART_ENGINE, *_OF_A_POD),
         True,
     )
     TRAINER_DIED = (
         "TrainerDied",
-        "A trainer rank ended by itself, or its agent ended it past a deadline. Not one whose container was signalled "
-        "to end, as in a drain, nor those that end because of it. The usual answer to the second death at a step that "
-        "began in the same one of several pods is ReplacePodElsewhere.",
+        "A trainer rank exited, or its agent killed it after a deadline. Ranks that end because a container got "
+        "SIGTERM, as in a drain, do not count. The default answer to the second death at a step that began in the same "
+        "one of several pods is ReplacePodElsewhere.",
         _OF_A_STEP,
         True,
     )
     NOT_RETRIABLE = (
         "NotRetriable",
-        "A trainer rank ended and reported that it would end again until the job's settings change: a gradient that "
-        "is not finite (nonFiniteGradient), options that it rejects, a model or a step for which the memory that it "
-        "has never suffices.",
+        "A trainer rank exited and reported that this would recur until the job's settings change: a gradient that is "
+        "not finite (nonFiniteGradient), options that it rejects, a model or a step that never fits into memory.",
         (FailureAction.FAIL_JOB, FailureAction.RETRY_STEP, FailureAction.ROLL_BACK),
         True,
     )
     OUT_OF_MEMORY = (
         "OutOfMemory",
-        "The same, and by then kubelet has reported that the pod's GPU container was ended for its memory. Where "
-        "the kernel ends single processes (cgroup v1), that is TrainerDied.",
+        "As TrainerDied, and kubelet has reported that the pod's GPU container was killed for its memory. If the "
+        "kernel kills single processes (cgroup v1), it is TrainerDied.",
         _OF_A_STEP,
         True,
     )
     RUNG_DEADLINE = (
         "RungDeadlineExceeded",
-        "The group stood on one rung for longer than spec.switch allows. At fault are the pods that stand lowest; "
-        "when all stand there, those that report a problem. Or no trainer got on with a step for a minute and ten "
-        "times as long as ever in a finished one: at fault are the pods that are furthest behind.",
+        "The group stood on one rung for longer than spec.switch allows. At fault are the pods on the lowest rung, or, "
+        "if all are on it, those that report a problem. Or no trainer made progress for a minute and ten times as long "
+        "as ever in a finished step: at fault are the pods that are furthest behind.",
         _OF_A_STEP,
         True,
     )
     WEIGHTS_DIFFER = (
         "WeightsDiffer",
-        "Engines hold different weights of one version, or two in a row were not shown to hold theirs, and no other of "
-        "their pod holds them (weightSync.verify: Weights).",
+        "Engines hold different weights of one version, or two in a row failed the check of theirs and no other engine "
+        "of their pod holds them (weightSync.verify: Weights).",
         (FailureAction.RETRY_STEP, FailureAction.FAIL_JOB),
         True,
     )
@@ -135,31 +134,31 @@ class FailureCause(StrEnum):
     MEMBER_SILENT = (
         "MemberSilent",
         "A running GPU pod's agent does not answer the operator for 30 s while others do, or for 300 s while its "
-        "containers start, or kubelet starts them again: so looks a lost node.",
+        "containers start or restart. A lost node looks the same.",
         _OF_A_NODE,
         False,
     )
     POD_EVICTED = (
         "PodEvicted",
-        "The cluster took the GPU pod away and reports that in the pod's condition DisruptionTarget, or Kueue's "
-        "TerminationTarget, or in kubelet's reason: preemption, drain, a node out of resources, a taint, a node that "
-        "is shut down or gone. Or the pod left a node that is about to go, by the chart's nodes.leavingTaints.",
+        "The cluster removed the GPU pod, and the pod's condition DisruptionTarget, Kueue's TerminationTarget, or "
+        "kubelet's reason says so: preemption, drain, a node out of resources, a taint, a node that is shut down or "
+        "gone. Or the pod left a node that is about to go, by the chart's nodes.leavingTaints.",
         _OF_A_POD,
         False,
     )
     BAD_DEVICE = (
         "BadDevice",
-        "A device of the GPU pod is Unhealthy, as its node reports in allocatedResourcesStatus (Kubernetes 1.36; with "
-        "the feature gate ResourceHealthStatus before); or its driver tells of errors of its memory that can't be "
-        "corrected, of a row that can't be remapped, that it is lost, or of an XID by which it or a link is bad; or "
-        "its node has one of nodes.badConditions of the chart.",
+        "The node reports a device of the GPU pod as Unhealthy in allocatedResourcesStatus (Kubernetes 1.36; before, "
+        "with the feature gate ResourceHealthStatus); or its driver reports uncorrectable memory errors, a row that "
+        "can't be remapped, a lost device, or an XID of a bad device or link; or its node has one of "
+        "nodes.badConditions of the chart.",
         _OF_A_NODE,
         False,
     )
     POD_FAILED = (
         "PodFailed",
-        "The GPU pod ended as Failed without being deleted: its node did not admit it, for instance for a device that "
-        "is not healthy, or evicted it because it filled a volume of its own or its ephemeral-storage limit.",
+        "The GPU pod ended as Failed without being deleted: its node did not admit it, for instance for an unhealthy "
+        "device, or evicted it because it filled one of its volumes or its ephemeral-storage limit.",
         _OF_A_POD,
         True,
     )

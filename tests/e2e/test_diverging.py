@@ -34,7 +34,7 @@ def test_it_fails_at_once_with_the_trainers_words_and_goes_on_with_another_optio
     assert "FailurePolicy" == failed["reason"]
     assert failed["message"].startswith("a trainer ended at step 1, and would end again: gradient norm of step 1 is ")
     assert "lower learningRate or importanceCap in spec.trainer.config, or set nonFiniteGradient" in failed["message"]
-    assert failed["message"].endswith("it goes on where it stood with: kubectl crlj retry -n e2e one")
+    assert failed["message"].endswith("to continue it: kubectl crlj retry -n e2e one")
 
     command_line("suspend", job.name)
     job.change(trainer={"config": {"entropyCoefficient": None}})

@@ -103,7 +103,7 @@ async def test_a_step_is_rolled_back_and_tried_again_after_its_back_off(world: F
     assert {1: [1], 2: [1, 2, 3]} == world.group.trained_in
     between = [status for status in seen if status.get("weightVersion") == "1-2"]
     assert "Rollout" in {status["phase"] for status in between}
-    assert ["step 2 failed 1 time: rollout goes on before it is tried again"] == events(world, "BackingOff")
+    assert ["step 2 failed 1 time: rollout continues before it is retried"] == events(world, "BackingOff")
     assert (3, 1, FIRST) == (world.status["step"], world.status["restarts"], pods(world))
     assert (0, 1) == (failures(world)["podRestarts"], failures(world)["stepRetries"])
 
@@ -252,7 +252,7 @@ async def test_a_job_fails_by_a_rule_and_its_condition_names_both(world: FakeWor
     message = next(item["message"] for item in world.status["conditions"] if item["type"] == "Failed")
     assert message.startswith("a trainer died at step 2: sums-gpu-0-0")
     assert message.endswith(
-        "the job fails (failurePolicy.rules[0]); it goes on where it stood with: kubectl crlj retry -n default sums"
+        "the job fails (failurePolicy.rules[0]); to continue it: kubectl crlj retry -n default sums"
     )
     assert [message] == events(world, "FailurePolicy")
 

@@ -147,7 +147,7 @@ def test_the_first_rule_that_matches_is_followed_and_named() -> None:
     )
     decided = plan(dead(climbing(Rung.RELEASED, Rung.RELEASED, failure_policy=rules)))
     assert ["sums-gpu-0-0"] == gone(decided)
-    assert decided.message.endswith("sums-gpu-0-0 made again (failurePolicy.rules[1])")
+    assert decided.message.endswith("sums-gpu-0-0 recreated (failurePolicy.rules[1])")
     assert (1, "RestartPod") == (climb_of(decided).tally.rule, climb_of(decided).tally.action)
 
 
@@ -164,7 +164,7 @@ def test_fail_job_ends_the_job_with_the_failure_in_its_message() -> None:
     assert {Goal.STOP} == {target.goal for target in decided.targets.values() if isinstance(target, PodTarget)}
     assert "no such file" in decided.message
     assert decided.message.endswith(
-        "the job fails (failurePolicy.rules[0]); it goes on where it stood with: kubectl crlj retry -n default sums"
+        "the job fails (failurePolicy.rules[0]); to continue it: kubectl crlj retry -n default sums"
     )
 
 
@@ -198,7 +198,7 @@ def test_a_trainer_that_would_end_again_ends_the_job_at_once_and_says_what_to_do
     )
     assert (
         f"a trainer ended at step 2, and would end again: {NAN}: the job fails; suspend the job and change what is "
-        "named; it goes on where it stood with: kubectl crlj retry -n default sums" == decided.message
+        "named; to continue it: kubectl crlj retry -n default sums" == decided.message
     )
     assert [] == gone(decided)
 
@@ -261,7 +261,7 @@ def test_a_pod_replaced_elsewhere_avoids_its_node_and_so_do_all_later_ones() -> 
     seen = dead(climbing(Rung.RELEASED, Rung.RELEASED, failure_policy=rules), 1)
     decided = plan(seen)
     assert ("node-1",) == climb_of(decided).tally.avoids
-    assert "sums-gpu-1-0 made again, not on node-1" in decided.message
+    assert "sums-gpu-1-0 recreated, not on node-1" in decided.message
     seen = following(seen, decided)
     assert (CreatePod("gpu-1", 1, avoids=("node-1",)),) == plan(seen).pods
     other = changed(seen, 0, phase=PodPhase.FAILED, facts=None)
@@ -405,8 +405,8 @@ def test_what_is_exhausted_fails_at_once_and_says_what_to_do() -> None:
     decided = plan(replace(seen, climb=used))
     assert Cause.BACKOFF_LIMIT is climb_of(decided).cause
     assert (
-        "backoffLimit 3 is used up by 3 failures within 10 steps: read the pods' logs and put right what fails; it "
-        "goes on where it stood with: kubectl crlj retry -n default sums, or with a backoffLimit above 3"
+        "backoffLimit 3 is used up by 3 failures within 10 steps: read the pods' logs and fix what fails; to "
+        "continue it: kubectl crlj retry -n default sums, or a backoffLimit above 3"
         in decided.message
     )
 
@@ -450,7 +450,7 @@ def test_a_pod_in_which_two_deaths_of_a_step_began_is_made_again_elsewhere() -> 
     climb = climb_of(decided)
     assert (["sums-gpu-1-0"], ("node-1",), "") == (gone(decided), climb.tally.avoids, climb.group)
     assert (1, "ReplacePodElsewhere", None) == (climb.restarts, climb.tally.action, climb.tally.rule)
-    assert decided.message.endswith("sums-gpu-1-0 made again, not on node-1")
+    assert decided.message.endswith("sums-gpu-1-0 recreated, not on node-1")
 
 
 @pytest.mark.parametrize(
@@ -525,7 +525,7 @@ def test_rollout_goes_on_before_a_rolled_back_step_is_tried_again() -> None:
     waiting = plan(later(seen, 19))
     assert not waiting.raises
     assert waiting.wait is not None
-    assert "step 2 failed 1 time: rollout goes on before it is tried again" == waiting.wait.message
+    assert "step 2 failed 1 time: rollout continues before it is retried" == waiting.wait.message
     for after_s in (20, 21):
         again = climb_of(plan(later(seen, after_s)))
         assert (2, 2, Cause.NEXT_STEP) == (again.step, again.lineage, again.cause)
@@ -709,7 +709,7 @@ def test_a_pod_with_a_bad_device_is_made_again_elsewhere_at_once_and_costs_nothi
     climb = climb_of(decided)
     assert (["sums-gpu-1-0"], ("node-1",), 0) == (gone(decided), climb.tally.avoids, climb.restarts)
     assert (
-        "a device of pod sums-gpu-1-0 is bad (nvidia.com/gpu GPU-1 is Unhealthy: XID 79): sums-gpu-1-0 made again, not "
+        "a device of pod sums-gpu-1-0 is bad (nvidia.com/gpu GPU-1 is Unhealthy: XID 79): sums-gpu-1-0 recreated, not "
         "on node-1, which does not count against backoffLimit" == decided.message
     )
     assert not plan(following(seen, decided)).raises, "it is answered once"

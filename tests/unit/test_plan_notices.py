@@ -73,7 +73,7 @@ def test_a_pod_leaves_a_node_that_is_about_to_go_once_its_step_is_saved() -> Non
     assert (Cause.POD_REPLACED, "", 0) == (decided.climb.cause, decided.climb.group, decided.climb.restarts)
     assert [("sums-gpu-1-0", None)] == deleted(decided), "it has its grace, to hand back what it has"
     assert ("node-1",) == decided.climb.tally.avoids
-    assert "pod sums-gpu-1-0 leaves node node-1 (taint spot-notice): sums-gpu-1-0 made again" in decided.message
+    assert "pod sums-gpu-1-0 leaves node node-1 (taint spot-notice): sums-gpu-1-0 recreated" in decided.message
     assert "does not count" in decided.message
 
 

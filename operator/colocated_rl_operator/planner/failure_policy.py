@@ -348,12 +348,12 @@ def after_failure(seen: Observation) -> Decision | None:
         why = f"backoffLimit is {spec.backoff_limit} now"
     else:
         return None
-    return raise_epoch(seen, replace(climb, tally=tally), Cause.RETRIED, f"{why}: the job goes on, with new pods")
+    return raise_epoch(seen, replace(climb, tally=tally), Cause.RETRIED, f"{why}: the job continues, with new pods")
 
 
 def how_to_retry(seen: Observation) -> str:
-    """Return the command with which a person lets a job that fails now go on."""
-    return f"it goes on where it stood with: kubectl crlj retry -n {seen.job.namespace} {seen.job.name}"
+    """Return how a person continues a job that fails now."""
+    return f"to continue it: kubectl crlj retry -n {seen.job.namespace} {seen.job.name}"
 
 
 def _give_up(seen: Observation, climb: Climb, message: str) -> Decision:
@@ -362,7 +362,7 @@ def _give_up(seen: Observation, climb: Climb, message: str) -> Decision:
     used_up += _count(spec.backoff_window_steps, "step")
     if (others := climb.tally.pod_restarts + climb.tally.step_retries - used) > 0:
         used_up += f" ({others} more do not count)"
-    todo = f"read the pods' logs and put right what fails; {how_to_retry(seen)}, or with a backoffLimit above {used}"
+    todo = f"read the pods' logs and fix what fails; {how_to_retry(seen)}, or a backoffLimit above {used}"
     return raise_epoch(seen, seen.climb, Cause.BACKOFF_LIMIT, f"{message}, but {used_up}: {todo}")
 
 
@@ -378,7 +378,7 @@ def _then(seen: Observation, climb: Climb, failure: Failure, verdict: Verdict, *
             pods = listed([pod.name for pod in failure.pods])
             nodes = listed(sorted({pod.node for pod in failure.pods if pod.node}))
             elsewhere = f", not on {nodes}" if verdict.action is FailureAction.REPLACE_POD_ELSEWHERE and nodes else ""
-            return f"{pods} made again{elsewhere}{verdict.by}"
+            return f"{pods} recreated{elsewhere}{verdict.by}"
         case _:
             return f"{starts(seen)} together again{verdict.by}"
 
@@ -420,7 +420,7 @@ def rest_after_roll_back(seen: Observation, following: Climb) -> Hold | None:
         return None
     backoff_s = seen.job.spec.failure_policy.backoff_s(tally.tries - 1)
     due = seen.memory.reached.get(seen.job.ladder.top, seen.now) + backoff_s
-    message = f"step {following.step} failed {_count(tally.tries, 'time')}: rollout goes on before it is tried again"
+    message = f"step {following.step} failed {_count(tally.tries, 'time')}: rollout continues before it is retried"
     return Hold(due, message) if seen.now < due else None
 
 

@@ -26,7 +26,7 @@ class DocumentedReason(StrEnum):
 
 
 _MORE_RESTARTS = "read why in the event and in the pod's log; raise backoffLimit if restarts are expected"
-_RETRY = "let it go on from its newest checkpoint with `kubectl crlj retry JOB`"
+_RETRY = "continue it from its newest checkpoint with `kubectl crlj retry JOB`"
 
 
 class Cause(DocumentedReason):
@@ -34,80 +34,83 @@ class Cause(DocumentedReason):
 
     FIRST_START = "FirstStart", "Every member answers: the trainers start for the first time."
     NEXT_STEP = "NextStep", "The batch of the next step is sealed: the GPUs change hands."
-    TAKEOVER = "OperatorRestarted", "Another operator process has the job, or had it meanwhile: the goal is the same."
+    TAKEOVER = (
+        "OperatorRestarted",
+        "Another operator process took over the job, or had it meanwhile; the goal is the same.",
+    )
     POD_REPLACED = (
         "PodReplaced",
-        "A GPU pod was lost and is made again: the trainers start together again from the newest checkpoint, unless it "
-        "had engines alone.",
-        "see PodDeleted, or why its node let it go; the event states whether it counts against backoffLimit",
+        "A GPU pod was lost and is recreated: all trainers restart from the newest checkpoint, unless it had only "
+        "engines.",
+        "see PodDeleted, or why its node lost it; the event says whether it counts against backoffLimit",
     )
     TRAINER_DIED = (
         "TrainerDied",
-        "A trainer's process ended: the trainers start together again from the newest checkpoint.",
+        "A trainer's process exited: all trainers restart from the newest checkpoint.",
         _MORE_RESTARTS,
     )
     RUNG_DEADLINE = (
         "RungDeadlineExceeded",
-        "A pod stayed where it was for longer than spec.switch allows: the trainers start together again.",
-        "the event names pod and rung, status.outOfLine has what it waits for; if it is slow and well, raise that "
-        "deadline of spec.switch while the job is suspended",
+        "A pod stayed on a rung for longer than spec.switch allows: all trainers restart.",
+        "the event names pod and rung, status.outOfLine has what it waits for; if it is only slow, suspend the job and "
+        "raise that deadline of spec.switch",
     )
     WEIGHTS_DIFFER = (
         "WeightsDiffer",
-        "Engines took the same version and hold different weights, no more than half of them the same; or an engine "
-        "was not shown to hold its weights, nor was the one that was started on them after it (weightSync.verify: "
-        "Weights). What differs does not serve, the trainers start together again.",
-        "the event names each pod with its checksum, or states what was found; look at the memory and the devices of "
-        "their nodes; " + _MORE_RESTARTS,
+        "Engines on the same version hold different weights, without a majority; or two engines in a row failed the "
+        "check of the same export (weightSync.verify: Weights). They do not serve, and all trainers restart.",
+        "the event names each pod with its checksum, or the finding; check memory and devices of their nodes; "
+        + _MORE_RESTARTS,
     )
     TRAINERS_RECYCLED = (
         "TrainersRecycled",
-        "A trainer has gained more host memory than failurePolicy.maxTrainerGrowth: all of them start together again "
-        "with the next step, from the checkpoint of the last one. It does not count against backoffLimit.",
+        "A trainer's host memory grew by more than failurePolicy.maxTrainerGrowth: all trainers restart with the next "
+        "step, from the checkpoint of the last one. It does not count against backoffLimit.",
         "nothing; colocate_child_memory_growth_bytes shows how fast they grow",
     )
     RESIZED = (
         "Resized",
-        "The group goes on with another number of replicas: as many as there is room for (spec.elasticPolicy), or as "
-        "spec.replicas asks for. The trainers start together again, and batches are dealt anew.",
-        "the event states how many and why; condition PodsReady states what is missing",
+        "The group continues with another number of replicas: as many as there is room for (spec.elasticPolicy), or as "
+        "spec.replicas requests. All trainers restart, and batches are divided again.",
+        "the event says how many and why; condition PodsReady says what is missing",
     )
-    ALL_STEPS_DONE = "AllStepsDone", "The last step is done and saved, its model is left: members are asked to stop."
+    ALL_STEPS_DONE = "AllStepsDone", "The last step is done, and its checkpoint and model are saved: members stop."
     BACKOFF_LIMIT = (
         "BackoffLimitExceeded",
         "More than backoffLimit failures happened within backoffWindowSteps: the job has failed.",
-        "the message states the last failure; the pods' logs are there until the job goes on or is deleted; "
+        "the message has the last failure; the pods' logs are kept until the job continues or is deleted; "
         f"{_RETRY}, or with a higher backoffLimit",
     )
     FAILURE_POLICY = (
         "FailurePolicy",
-        "A failure is answered with FailJob, by a rule of spec.failurePolicy or because it would come again "
+        "A failure was answered with FailJob, by a rule of spec.failurePolicy or because it would recur "
         "(NotRetriable): the job has failed.",
-        f"the message names the failure, and the rule if it was one; put right what failed; {_RETRY}",
+        f"the message names the failure, and the rule if there was one; fix what failed; {_RETRY}",
     )
     PODS_NOT_READY = (
         "PodsReadyDeadlineExceeded",
-        "Not every member answered within podsReadyDeadlineSeconds: members stop and pods go, so that no GPU waits for "
-        "those that are missing, and the job tries again later.",
-        "the message names who was missing and why: quota, nodes, images, claims",
+        "Not every member answered within podsReadyDeadlineSeconds: members stop and pods are deleted, so that no GPU "
+        "waits for missing ones, and the job tries again later.",
+        "the message names the missing pods and why: quota, nodes, images, claims",
     )
     DEADLINE = (
         "DeadlineExceeded",
         "The job was active for longer than activeDeadlineSeconds: it has failed.",
-        f"{_RETRY}: its time begins anew; while a job runs the deadline may be raised",
+        f"{_RETRY}: its time starts again; while a job runs the deadline may be raised",
     )
     SUSPENDED = (
         "Suspended",
-        "Suspension is asked for (spec.suspend): members stop, then pods go, and volumes stay.",
-        "set spec.suspend to false for the job to go on",
+        "spec.suspend is true: members stop, then pods are deleted, and volumes stay.",
+        "set spec.suspend to false to continue the job",
     )
     RESUMED = (
         "Resumed",
-        "Suspension ended (spec.suspend), or a retried job's pods are gone: pods are made, trainers start together.",
+        "Suspension ended (spec.suspend), or a retried job's pods are gone: pods are created, and trainers start.",
     )
     RETRIED = (
         "Retried",
-        "A failed job is asked to go on, by spec.retries or a higher backoffLimit: its pods go, then it is resumed.",
+        "A failed job was asked to continue, by spec.retries or a higher backoffLimit: its pods are deleted, then it "
+        "is resumed.",
     )
 
     @property
@@ -150,11 +153,11 @@ class ConditionType(DocumentedReason):
 
     READY = (
         "Ready",
-        "The job does what its spec asks for: every engine has served the present lineage, also through switches. It "
-        "stays true when the job is complete.",
+        "The job does what its spec asks for: every engine has served the current lineage. It stays true during "
+        "switches and when the job is complete.",
     )
     RECONCILING = "Reconciling", "The job is on its way to Ready, or to Suspended."
-    STALLED = "Stalled", "A person must act.", "the message states on what"
+    STALLED = "Stalled", "A person must act.", "see the message"
     PODS_READY = "PodsReady", "Every member answers: GPU pods and the rollout controller."
     GPU_SHARING_READY = (
         "GPUSharingReady",
@@ -164,8 +167,8 @@ class ConditionType(DocumentedReason):
     COMPLETE = "Complete", "All steps are done and saved, and every member has stopped."
     FAILED = (
         "Failed",
-        "The job does not go on by itself, and every member has stopped.",
-        "the reason and the message say why, and how it goes on",
+        "The job does not continue by itself, and every member has stopped.",
+        "the reason and the message say why, and how to continue",
     )
 
 
@@ -177,20 +180,20 @@ class Reason(DocumentedReason):
     CLIMBING = "Climbing", "Trainers and engines start."
     PODS_STARTING = (
         "PodsStarting",
-        "Not every member answers yet, or again.",
-        "the message names them; podsReadyDeadlineSeconds after the loss its GPUs are given back, and it tries again",
+        "Not every member answers: pods start, or were lost.",
+        "the message names them; podsReadyDeadlineSeconds after the loss the job gives its GPUs back and tries again",
     )
     OPERATOR_CUT_OFF = (
         "OperatorCutOff",
-        "Every pod is ready, and the operator reaches none of those that it has reached before. What runs goes on, the "
+        "Every pod is ready, but the operator reaches none of those that it reached before. What runs continues, the "
         "next switch waits, and no deadline of the pods runs.",
-        "look at the network between the operator and the job's pods, and at its log: after `authority made` the job's "
-        "pods have to be made again",
+        "check the network between the operator and the job's pods, and the operator's log: after `authority made` the "
+        "job's pods must be recreated",
     )
     BACKING_OFF = (
         "BackingOff",
-        "Something failed, and what is done about it waits for the back-off of spec.failurePolicy. An event too.",
-        "the message states what failed, what will be done and when",
+        "Something failed, and the operator waits for the back-off of spec.failurePolicy. An event too.",
+        "the message says what failed, what will be done and when",
     )
     MEMBERS_ANSWER = "MembersAnswer", "Every member answers."
     JOB_ENDED = "JobEnded", "The job is complete or has failed: its members have stopped."
@@ -200,52 +203,53 @@ class Reason(DocumentedReason):
     MIXED = "Mixed", "Some engines and the trainers take turns on the GPUs, other engines have their own."
     ROLLOUT_ONLY = "RolloutOnly", "Engines have the GPUs: batches are recorded and not trained."
     TRAIN_ONLY = "TrainOnly", "The trainer has the GPUs: it trains recorded batches."
-    SUSPENDING = "Suspending", "Members stop, then their pods go."
+    SUSPENDING = "Suspending", "Members stop, then their pods are deleted."
     NOT_SUSPENDED = "NotSuspended", "The job runs, or has ended."
     STEPS_REMAIN = "StepsRemain", "There are steps to do."
-    NOT_FAILED = "NotFailed", "Nothing that ends the job has happened."
+    NOT_FAILED = "NotFailed", "The job has not failed."
     NOT_STALLED = "NotStalled", "No person is needed."
-    DELETED = "Deleted", "The job is being deleted: members were asked to stop, pods are going."
+    DELETED = "Deleted", "The job is being deleted: members stop, then pods are deleted."
     COMPLETED = "Completed", "All steps are done."
     INVALID_SPEC = (
         "InvalidSpec",
-        "The spec breaks a rule that the API server could not see, or the status is of a newer operator; what runs "
-        "stays as it is.",
-        "put right what the message names",
+        "The spec breaks a rule that the API server could not check, or a newer operator wrote the status; running "
+        "pods are left alone.",
+        "fix what the message names",
     )
     OBJECT_REFUSED = (
         "ObjectRefused",
-        "The API server does not admit an object of the job, or the deletion of an expired one: quota, pod security, "
-        "a webhook, a missing right, a name that is taken. Or it has failed at it for half a minute. Or the job may "
-        "not have its profile, or its pods have what that does not allow.",
-        "the message has the server's words; it is tried again every 30 s, a deletion less and less often",
+        "The API server rejects an object of the job, or the deletion of an expired one (quota, pod security, a "
+        "webhook, a missing right, a name that is taken), or has failed at it for 30 s. Or the job may not use its "
+        "profile, or its pods have what the profile does not allow.",
+        "the message has the server's error; it is retried every 30 s, a deletion less and less often",
     )
     VOLUME_LOST = (
         "VolumeLost",
-        "The claim of the store or of the checkpoints is gone, of a job that has begun: no pod is made, because on an "
-        "empty volume it would begin again what is recorded as done.",
-        "put back the claims that the message names, with their data, or make another job, which begins with its "
-        "spec.model; it is looked for every 30 s",
+        "The claim of the store or of the checkpoints of a started job is gone: no pod is created, because on an empty "
+        "volume it would repeat what is recorded as done.",
+        "restore the claims that the message names, with their data, or create another job, which starts from its "
+        "spec.model; the operator looks every 30 s",
     )
     POD_DELETED = (
         "PodDeleted",
         "A pod was deleted because its member stayed silent or did not stop, because its node did not end it, or "
-        "because a container that is not the operator's kept it running after its job.",
-        "the message names it, and the last words of a container of ours if there are any; look at its node",
+        "because an injected container kept it running after its job.",
+        "the message names it, with the last output of our containers if there is any; check its node",
     )
     NODE_TAINTED = (
         "NodeTainted",
-        "An event: a pod was made again elsewhere for a bad device, and its node is tainted, because the chart's "
-        "nodes.taint allows it.",
-        "mend the node, then remove its taint: kubectl taint node NODE rl.colocate.dev/unfit-",
+        "An event: a pod was recreated on another node because of a bad device, and its node is tainted, as the "
+        "chart's nodes.taint allows.",
+        "repair the node, then remove its taint: kubectl taint node NODE rl.colocate.dev/unfit-",
     )
     ANOTHER_OPERATOR = (
         "AnotherOperator",
-        "An event: another operator has the job, by status.operator, and this one leaves it alone.",
-        "let each namespace be watched by one; to hand jobs over, name the other one in the chart's watch.takeOver",
+        "An event: status.operator names another operator, and this one leaves the job alone.",
+        "have each namespace watched by one operator; to hand jobs over, name the other one in the chart's "
+        "watch.takeOver",
     )
     POD_NOT_RUNNING = (
         "PodNotRunning",
-        "A container of the pod does not run; a reason of status.outOfLine alone.",
-        "the message is kubelet's, with the last words of a container of ours",
+        "A container of the pod does not run; only in status.outOfLine.",
+        "the message is kubelet's, with the last output of a container of ours",
     )

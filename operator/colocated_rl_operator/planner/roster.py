@@ -128,7 +128,7 @@ def _force_delete(pod: Member, ends_at: float, now: float, actions: list[PodActi
     if pod.seat == ROLLOUT_SEAT:
         return
     if now >= ends_at + FORCE_AFTER_S:
-        message = f"pod {pod.name} did not end within its grace and {FORCE_AFTER_S:.0f} s: it is forgotten"
+        message = f"pod {pod.name} did not end {FORCE_AFTER_S:.0f} s after its grace period: it is force-deleted"
         actions.append(DeletePod(pod.name, pod.uid, grace_s=0, why=message))
     else:
         wake.append(ends_at + FORCE_AFTER_S)
