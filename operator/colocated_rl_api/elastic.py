@@ -40,11 +40,13 @@ def not_queued(field: str) -> str:
 class ElasticPolicy(Part):
     """The policy lets a job go on with fewer replicas, and with all of them once there is room again."""
 
-    min_replicas: int = Field(ge=1, le=1024, description="The job goes on with no fewer; below it waits.")
+    min_replicas: int = Field(
+        ge=1, le=1024, description="Fewest replicas with which the job continues; with fewer it waits."
+    )
     shrink_after_seconds: int = Field(
         default=30,
         ge=1,
         le=86_400,
-        description="Time for which no node must have taken a pod on before the job goes on without it. Longer than a "
-        "cluster autoscaler needs for a node, if it is worth waiting for.",
+        description="The job continues without a pod that no node has taken for this long. Make it longer than a "
+        "cluster autoscaler needs for a node, if that is worth waiting for.",
     )

@@ -306,7 +306,7 @@ class Rollout(Part):
         default=RolloutPlacement.WITH_TRAINER,
         strict=False,
         description="WithTrainer: engines share the trainers' devices, as offload chooses. OwnDevices: they have pods "
-        "and devices of their own, and rollout goes on beside training. Both: some take turns with the trainers, and "
+        "and devices of their own, and rollout continues beside training. Both: some take turns with the trainers, and "
         "replicas more have their own.",
     )
     replicas: int | None = Field(default=None, ge=1, le=1024, description="Engine pods with devices of their own.")
@@ -321,9 +321,8 @@ class Rollout(Part):
     offload: Distinct[Annotated[EngineMemory, Field(strict=False)]] = Field(
         default=list(EngineMemory),
         max_length=len(EngineMemory),
-        description="Memory that the engines release while the trainer works: with KVCache the two take turns, "
-        "without Weights or CUDAGraph the switch is shorter, and with none ([]) rollout goes on beside "
-        "training.",
+        description="Memory that the engines release while the trainer works: with KVCache the two take turns, without "
+        "Weights or CUDAGraph the switch is shorter, and with none ([]) rollout continues beside training.",
     )
     engine: RolloutEngine = Field(default_factory=RolloutEngine, description="The server that generates.")
     router_replay: bool = Field(
@@ -502,7 +501,10 @@ class EvaluationSet(OneSource):
         description="Its results are reported under this name, once in the list.",
     )
     samples: int = Field(
-        default=400, ge=1, le=1_000_000, description="Prompts at most, the first; fewer where there are no more."
+        default=400,
+        ge=1,
+        le=1_000_000,
+        description="At most this many prompts, the first ones; all if there are fewer.",
     )
     responses: int = Field(
         default=1,
@@ -546,7 +548,7 @@ class Evaluation(Part):
         default=1800,
         ge=1,
         le=604_800,
-        description="The switch waits for an evaluation of all sets at most this long, then goes on.",
+        description="The switch waits for an evaluation of all sets at most this long.",
     )
 
     def lacking(self, results: Iterable[EvaluationResult], step: int) -> list[EvaluationSet]:
@@ -575,7 +577,7 @@ class Reference(Part):
     )
     gpus: Gpus | None = Field(
         default=None,
-        description="Devices of each of them, of which each holds the whole model; spec.gpus when absent. May change "
+        description="Devices of each pod; each device holds the whole model. spec.gpus when absent. May change "
         "while the job is suspended.",
     )
     topology: Topology | None = Field(
@@ -763,9 +765,9 @@ class Checkpoint(Part):
     )
     in_memory: InMemory | None = Field(
         default=None,
-        description="The state after each step without a checkpoint is kept in the memory of pods, so that a trainer "
-        "that dies, or a pod of several that is lost, takes back one step at most. Off when absent. May change while "
-        "the job is suspended.",
+        description="The state after each step without a checkpoint is kept in the memory of pods, so that the loss of "
+        "a trainer, or of one of several pods, repeats at most one step. Off when absent. May change while the job is "
+        "suspended.",
     )
     volume: Volume = Field(
         default_factory=Volume,
@@ -808,8 +810,8 @@ class RestoreFrom(Part):
     )
     samples: FormerSamples | None = Field(
         default=None,
-        description="Samples, sealed batches and evaluations of that job go on too. Samples begin anew when absent, "
-        "behind the prompts that the checkpoint has trained.",
+        description="Samples, sealed batches and evaluations of that job are continued. When absent, the job has no "
+        "samples, and prompts continue after the checkpoint.",
     )
 
 
@@ -967,13 +969,13 @@ class ColocatedRLJobSpec(Part):
         default=1,
         ge=1,
         le=1024,
-        description="Number of GPU pods. May change: the group goes on with the other number at its next step, or "
-        "when it is resumed, and no sample is lost. From one to more only while the job is suspended.",
+        description="Number of GPU pods. May change: the group uses the new number from its next step, or when it is "
+        "resumed, and no sample is lost. From one to more only while the job is suspended.",
     )
     model: Model = Field(description="Starting weights.")
     restore_from: RestoreFrom | None = Field(
         default=None,
-        description="Former checkpoint to go on from. Model and optimizer must be those of that job. The reference "
+        description="Former checkpoint to continue from. Model and optimizer must be those of that job. The reference "
         "stays spec.model.",
     )
     gpus: Gpus = Field(
@@ -1034,7 +1036,7 @@ class ColocatedRLJobSpec(Part):
         default=0,
         ge=0,
         le=1_000_000,
-        description="Number of retries asked for: raising it, as `kubectl crlj retry` does, lets a failed job go on "
+        description="Number of retries asked for: raising it, as `kubectl crlj retry` does, continues a failed job "
         "from its newest checkpoint. May change.",
     )
     spares: int = Field(
@@ -1047,8 +1049,8 @@ class ColocatedRLJobSpec(Part):
     )
     elastic_policy: ElasticPolicy | None = Field(
         default=None,
-        description="With how few replicas the job goes on where there is no room for all of them. It waits for all "
-        "when absent. May change.",
+        description="How the job continues with fewer replicas while there is no room for all. When absent, it waits "
+        "for all. May change.",
     )
     failure_policy: FailurePolicy = Field(
         default_factory=FailurePolicy,

@@ -62,7 +62,7 @@ class HttpReward(Part):
         ge=1,
         le=100,
         description="Most attempts for one response while others are answered; then the sample is replaced. An "
-        "endpoint that answers nobody costs no sample.",
+        "endpoint that answers no request costs no sample.",
     )
     max_concurrency: int = Field(default=64, ge=1, le=4096, description="Requests at the same time.")
 

@@ -34,7 +34,7 @@ async def verdict(
     kube: Kube, *, namespace: str, name: str, wanted: str, deadline_s: float, look_again_s: float = LOOK_AGAIN_S
 ) -> tuple[bool, str]:
     """Return whether the condition came true, and the job's message. Raises ApiError if waiting can't help."""
-    until, message = time.monotonic() + deadline_s, "nobody has looked at it: does an operator watch this namespace?"
+    until, message = time.monotonic() + deadline_s, "no operator has looked at it: does one watch this namespace?"
     while time.monotonic() < until:
         try:
             found = _conditions(await kube.read_job(namespace, name))

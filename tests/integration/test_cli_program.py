@@ -382,7 +382,7 @@ def test_a_failed_job_is_retried_and_no_other(run: Run, api: ClusterApi) -> None
     assert (Exit.PROBLEM, True) == (done.code, "default/sums: it has not failed" in done.stderr)
     assert "retries" not in job["spec"]
     job["status"] |= {"phase": "Failed", "retries": 3}
-    assert "kubectl crlj retry sums lets it go on" in run("resume", "sums").stderr
+    assert "kubectl crlj retry sums continues it" in run("resume", "sums").stderr
     assert "default/sums: suspended" in run("suspend", "sums").stdout
     assert "default/sums: retried: its pods are recreated" in run("retry", "sums").stdout
     assert {"retries": 4, "suspend": False}.items() <= job["spec"].items()

@@ -129,7 +129,7 @@ def test_engine_is_lost_with_any_part_and_with_any_pod() -> None:
     assert "" == lost(ABSENT, span(pods=PODS[:1]), PODS)
     assert "has ended" in lost(running, span(lost=FIRST), PODS)
     for pods in (PODS[:1], PODS[::-1], (PODS[0], PodUid("made again"))):
-        assert "made again" in lost(running, span(pods=pods), PODS)
+        assert "recreated" in lost(running, span(pods=pods), PODS)
 
 
 # ------------------------------------------------------------------------------------------------------- what it does

@@ -97,4 +97,4 @@ def test_engine_is_lost_with_a_pod_of_it(pods: tuple[str, ...]) -> None:
     assert span is not None
     assert "" == spans.lost(first.view.engine, span, first.pods)
     other = EngineSpan.model_validate({"pods": pods, "address": span.address})
-    assert "gone or was made again" in spans.lost(first.view.engine, other, first.pods)
+    assert "gone or was recreated" in spans.lost(first.view.engine, other, first.pods)

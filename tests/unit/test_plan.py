@@ -199,7 +199,7 @@ def test_a_job_that_goes_on_from_a_former_checkpoint_begins_at_its_step_and_says
     decided = plan(make_observation(job, [BLANK, BLANK], climb=None, rollout=facts))
     assert decided.climb is not None
     assert (42, 1) == decided.climb.version
-    assert "every member answers, and the job goes on from old/runs/a/step-00000040" in decided.message
+    assert "every member answers, and the job continues from old/runs/a/step-00000040" in decided.message
 
 
 def test_a_lost_status_is_rebuilt_from_what_members_know() -> None:

@@ -406,8 +406,7 @@ def test_what_is_exhausted_fails_at_once_and_says_what_to_do() -> None:
     assert Cause.BACKOFF_LIMIT is climb_of(decided).cause
     assert (
         "backoffLimit 3 is used up by 3 failures within 10 steps: read the pods' logs and fix what fails; to "
-        "continue it: kubectl crlj retry -n default sums, or a backoffLimit above 3"
-        in decided.message
+        "continue it: kubectl crlj retry -n default sums, or a backoffLimit above 3" in decided.message
     )
 
 

@@ -120,7 +120,7 @@ def test_a_group_goes_on_with_the_replicas_for_which_there_is_room() -> None:
     decided = plan(seen)
     climb = climb_of(decided)
     assert (Cause.RESIZED, 1, "", 0) == (climb.cause, climb.replicas, climb.group, climb.restarts)
-    assert "no node has taken on gpu-1: 1 of 2 replicas go on" == decided.message
+    assert "no node has taken on gpu-1: 1 of 2 replicas continue" == decided.message
     assert ([], []) == (made(decided), deleted(decided)), "a pod without a node holds nothing, and waits for one"
     decided = plan(followed(seen, decided))
     climb = climb_of(decided)

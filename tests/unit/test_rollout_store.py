@@ -526,7 +526,7 @@ async def test_a_damaged_store_without_a_backup_says_what_is_damaged_and_is_left
     store.close()
     spoil(path, "turns")
     before = path.read_bytes()
-    with pytest.raises(StoreFailed, match="is damaged: turns, and there is no backup that is whole"):
+    with pytest.raises(StoreFailed, match="is damaged: turns, and there is no intact backup"):
         Store(path.parent, job_uid=JOB)
     assert before == path.read_bytes()
 

@@ -131,7 +131,7 @@ def _hand_over(text: str, args: Namespace) -> Exit:
         with path.open("x" if not args.force else "w") as file:
             file.write(text)
     except FileExistsError as error:
-        raise UsageError(f"{path} is there already: name another file, or --force to replace it") from error
+        raise UsageError(f"{path} exists already: name another file, or use --force to replace it") from error
     except OSError as error:
         raise UsageError(f"{path} can't be written: {error}") from error
     print_error(f"{path}: written; next: kubectl apply -f {path}")
@@ -400,7 +400,7 @@ async def _steer(args: Namespace, *, suspend: bool, effect: str) -> Exit:
         name = f"{api.namespace}/{args.job}"
         if is_over(job) and not (suspend and job["status"]["phase"] == Phase.FAILED):
             phase = job["status"]["phase"]
-            then = f"kubectl crlj retry {args.job} lets it go on" if phase == Phase.FAILED else "make a new job"
+            then = f"kubectl crlj retry {args.job} continues it" if phase == Phase.FAILED else "make a new job"
             print_error(f"{name}: it is over ({phase}): {then}")
             return Exit.PROBLEM
         if bool(job["spec"].get("suspend")) is suspend:

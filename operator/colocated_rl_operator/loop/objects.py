@@ -280,9 +280,9 @@ async def _make_objects(job: Job, doors: Doors, *, has_begun: bool) -> None:
     if lost:
         raise VolumeLost(
             "; ".join(f"claim {name} is gone, and with it {held[name]}" for name in lost)
-            + ". Somebody deleted it, not the operator, which makes no empty one in its place. Put it back by its name "
-            "with its data, from a released PersistentVolume or a snapshot, and the job goes on; or make another job, "
-            "which begins with its spec.model"
+            + ". It was not deleted by the operator, which creates no empty one in its place. Restore it under its "
+            "name with its data, from a released PersistentVolume or a snapshot, and the job continues; or create "
+            "another job, which starts from its spec.model"
         )
 
     for claim in claims.values():

@@ -194,7 +194,7 @@ def _decide_at_rest(seen: Observation, climb: Climb) -> Decision | Hold | None:
         if seen.now < until:
             active_until = _active_until(seen)
             return Hold(until if active_until is None else min(until, active_until), "", Waiting.QUEUE)
-    return raise_epoch(seen, replace(climb, group=""), Cause.RESUMED, "the job goes on: its pods are made again")
+    return raise_epoch(seen, replace(climb, group=""), Cause.RESUMED, "the job continues: its pods are recreated")
 
 
 def _decide_by_time(seen: Observation, climb: Climb | None) -> Decision | None:
@@ -357,7 +357,7 @@ def _first(seen: Observation, recorded: Climb | None = None) -> Decision:
     )
     why = "every member answers"
     if restored := seen.restored_from:
-        why += f", and the job goes on from {restored}"
+        why += f", and the job continues from {restored}"
     if recorded and recorded.lineage:
         why = f"trainers are beyond {recorded.version}, which is recorded: as after a restore of etcd"
     return raise_epoch(seen, climb, Cause.FIRST_START, f"{why}: {starts(seen)}")

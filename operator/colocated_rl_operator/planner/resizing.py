@@ -35,7 +35,7 @@ def shrink_to_fit(seen: Observation, climb: Climb | None) -> Decision | None:
     if not has_no_room(seen) or fit < least:
         return None
     why = f"no node has taken on {listed([*seen.unplaced])}"
-    return _regroup(seen, climb, fit, f"{why}: {fit} of {asked} replicas go on")
+    return _regroup(seen, climb, fit, f"{why}: {fit} of {asked} replicas continue")
 
 
 def _regroup(seen: Observation, climb: Climb | None, replicas: int, message: str) -> Decision:

@@ -259,7 +259,7 @@ def invalid(message: str, *, generation: int, before: ColocatedRLJobStatus, at: 
     stamp = _Stamp(before.conditions, generation, at)
     fresh = [
         stamp(ConditionType.READY, False, Reason.INVALID_SPEC, message),
-        stamp(ConditionType.RECONCILING, False, Reason.INVALID_SPEC, "nothing is done until the spec is put right"),
+        stamp(ConditionType.RECONCILING, False, Reason.INVALID_SPEC, "nothing is done until the spec is corrected"),
         stamp(ConditionType.STALLED, True, Reason.INVALID_SPEC, message),
     ]
     kept = [condition for condition in before.conditions if condition.type not in {new.type for new in fresh}]
@@ -459,7 +459,7 @@ def _gpu_sharing(found: _Pass) -> tuple[bool, DocumentedReason, str]:
 
 def _suspended(found: _Pass) -> tuple[bool, DocumentedReason, str]:
     if found.phase is Phase.SUSPENDED:
-        kept = "its pods are gone, its volumes are kept: it goes on when spec.suspend is false"
+        kept = "its pods are gone, its volumes are kept: set spec.suspend to false to continue"
         return True, found.readiness[1], kept
     return False, found.readiness[1] if found.phase is Phase.SUSPENDING else Reason.NOT_SUSPENDED, ""
 

@@ -127,7 +127,7 @@ def _server_contexts(keys: Keys) -> tuple[ssl.SSLContext, ssl.SSLContext]:
     if len(keys.token) < MIN_TOKEN_CHARS:
         raise ValueError(
             f"{names.DATA_TOKEN_FILE}: a data token has at least {MIN_TOKEN_CHARS} characters, this one has "
-            f"{len(keys.token)}: make the job anew"
+            f"{len(keys.token)}: recreate the job"
         )
     data, control = (ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER) for _ in range(2))
     with tempfile.NamedTemporaryFile(suffix=".pem", dir=_memory()) as file:  # ssl reads certificates from files; 0600

@@ -37,7 +37,7 @@ def wishes_from(args: Namespace) -> Wishes:
 
 def _needed(ask: _Asker | None, flag: str, question: str, default: str | None) -> str:
     if ask is None:
-        raise UsageError(f"{flag} is missing ({question}), and nobody is at a terminal to ask")
+        raise UsageError(f"{flag} is missing ({question}), and there is no terminal to ask on")
     return ask(question, default)
 
 

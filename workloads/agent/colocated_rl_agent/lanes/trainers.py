@@ -420,7 +420,7 @@ class Trainers:
         most_s = min(KEEP_AGAIN_MOST_S, self._settings.job.spec.switch.trainer_progress_seconds / 2)
         self.keep_after = time.monotonic() + doubled_s(KEEP_AGAIN_S, self._refusals, most_s)
         self._refusals += 1
-        return f"{error}; it is tried again, and nothing is lost meanwhile"
+        return f"{error}; it is retried, and nothing is lost meanwhile"
 
     def _kept(self, reason: str) -> None:
         self._refusals, self.keep_after = 0, 0.0

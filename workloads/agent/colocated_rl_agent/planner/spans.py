@@ -74,7 +74,7 @@ def lost(engine: EngineView, span: EngineSpan | None, pods: tuple[str, ...]) -> 
         return ""
     if engine.incarnation == span.lost:
         return "a part of it in another pod has ended"
-    return "" if span.pods == pods else "a pod with a part of it is gone or was made again"
+    return "" if span.pods == pods else "a pod with a part of it is gone or was recreated"
 
 
 def shares_of(

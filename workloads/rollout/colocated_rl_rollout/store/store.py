@@ -196,8 +196,8 @@ class Store(StoreReader):
         except StoreDamaged as damage:
             if not restore(self.path):
                 raise StoreDamaged(
-                    f"{damage}, and there is no backup that is whole: restore the volume, or remove the file to go on "
-                    "behind what the trainers have, without the samples under way"
+                    f"{damage}, and there is no intact backup: restore the volume, or remove the file to continue "
+                    "after the trainers' step, without the samples in progress"
                 ) from damage
             log(LOG, "store restored", logging.ERROR, reason=str(damage))
             return open_database(self.path), True

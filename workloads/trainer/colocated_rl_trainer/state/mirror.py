@@ -128,8 +128,8 @@ class Mirrors:
             shapes = {name: stored.get_slice(name).get_shape() for name in stored.keys()}  # noqa: SIM118 - no mapping
             if shapes != wanted:
                 raise ConfigError(
-                    f"{file} is of another model or optimizer: suspend the job and resume it, and it goes on "
-                    "from its newest checkpoint"
+                    f"{file} is of another model or optimizer: suspend and resume the job, and it continues from its "
+                    "newest checkpoint"
                 )
             for name, tensor in into.items():
                 part_of(tensor).copy_(stored.get_tensor(name))
