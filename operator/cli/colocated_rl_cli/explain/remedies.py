@@ -98,14 +98,12 @@ REMEDIES: dict[str, Remedy] = {
     ),
     "PodReplaced": Remedy(
         "a GPU pod was replaced; unless it held only engines, all trainers restart together",
-        "nothing, unless it keeps happening; it counts against backoffLimit only if the pod failed by itself or a "
-        "rule says so",
+        "nothing, unless it keeps happening; it counts only if the pod failed by itself or a rule says so",
         heals=True,
     ),
     "TrainerDied": Remedy(
         "a trainer rank exited",
-        "see the exception in the message, and the gpu container's log; the job restarts all ranks from the newest "
-        "checkpoint until backoffLimit is used up",
+        "see the exception in the message, and the gpu container's log; all ranks restart, up to backoffLimit times",
         heals=True,
     ),
     "RungDeadlineExceeded": Remedy(
@@ -114,10 +112,8 @@ REMEDIES: dict[str, Remedy] = {
         heals=True,
     ),
     "WeightsDiffer": Remedy(
-        "engines on the same version hold different weights, without a majority; or two engines in a row failed the "
-        "check of the same export",
-        "check memory and devices of the nodes in the message; meanwhile the trainers are restarted, up to "
-        "backoffLimit times",
+        "engines of one version hold different weights; or two engines in a row failed the check of the same export",
+        "check memory and devices of the nodes in the message; trainers restart until backoffLimit is used up",
         heals=True,
     ),
     "OperatorRestarted": Remedy("another operator took over", "nothing", heals=True),
@@ -170,8 +166,7 @@ REMEDIES: dict[str, Remedy] = {
     # --- an agent
     "RunnerUnreachable": Remedy(
         "the agent does not reach the runner in the GPU container",
-        "check that the gpu container runs: its image may lack python3, or depend on the environment that its own "
-        "entrypoint sets up",
+        "check that the gpu container runs: its image may lack python3, or need its own entrypoint",
     ),
     "EngineLost": Remedy(
         "the engine exited, or was killed because its state could no longer be trusted",
@@ -183,8 +178,7 @@ REMEDIES: dict[str, Remedy] = {
         "the device's driver hangs: delete the pod and check the node",
     ),
     "TrainerStalled": Remedy(
-        "a step has made no progress for far longer than ever before: most likely one rank hangs, and all others wait "
-        "for it",
+        "a step has made no progress for far longer than ever before: most likely one rank hangs",
         "the message names the function it is in; the step is retried by itself once no rank makes progress, and the "
         "event then names the pod that is furthest behind",
         heals=True,
@@ -206,8 +200,7 @@ REMEDIES: dict[str, Remedy] = {
         heals=True,
     ),
     "SlowNetwork": Remedy(
-        "ranks reach other pods over TCP although the pod has an RDMA device; the job continues, but slower than it "
-        "could",
+        "ranks reach other pods over TCP although the pod has an RDMA device; the job continues, but slower",
         "if the message says that locked memory is limited, set LimitMEMLOCK=infinity for containerd on the node and "
         "delete the pod; otherwise check that the image has NCCL's plugin for the network (docs/clouds.md, Locked "
         "memory)",
@@ -225,8 +218,7 @@ REMEDIES: dict[str, Remedy] = {
     ),
     "TrainerAhead": Remedy(
         "the trainers are at a later step than the job's status",
-        "the status is older than the checkpoints, as after a restore of the cluster from a backup: create a new job, "
-        "which starts from its spec.model",
+        "the status is older than the checkpoints, as after a restored cluster: create a new job",
     ),
     "TargetIncomplete": Remedy("the rollout pod has no address yet", "check the rollout pod", heals=True),
     "BatchUnavailable": Remedy(
@@ -236,8 +228,7 @@ REMEDIES: dict[str, Remedy] = {
     ),
     "ExportTorn": Remedy(
         "weights on the volume that GPU pods share do not match their manifest, or are not visible there",
-        "check that the storage class gives one volume to pods on several nodes (ReadWriteMany) and shows each what "
-        "others wrote",
+        "check that the storage class supports ReadWriteMany, and shows each pod what others wrote",
         heals=True,
     ),
     "ExportsNotRemoved": Remedy(
@@ -280,8 +271,7 @@ REMEDIES: dict[str, Remedy] = {
     ),
     "EvaluationImpossible": Remedy(
         "a set can't be evaluated; steps continue after evaluation.deadlineSeconds",
-        "remove the set from spec.evaluation.sets, also while the job runs; to add one with another source, suspend "
-        "the job",
+        "remove the set from spec.evaluation.sets; to add one with another source, suspend the job",
     ),
     "NoLearningSignal": Remedy(
         "filters dropped maxFilteredPerBatch groups for one batch: all samples of most groups get the same reward, or "
@@ -325,8 +315,7 @@ REMEDIES: dict[str, Remedy] = {
     ),
     "PlayerLost": Remedy(
         "the process that plays episodes exited, or did not end an episode when asked to; it is restarted",
-        "if it keeps happening, see the log of container rewards, and whether rollout.prompts.resources give it "
-        "enough memory",
+        "if it keeps happening, see the log of container rewards, and raise the memory in rollout.prompts.resources",
         heals=True,
     ),
     "EpisodeFailed": Remedy(
