@@ -40,9 +40,7 @@ def not_queued(field: str) -> str:
 class ElasticPolicy(Part):
     """The policy lets a job go on with fewer replicas, and with all of them once there is room again."""
 
-    min_replicas: int = Field(
-        ge=1, le=1024, description="Fewest replicas with which the job continues; with fewer it waits."
-    )
+    min_replicas: int = Field(ge=1, le=1024, description="Fewest replicas to continue with; with fewer it waits.")
     shrink_after_seconds: int = Field(
         default=30,
         ge=1,

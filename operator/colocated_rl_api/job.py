@@ -501,10 +501,7 @@ class EvaluationSet(OneSource):
         description="Its results are reported under this name, once in the list.",
     )
     samples: int = Field(
-        default=400,
-        ge=1,
-        le=1_000_000,
-        description="At most this many prompts, the first ones; all if there are fewer.",
+        default=400, ge=1, le=1_000_000, description="Number of prompts, the first ones; all if there are fewer."
     )
     responses: int = Field(
         default=1,

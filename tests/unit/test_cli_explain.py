@@ -242,7 +242,7 @@ def test_a_job_that_no_operator_has_seen() -> None:
 
 def test_a_status_in_words_of_a_newer_operator_is_read_as_far_as_it_can_be() -> None:
     found = explained(job(status=running(phase="Thinking")))
-    assert ("status.phase has a value that only a newer kubectl crlj knows",) == found.notes
+    assert ("status.phase is known only to a newer kubectl crlj",) == found.notes
     assert "step 1 of 3" in found.headline
 
 

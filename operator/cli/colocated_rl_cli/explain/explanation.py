@@ -92,10 +92,7 @@ def explain(seen: Evidence) -> Explanation:
         waits_for=None if causes or _is_over(status) else waits_for(seen, status, facts, rungs),
         rungs={pod: rung.value for pod, rung in sorted(rungs.items())} | _spares(seen),
         warnings=tuple(_warnings(seen)),
-        notes=(
-            *_notes(seen),
-            *(f"status.{field} has a value that only a newer kubectl crlj knows" for field in unknown),
-        ),
+        notes=(*_notes(seen), *(f"status.{field} is known only to a newer kubectl crlj" for field in unknown)),
     )
 
 
