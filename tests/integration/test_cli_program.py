@@ -350,6 +350,20 @@ def test_a_bundle_holds_everything_that_may_be_read(run: Run, api: ClusterApi, t
     assert "pods/sums-gpu-0-0/metrics.txt" in unread
 
 
+def test_a_bundle_is_made_also_where_the_job_can_not_be_explained(run: Run, api: ClusterApi, tmp_path: Path) -> None:
+    """Without the right to events there was no archive at all, though it says what could not be read."""
+    api.refused["/events"] = 403
+    done = run("bundle", "sums", "--file", str(tmp_path / "sums.tar.gz"))
+    assert Exit.FINE == done.code, done.stderr
+    with tarfile.open(tmp_path / "sums.tar.gz") as archive:
+        inside = {name.removeprefix("sums-bundle/") for name in archive.getnames()}
+        why = archive.extractfile("sums-bundle/not-read.txt")
+        assert why is not None
+        unread = why.read().decode()
+    assert {"job.yaml", "pods/sums-gpu-0-0.yaml", "pods/sums-gpu-0-0/agent.log"} <= inside
+    assert ["explanation.txt", "events.yaml"] == [line.partition(":")[0] for line in unread.splitlines()[:2]]
+
+
 def test_jobs_with_one_side_alone_are_written_for_whoever_applies_them(run: Run, tmp_path: Path) -> None:
     done = run("rollout-only", "sums", "--steps", "2")
     assert (0, "") == (done.code, done.stderr)

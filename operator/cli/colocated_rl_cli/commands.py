@@ -459,7 +459,11 @@ def _write(path: str, text: str) -> None:
 async def make_bundle(args: Namespace) -> Exit:
     async with Api.reach(login(args), args.namespace) as api:
         job = await api.job(args.job)
-        made = await bundle.collect(api, job, explanation_text(await explained(api, args.job)), operator=args.operator)
+
+        async def explanation() -> str:
+            return explanation_text(await explained(api, args.job))
+
+        made = await bundle.collect(api, job, explanation, operator=args.operator)
     path = args.file or f"{args.job}-bundle.tar.gz"
     try:
         made.write(path)

@@ -100,14 +100,16 @@ class Bundle:
             file.write(content.getvalue())
 
 
-async def collect(api: Api, job: Object, explanation: str, *, operator: str | None = None) -> Bundle:
+async def collect(
+    api: Api, job: Object, explanation: Callable[[], Awaitable[str]], *, operator: str | None = None
+) -> Bundle:
     """Collect everything about a job. operator: the operator's namespace, to add its pods; None leaves them out."""
     name = job["metadata"]["name"]
     made = Bundle(f"{name}-bundle")
     at = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
     made.readme(README.format(job=f"{api.namespace}/{name}", version=__version__, at=at))
     made.document("job.yaml", job)
-    made.text("explanation.txt", explanation)
+    await made.read("explanation.txt", explanation)
     await made.read("version.json", lambda: api.get("/version", what="the API server's version"))
     await made.read("claims.yaml", lambda: _claims(api, name))
     await made.read("events.yaml", lambda: _events(api, job))
