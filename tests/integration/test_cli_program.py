@@ -31,6 +31,7 @@ from builders import make_manifest
 from colocated_rl_agent.metrics import GpuSeconds
 from colocated_rl_api import names
 from colocated_rl_api.holders import PodHolder
+from colocated_rl_api.seats import FIRST_SPARE
 from colocated_rl_cli import __main__ as program
 from colocated_rl_cli import completion
 from colocated_rl_cli.base.errors import Exit
@@ -230,6 +231,13 @@ def test_a_job_that_is_over_costs_what_the_logs_of_its_pods_say(run: Run, api: C
     for holder, hours in held.items():
         expected = sum(span.end - span.start for span in spans if span.holder == holder)
         assert pytest.approx(2 * expected / 3600) == hours
+    ended = {"ts": lines[-1]["ts"] + 7200, "event": "pod ended", "role": "gpu", "pod": "sums-gpu-0-0"}
+    api.logs["sums-gpu-0-0", "agent"] += json.dumps(ended) + "\n"
+    later = json.loads(run("cost", "sums", "-o", "json").stdout)["held"]
+    assert pytest.approx(2 * 2.0) == later["rollout"] - held["rollout"], "it served for two hours more"
+    api.pods[0]["metadata"]["labels"][names.REPLICA_LABEL] = str(FIRST_SPARE)
+    spare = json.loads(run("cost", "sums", "-o", "json").stdout)["held"]
+    assert {PodHolder.IDLE: pytest.approx(sum(later.values()))} == spare
     api.refused["/log"] = 403
     assert Exit.NO_ANSWER == run("cost", "sums").code
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from colocated_rl_api.holders import PodHolder
-from colocated_rl_api.ladder import DISAGGREGATED, RESIDENT, SCORED_TIME_SLICED
+from colocated_rl_api.ladder import DISAGGREGATED, RESIDENT, ROLLOUT_ONLY, SCORED_TIME_SLICED
 from colocated_rl_api.rungs import Rung
 from colocated_rl_cli.draw.figures import (
     by_set,
@@ -153,6 +153,21 @@ def test_start_up_begins_when_the_agent_is_up() -> None:
     up = {"ts": -10.0, "event": "agent started", "role": "gpu", "pod": "a"}
     figures = read_figures([up, *one_switch()])
     assert (-10.0, PodHolder.START) == (figures.began, figures.spans[0].holder)
+
+
+@pytest.mark.parametrize("role", ["gpu", "engine"])
+def test_whoever_has_the_device_on_the_last_rung_has_it_up_to_the_last_line_of_the_pod(role: str) -> None:
+    """A job that only records comes to one rung, and generates there for hours: these were nobody's."""
+    of_pod = {"role": role, "pod": "a"}
+    started = {"ts": 0.0, "event": "agent started", **of_pod}
+    (serving,) = rises("a", [("Serving", 60.0)], step=0, role=role)
+    ended = {"ts": 3660.0, "event": "pod ended", **of_pod}
+    figures = read_figures([started, serving, ended], ROLLOUT_ONLY)
+    assert [(PodHolder.START, 60.0, Rung.SERVING), (PodHolder.ROLLOUT, 3600.0, None)] == [
+        (span.holder, span.end - span.start, span.towards) for span in figures.spans
+    ]
+    loading = [span.holder for span in read_figures([started, ended], ROLLOUT_ONLY).spans]
+    assert [PodHolder.START] == loading, "it never came to any"
 
 
 def test_the_operators_lines_about_the_group_are_no_pod() -> None:

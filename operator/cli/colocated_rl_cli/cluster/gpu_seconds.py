@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from colocated_rl_api import names
 from colocated_rl_api.holders import PodHolder
 from colocated_rl_api.rungs import Placement
+from colocated_rl_api.seats import is_spare
 from colocated_rl_cli.base.errors import CliError
 from colocated_rl_cli.cluster.api import Api, Object
 from colocated_rl_cli.cluster.pages import of_each, text_page
@@ -50,8 +51,11 @@ async def _seconds_of(api: Api, job: Object, pod: Object, logged: Logged) -> Map
         return seconds
     text = await api.log(name, names.AGENT_CONTAINER)
     lines = [line for line in map(read_line, text.splitlines()) if line is not None]
-    devices = _devices(job["spec"], pod["metadata"]["labels"][names.ROLE_LABEL])
-    return {holder: held * devices for holder, held in logged(job, lines).items()}
+    labels = pod["metadata"]["labels"]
+    devices, held = _devices(job["spec"], labels[names.ROLE_LABEL]), logged(job, lines)
+    if is_spare(f"{labels[names.ROLE_LABEL]}-{labels.get(names.REPLICA_LABEL)}"):  # as its agent counts
+        held = {PodHolder.IDLE: sum(held.values())}
+    return {holder: each * devices for holder, each in held.items()}
 
 
 def _devices(spec: Object, role: str) -> int:

@@ -292,14 +292,16 @@ def best_of(evaluation: Mapping[str, Any]) -> dict[int, float]:
 
 def _spans(lines: Sequence[Line], ladder: Ladder) -> list[RungSpan]:
     rises: dict[str, list[Line]] = defaultdict(list)
+    newest: dict[str, float] = {}
     for line in lines:
         if line.get("role") not in names.GPU_ROLES:  # the operator's lines are about the whole group
             continue
+        newest[line["pod"]] = line["ts"]
         if line.get("event") == "agent started" and line["pod"] not in rises:
             rises[line["pod"]].append({**line, "rung": Rung.UNKNOWN})
         elif _is_of_a_rung(line):
             rises[line["pod"]].append(line)
-    return [span for pod, of_pod in sorted(rises.items()) for span in _spans_of(pod, of_pod, ladder)]
+    return [span for pod, of_pod in sorted(rises.items()) for span in _spans_of(pod, of_pod, newest[pod], ladder)]
 
 
 def _is_of_a_rung(line: Line) -> bool:
@@ -307,7 +309,8 @@ def _is_of_a_rung(line: Line) -> bool:
     return line.get("event") == "rung reached" and line.get("rung") in set(Rung)
 
 
-def _spans_of(pod: str, rises: Sequence[Line], ladder: Ladder) -> list[RungSpan]:
+def _spans_of(pod: str, rises: Sequence[Line], until: float, ladder: Ladder) -> list[RungSpan]:
+    """Return the spans of a pod in the order of time. until: when it wrote its newest line, of whatever kind."""
     spans: list[RungSpan] = []
     has_served = False
     for line, following in pairwise(rises):
@@ -322,6 +325,12 @@ def _spans_of(pod: str, rises: Sequence[Line], ladder: Ladder) -> list[RungSpan]
             spans.append(RungSpan(pod, start, began, holder, first, following["step"], following.get("epoch")))
             start, holder = began, holder_of(first, towards, ladder, role)
         spans.append(RungSpan(pod, start, end, holder, towards, following["step"], following.get("epoch")))
+    last = rises[-1]
+    if until > last["ts"]:
+        rung = Rung(last["rung"])
+        has_served |= rung is ladder.top
+        holder = holder_of(rung, None, ladder, last["role"]) if has_served else PodHolder.START
+        spans.append(RungSpan(pod, last["ts"], until, holder, None, last.get("step", 0)))
     return spans
 
 

@@ -178,7 +178,12 @@ def switch(figures: RunFigures) -> str:
     times = rung_times(figures)
     spans = typical_switch(figures)
     began = min((span.start for span in spans), default=0.0)
-    rows = _rows(figures, spans, began, lambda span: f"to {span.towards}: {1000 * (span.end - span.start):.0f} ms")
+    rows = _rows(
+        figures,
+        spans,
+        began,
+        lambda span: f"to {span.towards or 'its newest line'}: {1000 * (span.end - span.start):.0f} ms",
+    )
     unit = "seconds since the gate closed" + (f", of step {spans[0].step}" if spans else "")
     chart = row_chart(rows, label="rungs of a switch", key=_key(spans), unit=unit, parted=True)
     bars = bar_table(
