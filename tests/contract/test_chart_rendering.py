@@ -181,6 +181,20 @@ def test_namespaced_mode_has_nothing_cluster_wide() -> None:
     assert not [each for each in rendered(CHART / "ci/namespaced-values.yaml") if "namespace" not in each["metadata"]]
 
 
+def test_two_installations_of_one_name_have_no_object_in_common() -> None:
+    """Helm refused the second one that looks for notices of nodes: both had the ClusterRole of one name."""
+
+    def made(namespace: str, jobs: str) -> set[tuple[str, str, str]]:
+        notices = "nodes.taint=true,nodes.leavingTaints={example.com/spot-notice}"
+        second = f"crds.install=false,rbac.aggregate=false,watch.namespaces={{{jobs}}}"
+        shown = "monitoring.monitors=true,monitoring.rules=true,monitoring.dashboard=true"
+        text = helm("template", "rl", CHART, "--namespace", namespace, "--set", f"{notices},{second},{shown}")
+        found = [each for each in yaml.safe_load_all(text) if each]
+        return {(each["kind"], each["metadata"].get("namespace", ""), each["metadata"]["name"]) for each in found}
+
+    assert set() == made("rl-a", "team-a") & made("rl-b", "team-b")
+
+
 def test_job_network_policies_recognize_the_operator() -> None:
     labels = one(rendered(CHART / "ci/default-values.yaml"), "Deployment")["spec"]["template"]["metadata"]["labels"]
     assert names.MANAGED_BY == labels["app.kubernetes.io/name"]
@@ -381,13 +395,24 @@ def test_pod_monitor_finds_every_member_and_says_whose_it_is(seat: str) -> None:
 
 def test_rules_and_dashboard_are_the_files_and_runbooks_are_where_the_values_say() -> None:
     objects = monitored()
-    alerts, recorded = (yaml.safe_load((CHART / f"rules/{file}.yaml").read_text()) for file in ("alerts", "recorded"))
+    texts = ((CHART / f"rules/{file}.yaml").read_text() for file in ("alerts", "recorded"))
+    alerts, recorded = (yaml.safe_load(text.replace("colocated-rl-system", NAMESPACE)) for text in texts)
     assert {"groups": alerts["groups"] + recorded["groups"]} == one(objects, "PrometheusRule")["spec"]
     dashboard = one(objects, "ConfigMap")["data"]["colocated-rl.json"]
     assert json.loads((CHART / "dashboards/colocated-rl.json").read_text()) == json.loads(dashboard)
     elsewhere = render("--set", "monitoring.rules=true,monitoring.runbooks=https://wiki.example.com/")
     group, _recorded = one(elsewhere, "PrometheusRule")["spec"]["groups"]
     assert all(rule["annotations"]["runbook_url"].startswith("https://wiki.example.com/") for rule in group["rules"])
+
+
+@pytest.mark.parametrize("namespace", ["team-a-rl", "2026"])
+def test_each_of_several_operators_is_missed(namespace: str) -> None:
+    """While any operator of the cluster led, nobody was told that the one of this release did not."""
+    text = helm("template", "rl", CHART, "--namespace", namespace, "--set", "monitoring.rules=true")
+    objects = [each for each in yaml.safe_load_all(text) if each]
+    missed, *_others = one(objects, "PrometheusRule")["spec"]["groups"][0]["rules"]
+    assert f'absent(colocated_rl_operator_leader{{namespace="{namespace}"}} == 1)' == missed["expr"]
+    assert namespace == missed["labels"]["namespace"], "else Alertmanager takes two of them for one"
 
 
 # -------------------------------------------------------------------------------------------------------------- bundle
