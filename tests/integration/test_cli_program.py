@@ -215,8 +215,26 @@ def test_a_table_says_what_sharing_gpus_saved_and_how_that_is_reckoned(run: Run,
     api.pages["sums-gpu-0-0", "/metrics"] = counted(rollout=1.0, training=1.0, switch=0.5)
     assert ["saved", "-0.5", "-25% of separate"] == cells(run("cost", "sums").stdout)[-1]
     api.jobs["sums"]["status"]["placement"] = "Disaggregated"
+    api.pods[0]["metadata"]["labels"][names.ROLE_LABEL] = names.ROLE_TRAINER
     assert "share no GPU in this job: there is nothing to compare" in run("cost", "sums").stdout
     assert json.loads(run("cost", "sums", "-o", "json").stdout)["saved"] is None
+
+
+def test_of_engines_of_both_kinds_those_with_gpus_of_their_own_keep_them_on_both_sides(
+    run: Run, api: ClusterApi
+) -> None:
+    """Such a job was said to share no GPU."""
+    api.jobs["sums"]["status"]["placement"] = "Mixed"
+    api.pods.append(_pod("engine-0"))
+    api.pages["sums-gpu-0-0", "/metrics"] = counted(rollout=3.0, training=1.0, switch=0.5)
+    api.pages["sums-engine-0-0", "/metrics"] = counted(rollout=4.0, switch=0.25)
+    assert [
+        ["GPUS", "GPU_HOURS", "RECKONED"],
+        ["colocated", "8.75", "the sum"],
+        ["separate", "10.25", "2 x 3, the longer of both sides, and 4.25 of GPUs that are not shared"],
+        ["saved", "1.5", "15% of separate"],
+    ] == cells(run("cost", "sums").stdout.split("\n\n")[1])
+    assert 1.5 == json.loads(run("cost", "sums", "-o", "json").stdout)["saved"]
 
 
 def test_a_job_that_is_over_costs_what_the_logs_of_its_pods_say(run: Run, api: ClusterApi) -> None:

@@ -223,8 +223,9 @@ COMMANDS = (
         "of all holders. *Separate* is what the same work would take if rollout and training each had as many GPUs of "
         "their own and worked at the same time: both sides are held for as long as the longer of the two works, so it "
         "is twice the hours of rollout or of training, whichever is more (hours of both at once count for each). It "
-        "leaves out start-up, switches and idle time, so it is a lower bound. *Saved* is separate minus colocated. It "
-        "is negative if both sides work about equally long: then sharing costs its switches.",
+        "leaves out start-up, switches and idle time, so it is a lower bound. Engines that have their own GPUs "
+        "beside those (`placement: Both`) keep them in both sums. *Saved* is separate minus colocated. It is negative "
+        "if both sides work about equally long: then sharing costs its switches.",
     ),
     Command(
         "suspend", "free the devices of a job, and keep its volumes", [JOB],

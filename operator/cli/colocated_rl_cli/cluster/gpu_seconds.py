@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from colocated_rl_api import names
 from colocated_rl_api.holders import PodHolder
@@ -18,6 +18,7 @@ from colocated_rl_cli.evidence.records import ladder_of, read_line
 
 _LINE = re.compile(r'^colocate_gpu_seconds_total\{holder="(?P<holder>[^"]+)"\} (?P<seconds>[0-9.e+-]+)$', re.MULTILINE)
 
+SHARES = (Placement.TIME_SLICED, Placement.RESIDENT, Placement.MIXED)  # in pods of role gpu
 Logged = Callable[[Object, Sequence[Object]], Mapping[str, float]]
 """Returns the seconds of a device by holder, from the log lines of its pod's agent."""
 
@@ -34,13 +35,24 @@ async def gpu_hours(api: Api, job: Object, logged: Logged) -> GpuHours:
     failures = {pod: error for pod, error in found.items() if isinstance(error, CliError)}
     if failures and len(failures) == len(pods):
         raise next(iter(failures.values()))
-    seconds: defaultdict[str, float] = defaultdict(float)
-    for pod in found.keys() - failures.keys():
-        for holder, held in found[pod].items():
-            seconds[holder] += held
-    hours = {str(holder): seconds[holder] / HOUR_S for holder in PodHolder if seconds[holder]}
+    known = {pod: seconds for pod, seconds in found.items() if pod not in failures}
     notes = tuple(f"without pod {pod}: {error}" for pod, error in sorted(failures.items()))
-    return GpuHours(hours, notes, is_colocated=ladder_of(job).placement in (Placement.TIME_SLICED, Placement.RESIDENT))
+    shared = None
+    if ladder_of(job).placement in SHARES:
+        shared = _hours(
+            seconds
+            for pod, seconds in known.items()
+            if pods[pod]["metadata"]["labels"][names.ROLE_LABEL] == names.ROLE_GPU
+        )
+    return GpuHours(_hours(known.values()), notes, shared)
+
+
+def _hours(of_pods: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    seconds: defaultdict[str, float] = defaultdict(float)
+    for of_pod in of_pods:
+        for holder, held in of_pod.items():
+            seconds[holder] += held
+    return {str(holder): seconds[holder] / HOUR_S for holder in PodHolder if seconds[holder]}
 
 
 async def _seconds_of(api: Api, job: Object, pod: Object, logged: Logged) -> Mapping[str, float]:

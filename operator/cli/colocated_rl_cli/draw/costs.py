@@ -38,12 +38,13 @@ def text(hours: GpuHours) -> str:
     shares = table(rows, ["holder", "gpu_seconds", "gpu_hours", "share"])
     if hours.separate is None or hours.saved is None:
         return f"{shares}\n\nengines and trainers share no GPU in this job: there is nothing to compare"
+    unshared = f", and {hours.unshared:.4g} of GPUs that are not shared" if hours.unshared > 0 else ""
     compared = (
         {"gpus": "colocated", "gpu_hours": hours.total, "reckoned": "the sum"},
         {
             "gpus": "separate",
             "gpu_hours": hours.separate,
-            "reckoned": f"2 x {hours.longer:.4g}, the longer of both sides",
+            "reckoned": f"2 x {hours.longer:.4g}, the longer of both sides{unshared}",
         },
         {"gpus": "saved", "gpu_hours": hours.saved, "reckoned": f"{_share(hours.saved, hours.separate)} of separate"},
     )
