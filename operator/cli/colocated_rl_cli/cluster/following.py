@@ -119,6 +119,11 @@ class JobWatch:
 
     async def _watch_job(self) -> None:
         query, what = {"fieldSelector": f"metadata.name={self._name}"}, f"job {self._api.namespace}/{self._name}"
+        try:
+            await self._api.job(self._name)
+        except ObjectMissing:  # since the watch before, and this one would not tell
+            self._ended.set()
+            return
         async for kind, job in self._api.watch(self._api.jobs, query, what=what):
             self.job, self.trouble = job, None
             if kind == "DELETED" or is_over(job):
