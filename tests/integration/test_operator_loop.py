@@ -955,6 +955,7 @@ async def test_of_two_operators_that_see_a_new_job_one_has_it(world: FakeWorld) 
     assert 1 + 3 + 1 == world.status["epoch"]
 
 
+JOBS = "colocated_rl_operator_jobs"
 TAKES_OVER = {"release": "others/lease", "takes_over": frozenset({"operators/lease", "others/lease"})}  # and its own
 
 
@@ -987,7 +988,8 @@ async def test_an_operator_that_names_itself_among_those_whose_jobs_it_takes_tak
 async def test_a_job_is_taken_over_from_an_operator_that_still_runs(world: FakeWorld) -> None:
     """The other one learns of it by the job, and does nothing more under it; the job goes on as it stands.
 
-    It kept its connections, and the two took them from each other for ever.
+    It kept its connections, and the two took them from each other for ever. It also went on to count the job, as it had
+    seen it last: a job that had waited or stalled under it was an alert for as long as it ran.
     """
     stay_in_rollout(world)
     async with world.operator() as former:
@@ -996,6 +998,7 @@ async def test_a_job_is_taken_over_from_an_operator_that_still_runs(world: FakeW
             await world.until(lambda: world.status["operator"] == "others/lease")
             await world.until(lambda: "AnotherOperator" in reasons_of_events(world))
             await world.until(lambda: not former.context.doors.members.answers(world.body["metadata"]["uid"]))
+            await world.until(lambda: 0 == former.metrics.registry.get_sample_value(JOBS, {"phase": "Rollout"}))
             world.kubelet.release("rollout")
             await world.until(lambda: world.status.get("phase") == "Complete")
     assert "others/lease" == world.status["operator"]

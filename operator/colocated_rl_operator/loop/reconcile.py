@@ -66,6 +66,7 @@ async def _pass(state: JobState, body: Mapping[str, Any], doors: Doors) -> float
     await refresh_pods(state, doors.kube, doors.pods, now=doors.clock())
     if not await claim(state, doors):
         doors.members.keep(state.about.uid, ())  # each would take its members' connections from the other
+        doors.metrics.forget_job(state.about.uid)  # the other one counts it
         state.forget()
         return AGAIN_S
     began = doors.clock()
