@@ -116,6 +116,15 @@ async def test_the_first_candidate_leads_and_renews(api: FakeApiServer) -> None:
     assert " 1" == holder(api)
 
 
+async def test_others_wait_no_shorter_than_the_duration_whose_seconds_are_not_whole(api: FakeApiServer) -> None:
+    """A Lease has whole seconds: 10.4 were written as 10, and a leader of 10.2 to renew in led beside the next one."""
+    lease = make_lease(api, "a", duration_s=LONG_S + 0.4)
+    async with asyncio.timeout(DEADLINE_S):
+        await lease.acquire()
+    assert LONG_S + 1 == api.objects[PATH]["spec"]["leaseDurationSeconds"]
+    await lease.release()
+
+
 async def test_a_released_lease_is_taken_at_once(api: FakeApiServer) -> None:
     first, second = (make_lease(api, each) for each in "ab")
     await first.acquire()

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -215,7 +216,7 @@ class Lease:
         spec = dict(lease["spec"])
         spec |= {
             "holderIdentity": self._terms.identity,
-            "leaseDurationSeconds": max(1, round(self._terms.duration_s)),
+            "leaseDurationSeconds": math.ceil(self._terms.duration_s),  # never shorter: it has whole seconds
             "renewTime": at,
         }
         if taken:
