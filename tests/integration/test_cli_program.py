@@ -37,6 +37,7 @@ from colocated_rl_cli import completion
 from colocated_rl_cli.base.errors import Exit
 from colocated_rl_cli.commands import RUN
 from colocated_rl_cli.completion import complete
+from colocated_rl_cli.document import page as page_of_commands
 from colocated_rl_cli.draw.figures import read_figures
 from colocated_rl_cli.parser import COMMANDS, build
 from fakes.cluster_api import UNREACHED, ClusterApi, page
@@ -846,6 +847,12 @@ def test_help_and_completion_load_no_library() -> None:
 def test_every_command_explains_itself() -> None:
     assert [*RUN] == [command.name for command in COMMANDS]
     assert all(command.summary[0].islower() and not command.summary.endswith(".") for command in COMMANDS)
+
+
+def test_the_page_says_of_every_command_which_rights_it_needs() -> None:
+    """An answer of 403 sends people there, and `retry` was missing."""
+    rights, _, _ = page_of_commands().partition("## Commands")
+    assert [] == [command.name for command in COMMANDS if f"`{command.name}`" not in rights]
 
 
 def test_the_page_of_the_documentation_is_as_generated() -> None:
