@@ -567,6 +567,18 @@ def test_standard_input_that_is_named_twice_has_nothing_the_second_time(kubectl:
     assert b"Traceback" not in done.stderr
 
 
+def test_a_character_that_the_locale_lacks_is_shown_by_its_number(kubectl: Played, api: ClusterApi) -> None:
+    """One sample of an alphabet that the terminal does not have ended the command in a traceback."""
+    sample = {"id": 7, "state": "trained", "reward": 1.0, "prompt": "1 + 1 = ?", "response": "\u4e8c"}
+    api.pages["sums-rollout-0", "/v1/samples"] = page({"samples": [sample]})
+    done = subprocess.run(
+        [sys.executable, "-m", "colocated_rl_cli", "samples", "sums", "--text"],
+        env={**kubectl.environment, "PYTHONIOENCODING": "latin-1"}, capture_output=True, check=False,
+    )  # fmt: skip
+    assert (Exit.FINE, b"") == (done.returncode, done.stderr)
+    assert b"    \\u4e8c" in done.stdout.splitlines()
+
+
 WRITERS = (["--help"], ["completion", "bash"], ["top", "sums"], ["explain", "sums", "-o", "json"])
 
 
@@ -580,6 +592,16 @@ def test_who_reads_no_further_makes_no_noise(kubectl: Played, words: list[str]) 
     )  # fmt: skip
     os.close(writing)
     assert (Exit.FINE, b"") == (done.returncode, done.stderr)
+
+
+@pytest.mark.parametrize("name", [".", "/tmp"])
+def test_samples_are_not_asked_for_where_a_folder_is_in_the_place_of_their_file(
+    run: Run, api: ClusterApi, name: str
+) -> None:
+    """It was known only when all had come, and `.` was a traceback."""
+    done = run("samples", "sums", "--parquet", name)
+    assert (Exit.USAGE, []) == (done.code, api.forwarded)
+    assert f"'{name}' is a directory" in done.stderr
 
 
 def test_what_can_not_be_written_is_code_2(kubectl: Played) -> None:

@@ -23,6 +23,8 @@ COMPLETE = "__complete"  # the word before those to complete, in the scripts of 
 
 def main() -> int:
     """Run the program with the process's arguments and return its exit code."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # samples have characters that a locale may lack
     prog = "kubectl crlj" if Path(sys.argv[0]).name.startswith("kubectl") else "colocated-rl"
     return run(sys.argv[1:], os.environ, prog=prog)
 

@@ -186,7 +186,12 @@ COMMANDS = (
                 ["--limit"], metavar="N", type=IntRange(0), help="how many, at most 1000 (20); all in a Parquet file"
             ),
             Option(["--follow"], is_flag=True, help="the newest that ended, then each as it ends, until the job ends"),
-            Option(["--parquet"], metavar="FILE", help="write samples to this file, with tokens and log-probabilities"),
+            Option(
+                ["--parquet"],
+                metavar="FILE",
+                type=click.Path(dir_okay=False),
+                help="write samples to this file, with tokens and log-probabilities",
+            ),
         ],
         "Samples come from the rollout controller's store, which keeps only the newest of the batches that a "
         "checkpoint holds. With `--follow` each sample is printed once, when it has its reward or was dropped, until "

@@ -296,7 +296,7 @@ def _spans(lines: Sequence[Line], ladder: Ladder) -> list[RungSpan]:
     for line in lines:
         if line.get("role") not in names.GPU_ROLES:  # the operator's lines are about the whole group
             continue
-        newest[line["pod"]] = line["ts"]
+        newest[line.get("pod", "")] = line["ts"]
         if line.get("event") == "agent started" and line["pod"] not in rises:
             rises[line["pod"]].append({**line, "rung": Rung.UNKNOWN})
         elif _is_of_a_rung(line):
