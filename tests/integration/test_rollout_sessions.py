@@ -307,6 +307,30 @@ async def test_sessions_with_rewards_become_a_group_of_a_batch(tmp_path: Path) -
         assert 2 == scene.figure("sessions_ended_total", ending="trained")
 
 
+async def test_a_session_with_stale_tokens_is_trained_without_these_where_the_job_masks_them(tmp_path: Path) -> None:
+    """It was dropped, though samples of the same age are masked: a session of many turns lasts over many steps."""
+    rules: dict[str, Any] = {"batchSize": 1, "groupSize": 2, "maxStaleness": 0, "atMaxStaleness": "Mask"}
+    async with gateway_running(tmp_path, counting, **rules) as scene:
+        await scene.gate.open(V0)
+        agents = [ConversingAgent(scene, f"s{number}") for number in range(2)]
+        for agent in agents:
+            await agent.ask(QUESTION)
+        await scene.operator.send(1, (scene.gate.endpoint,), trained_step=1)
+        await scene.operator.until(lambda facts: facts.trained_step == 1)
+        await scene.switch(V1)
+        for agent in agents:
+            await agent.ask(AND)
+        shown = [await agent.shown() for agent in agents]
+        for agent in agents:
+            assert 200 == (await agent.reward(1.0)).status_code
+        facts = await scene.operator.until(lambda facts: facts.sealed is not None)
+        assert facts.sealed is not None
+        spans = [span for each in shown for span in each["trajectory"]["weight_versions"]]
+        young = [span["end"] - span["start"] for span in spans if span["version"] == str(V1)]
+        assert (2, 2, 2, sum(young)) == (facts.sealed.step, facts.sealed.samples, len(young), facts.sealed.loss_tokens)
+        assert not scene.figure("sessions_ended_total", ending="TooStale")
+
+
 async def test_sessions_survive_the_loss_of_the_process(tmp_path: Path) -> None:
     """Every turn that a client was answered is durable: the copy is what a kill would leave."""
     async with gateway_running(tmp_path / "a", counting) as scene:

@@ -24,7 +24,7 @@ from colocated_rl_api.facts import (
     Problem,
     RolloutFacts,
 )
-from colocated_rl_api.job import ROUTED_EXPERTS, Interruption
+from colocated_rl_api.job import ROUTED_EXPERTS, AtMaxStaleness, Interruption
 from colocated_rl_api.logs import log
 from colocated_rl_api.member_wire import Goal, Hello, RolloutTarget
 from colocated_rl_member.data import DataClient
@@ -130,7 +130,7 @@ class Controller:
             store,
             self._metrics,
             group_size=spec.rollout.group_size,
-            max_staleness=spec.max_staleness,
+            max_staleness=None if spec.rollout.at_max_staleness is AtMaxStaleness.MASK else spec.max_staleness,
             changed=self._wake,
             clock=time.monotonic,
         )

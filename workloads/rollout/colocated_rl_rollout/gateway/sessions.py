@@ -155,7 +155,10 @@ class Session:
 
 
 class Sessions:
-    """Holds all sessions of a job. clock: seconds. changed: called when a group is complete."""
+    """Holds all sessions of a job. clock: seconds. changed: called when a group is complete.
+
+    max_staleness: of a session that becomes a sample; None where what is too old is masked, and no session dropped.
+    """
 
     def __init__(
         self,
@@ -163,7 +166,7 @@ class Sessions:
         metrics: RolloutMetrics,
         *,
         group_size: int,
-        max_staleness: int,
+        max_staleness: int | None,
         changed: Callable[[], None],
         clock: Callable[[], float],
         tokens_at_most: int = TOKENS_AT_MOST,
@@ -378,6 +381,8 @@ class Sessions:
         return Trajectory(tokens, finish, reward, session.figures, session.experts, name, session.grouping)
 
     def _is_too_old(self, session: Session) -> bool:
+        if self._max_staleness is None:
+            return False
         steps = [turn.tokens.oldest_step for turn in session.turns[-1].path]
         oldest = min((step for step in steps if step is not None), default=None)
         return deadline(oldest, max_staleness=self._max_staleness) < self._store.next_step
