@@ -16,6 +16,8 @@ from colocated_rl_rollout.gateway.growing_text import (
     KEPT,
     WINDOW,
     GrowingText,
+    last_words,
+    text_behind,
 )
 from colocated_rl_rollout.pages.words import spans
 from colocated_rl_rollout.store.transcripts import Transcript
@@ -105,13 +107,15 @@ def test_pieces_add_up_to_a_beginning_of_what_all_tokens_decode_to(name: str, da
     """However many come at a time; and no more of them is held back than a character or a row of bytes."""
     decoder = CountingTokenizer(TOKENIZERS[name])
     steps = data.draw(st.lists(st.lists(st.integers(0, decoder.size - 1), min_size=1, max_size=4), max_size=40))
-    growing = GrowingText(decoder)
+    before = data.draw(st.lists(st.integers(0, decoder.size - 1), max_size=2 * KEPT))
+    behind = last_words(decoder, before)
+    growing = GrowingText(decoder, behind=behind)
     ids: list[int] = []
     text = ""
     for step in steps:
         ids += step
         text += growing.more(step)
-        whole = CountingTokenizer(TOKENIZERS[name]).text(ids)
+        whole = text_behind(CountingTokenizer(TOKENIZERS[name]), behind, ids)
         assert whole.startswith(text)
         words = [token for token in ids if token not in decoder.special_ids]
         if words and words[-1] not in decoder.byte_ids:

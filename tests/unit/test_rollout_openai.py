@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, decoders, models
 
 from colocated_rl_api.rungs import WeightVersion
 from colocated_rl_rollout.engines import engine_client
@@ -367,6 +367,31 @@ def test_calls_are_found_also_where_the_tokenizer_has_their_tags_special(tmp_pat
     assert ("Look. ", ["find"]) == (text, [call["function"]["name"] for call in called])
     assert not chat.never_in_text("</tool_call>")
     assert chat.never_in_text("<|im_start|>")
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_a_text_goes_on_where_its_prompt_ends(tmp_path: Path, streams: bool) -> None:
+    """A tokenizer like Llama's drops the space that begins a text: "The sea" went on as "is", and not as " is"."""
+    model = write_model(tmp_path)
+    words = ["<s>", "</s>", "<|im_end|>", "▁The", "▁sea", "▁is", "▁blue", "."]
+    tokenizer = Tokenizer(models.BPE({word: number for number, word in enumerate(words)}, []))
+    tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+    tokenizer.add_special_tokens(words[:3])
+    tokenizer.save(str(model / "tokenizer.json"))
+    chat = Chat(model)
+    ids = np.array([5, 6, 7, 2], np.int32)
+    tokens = Tokens(ids, -np.ones(4, np.float32), (Span(WeightVersion(0, 1), 0, 4),))
+    for prompt, expected in (((0, 3, 4), " is blue."), ((0,), "is blue.")):
+        asks = CompletionRequest(np.array(prompt, np.int32), 100, 1.0)
+        reply = CompletionReply(Form(chat=False, streams=streams), asks, "m", 1, "id")
+        more = extension(tokens, Finish.STOP, 1)
+        if streams:
+            pieces = Pieces(reply, chat)
+            events = [event for length in range(len(tokens)) for event in pieces.more(cut(tokens, length))]
+            events += pieces.rest(tokens, Finish.STOP, more)
+        else:
+            events = [reply.whole(chat, tokens, Finish.STOP, more)]
+        assert expected == "".join(event["choices"][0]["text"] for event in events)
 
 
 @given(st.text("abé", max_size=12), st.lists(st.text("ab", min_size=1, max_size=3), max_size=2))

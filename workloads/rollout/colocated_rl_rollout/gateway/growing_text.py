@@ -11,7 +11,7 @@ back: the first word of a text loses its space. Text that a later token could st
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 CUT_OFF = "\ufffd"  # the first bytes of a character decode to it
@@ -28,13 +28,27 @@ class Decoder(Protocol):
     def text(self, ids: list[int]) -> str: ...
 
 
-class GrowingText:
-    """Decodes one response as it grows."""
+def last_words(decoder: Decoder, ids: Sequence[int]) -> list[int]:
+    """Return the last tokens of a text, behind which others add what they add to the text; none where these could
+    change its last character.
+    """
+    kept = [token for token in ids[-KEPT:] if token not in decoder.special_ids]
+    is_whole = kept and kept[-1] not in decoder.byte_ids and not decoder.text(kept).endswith(CUT_OFF)
+    return kept if is_whole else []
 
-    def __init__(self, decoder: Decoder) -> None:
+
+def text_behind(decoder: Decoder, words: list[int], ids: list[int]) -> str:
+    """Return the text that tokens add to `last_words`: alone, some decoders drop the space with which it begins."""
+    return decoder.text([*words, *ids])[len(decoder.text(words)) :]
+
+
+class GrowingText:
+    """Decodes one response as it grows. behind: `last_words` of the text that it continues."""
+
+    def __init__(self, decoder: Decoder, *, behind: Iterable[int] = ()) -> None:
         self._decoder = decoder
-        self._window: list[int] = []
-        self._returned = 0  # characters of the window's text that were returned
+        self._window = [*behind]
+        self._returned = len(decoder.text(self._window))  # characters of the window's text that were returned
 
     def more(self, ids: Iterable[int]) -> str:
         """Return the text that further tokens add."""

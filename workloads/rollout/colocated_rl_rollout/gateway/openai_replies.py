@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from colocated_rl_rollout.gateway.growing_text import CUT_OFF, GrowingText
+from colocated_rl_rollout.gateway.growing_text import CUT_OFF, KEPT, GrowingText, last_words, text_behind
 from colocated_rl_rollout.gateway.openai_answers import (
     Extension,
     FinishReason,
@@ -69,8 +69,12 @@ class CompletionReply:
 
     def read(self, chat: Chat, tokens: Tokens, finish: Finish | None) -> tuple[str, list[Call]]:
         """Return the text up to what stopped it, and tool calls."""
-        text = visible(chat.text(tokens.ids.tolist()), self.asked.stops)
+        text = visible(text_behind(chat, self.continued(chat), tokens.ids.tolist()), self.asked.stops)
         return read_calls(text) if self.form.tools and finish is Finish.STOP else (text, [])
+
+    def continued(self, chat: Chat) -> list[int]:
+        """Return the end of the text that the reply continues; a message begins by itself."""
+        return [] if self.form.chat else last_words(chat, self.asked.prompt[-KEPT:].tolist())
 
     def called(self, calls: Sequence[Call]) -> list[ToolCallEntry]:
         return [
@@ -112,7 +116,7 @@ class Pieces:
         self._chat = chat
         form, asked = reply.form, reply.asked
         self._marks = (*asked.stops, *((BEGIN,) if form.tools else ()))
-        self._growing = GrowingText(chat)
+        self._growing = GrowingText(chat, behind=reply.continued(chat))
         self._held = ""  # text that may become a mark
         self._is_marked = False  # all further text is sent at the end
         self._decoded = 0  # tokens
