@@ -29,6 +29,7 @@ from colocated_rl_api import names
 from colocated_rl_api.rungs import WeightVersion
 from colocated_rl_rollout.engines.engine_client import Generated
 from colocated_rl_rollout.engines.engines import Engines
+from colocated_rl_rollout.gateway import turns
 from colocated_rl_rollout.gateway.gateway import MAX_REQUEST_BYTES, Reading
 from colocated_rl_rollout.gateway.openai_requests import ONLY, RequestRefused
 from colocated_rl_rollout.gateway.turns import RETRY_S, Turn
@@ -247,6 +248,20 @@ async def test_a_request_waits_while_no_engine_is_open_and_so_many_at_most(tmp_p
         assert [ANSWER, ANSWER] == [text_of(await each) for each in asked]
         assert 0 == scene.figure("parked")
         assert ANSWER == text_of(await scene.ask())
+
+
+async def test_a_long_request_counts_also_where_the_template_shows_little_of_it(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Thousands of such requests, megabytes each, were held by the few tokens of their prompts."""
+    monkeypatch.setattr(turns, "TOKENS_HELD_AT_MOST", 1000)
+    message: Any = {**QUESTION, "note": "x" * 6000}
+    first = asyncio.create_task(scene.ask(message))
+    await until(lambda: scene.figure("parked") == 1)
+    with pytest.raises(openai.RateLimitError, match="1 requests are held"):
+        await asyncio.wait_for(scene.ask(message), DEADLINE_S / 4)
+    await scene.gate.open(V0)
+    assert ANSWER == text_of(await first)
 
 
 async def test_turns_of_the_jobs_own_episodes_wait_however_many(tmp_path: Path) -> None:

@@ -343,6 +343,26 @@ def test_no_turn_begins_while_the_sessions_hold_all_tokens_that_they_may(tmp_pat
     store.close()
 
 
+def test_messages_that_no_template_shows_are_held_too(tmp_path: Path) -> None:
+    """A turn of three tokens may come with megabytes that are recorded, and were counted by nobody."""
+    store = Store(tmp_path, job_uid=JOB_UID)
+    sessions = sessions_of(store, tokens_at_most=40)
+    tokens = Tokens(np.array([1, 2], np.int32), -np.ones(2, np.float32), (Span(WeightVersion(0, 1), 0, 2),))
+    messages = [{"role": "user", "content": "Hi", "note": "x" * 400}, {"role": "assistant", "content": "Ho"}]
+    session = sessions.begin("s")
+    prompt = np.array([7], np.int32)
+    asyncio.run(sessions.record(session, None, messages, "", prompt=prompt, tokens=tokens, finish=None, engine=None))
+    sessions.end(session)
+    with pytest.raises(RequestRefused, match="1 sessions hold"):
+        sessions.begin("another")
+    again = sessions_of(store, tokens_at_most=40)
+    with pytest.raises(RequestRefused, match="1 sessions hold"):
+        again.begin("another")
+    asyncio.run(again.delete("s"))
+    assert "another" == again.begin("another").id
+    store.close()
+
+
 def test_the_longest_tokens_that_go_on_are_taken(tmp_path: Path) -> None:
     session = Session("s")
 

@@ -263,7 +263,14 @@ class Gateway:
         engine = place.parent.engine if place and place.parent else None
         is_own = place is not None and place.session.turned is not None
         replays = is_own and self._replays_experts
-        with self._turns.begin(asking, streams=form.streams, engine=engine, is_own=is_own, replays=replays) as turn:
+        with self._turns.begin(
+            asking,
+            streams=form.streams,
+            asked_bytes=form.asked_bytes,
+            engine=engine,
+            is_own=is_own,
+            replays=replays,
+        ) as turn:
             if form.streams:
                 return await self._stream(Stream(request), reply, turn, place)
             await turn.wait_done()

@@ -32,6 +32,7 @@ from colocated_rl_rollout.tasks.task_wire import Figures, RewardValue
 MESSAGES_AT_MOST = 4096
 MEMBERS_AT_MOST = 4096  # of one object
 TOKENS_AT_MOST = 2**31 - 1
+CHARACTERS_OF_A_TOKEN = 8  # of what a client sends, twice as many as texts have: what is longer counts for more tokens
 SEVERAL = "each completion is a request of its own: send several requests"
 SAMPLING = "log-probabilities would not describe how the tokens were drawn"
 GRAMMAR = "constrained decoding can't be continued faithfully over a switch"
@@ -143,7 +144,10 @@ class CompletionRequest:
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """Describes the form of the reply. tools: look for calls. usage: send it in a closing event of a stream."""
+    """Describes the form of the reply. tools: look for calls. usage: send it in a closing event of a stream.
+
+    asked_bytes: of the request, which is held as long as the reply takes.
+    """
 
     chat: bool
     streams: bool = False
@@ -151,6 +155,7 @@ class Form:
     logprobs: bool = False
     token_ids: bool = False
     tools: bool = False
+    asked_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -288,7 +293,7 @@ def read_body(kind: type[BodyT], text: bytes, *, model: str) -> tuple[BodyT, For
         raise RequestRefused(404, message, param="model", code="model_not_found")
     if body.stream_options is not None and not body.stream:
         raise RequestRefused(400, "stream_options are of a stream: with stream: true alone", param="stream_options")
-    return body, _form_of(body, may_call=may_call)
+    return body, _form_of(body, may_call=may_call, asked_bytes=len(text))
 
 
 def _read_object(text: bytes) -> dict[str, Any]:
@@ -333,7 +338,7 @@ def _take_out(only: Mapping[str, tuple[Sequence[Any], str]], sent: dict[str, Any
             raise RequestRefused(400, message, param=place + name, code="unsupported_value")
 
 
-def _form_of(body: Body, *, may_call: bool) -> Form:
+def _form_of(body: Body, *, may_call: bool, asked_bytes: int) -> Form:
     return Form(
         chat=isinstance(body, ChatBody),
         streams=bool(body.stream),
@@ -341,6 +346,7 @@ def _form_of(body: Body, *, may_call: bool) -> Form:
         logprobs=body.logprobs is not None and body.logprobs is not False,
         token_ids=bool(body.return_token_ids),
         tools=isinstance(body, ChatBody) and bool(body.tools) and may_call,
+        asked_bytes=asked_bytes,
     )
 
 

@@ -28,7 +28,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from colocated_rl_rollout.gateway.openai_requests import Conversation, RequestRefused
+from colocated_rl_rollout.gateway.openai_requests import CHARACTERS_OF_A_TOKEN, Conversation, RequestRefused
 from colocated_rl_rollout.metrics import RolloutMetrics
 from colocated_rl_rollout.rules.chat import Chat, Unrenderable
 from colocated_rl_rollout.rules.resume import NO_EXPERTS, join_all
@@ -71,6 +71,7 @@ class RecordedTurn:
     tokens: Tokens
     finish: Finish | None
     engine: str | None = None
+    text_length: int = 0  # of its messages, and of a path's first turn its setting, in JSON
 
     @property
     def path(self) -> list[RecordedTurn]:
@@ -95,6 +96,11 @@ class RecordedTurn:
     @property
     def size(self) -> int:
         return len(self.context) + len(self.tokens)
+
+    @property
+    def held(self) -> int:
+        """Return the tokens that it counts for: messages may be much longer than what the template shows of them."""
+        return max(self.size, self.text_length // CHARACTERS_OF_A_TOKEN)
 
 
 @dataclass(eq=False)
@@ -121,8 +127,8 @@ class Session:
         return bool(self.turns) and self.refused is not None and self.refused.code == "context_length_exceeded"
 
     @property
-    def size(self) -> int:
-        return sum(turn.size for turn in self.turns)
+    def held(self) -> int:
+        return sum(turn.held for turn in self.turns)
 
     def match(self, conversation: Conversation) -> RecordedTurn | None:
         """Return the turn with the longest history that the conversation continues, or None."""
@@ -213,7 +219,8 @@ class Sessions:
         if not self._store.has_room():
             raise RequestRefused(503, "the store's volume is full: see the job's status", code="full", retry_s=RETRY_S)
         if self._held >= self._tokens_at_most or (session is None and len(self._sessions) >= SESSIONS_AT_MOST):
-            message = f"{len(self._sessions)} sessions hold {self._held} tokens: reward or delete some"
+            held = f"{len(self._sessions)} sessions hold {self._held} tokens, or text that counts for them"
+            message = f"{held}: reward or delete some"
             raise RequestRefused(429, message, code="too_many_sessions", retry_s=RETRY_S)
 
     def end(self, session: Session) -> None:
@@ -241,24 +248,27 @@ class Sessions:
         if self._sessions.get(session.id) is not session or session.reward is not None:
             raise RequestRefused(409, f"session {session.id} ended before this turn did", code="session_ended")
         start = (len(parent.ids), parent.history_length) if parent else (0, 0)
+        own = tuple(messages[start[1] :])
+        text = json.dumps(own)
         turn = RecordedTurn(
             len(session.turns) + 1,
             parent,
-            tuple(messages[start[1] :]),
+            own,
             parent.setting if parent else setting,  # the same, and kept once
             prompt[start[0] :].copy(),
             tokens,
             finish,
             engine,
+            len(text) + (0 if parent else len(setting)),
         )
         session.turns.append(turn)
         session.refused = None
         session.experts = experts.astype(np.int16) if len(experts) else None
-        self._held += turn.size
+        self._held += turn.held
         if session.turned is not None:
             session.turned(tokens.oldest_step)
         begins = [(tables.SESSION, [(session.id,)])] if turn.number == 1 else []
-        self._store.write(*begins, _row_of(session, turn))
+        self._store.write(*begins, _row_of(session, turn, text))
         await self._store.flushed()
 
     def refuse(self, name: str, refused: RequestRefused) -> None:
@@ -411,7 +421,7 @@ class Sessions:
         waiting = self._rewarded.get(session.grouping or "", {})
         if waiting.pop(session.id, None) and not waiting:
             del self._rewarded[session.grouping or ""]
-        self._held -= session.size
+        self._held -= session.held
         self._metrics.sessions_ended.labels(ending).inc()
 
     def _count_dropped(self, turns: Sequence[RecordedTurn], reason: str) -> None:
@@ -436,9 +446,10 @@ class Sessions:
                 np.frombuffer(row["context"], np.int32),
                 tables.unpacked(row["ids"], row["logp"], row["spans"]),
                 Finish(row["finish"]) if row["finish"] else None,
+                text_length=len(row["messages"]) + len(row["setting"]),
             )
             session.turns.append(turn)
-            self._held += turn.size
+            self._held += turn.held
         for session in [each for each in self._sessions.values() if each.id.startswith(EPISODE)]:
             self._drop(session, "EpisodeLost")
 
@@ -498,12 +509,12 @@ def setting_of(conversation: Conversation) -> str:
     return json.dumps([conversation.tools, conversation.options], sort_keys=True)
 
 
-def _row_of(session: Session, turn: RecordedTurn) -> Statement:
+def _row_of(session: Session, turn: RecordedTurn, messages: str) -> Statement:
     row = (
         session.id,
         turn.number,
         turn.parent.number if turn.parent else None,
-        json.dumps(turn.messages),
+        messages,
         "" if turn.parent else turn.setting,
         turn.context.tobytes(),
         *tables.packed(turn.tokens),

@@ -32,7 +32,7 @@ from colocated_rl_rollout.engines.engine_client import (
     RequestRejected,
 )
 from colocated_rl_rollout.engines.engines import Engines
-from colocated_rl_rollout.gateway.openai_requests import CompletionRequest, RequestRefused
+from colocated_rl_rollout.gateway.openai_requests import CHARACTERS_OF_A_TOKEN, CompletionRequest, RequestRefused
 from colocated_rl_rollout.metrics import RolloutMetrics
 from colocated_rl_rollout.rules.chat import Chat
 from colocated_rl_rollout.rules.resume import (
@@ -69,6 +69,7 @@ class Turn:
     number: int
     asked: CompletionRequest
     streams: bool = False
+    asked_bytes: int = 0  # of the client's request
     engine: str | None = None  # that has its prefix
     is_own: bool = False  # of an episode that the job plays
     tokens: Tokens = NO_TOKENS
@@ -89,7 +90,9 @@ class Turn:
 
     @property
     def held(self) -> int:
-        return (len(self.asked.prompt) + self.asked.limit) * (EXPERTS_WEIGH if self.asked.experts else 1)
+        """Return the tokens that it counts for: a request may be much longer than what the template shows of it."""
+        tokens = (len(self.asked.prompt) + self.asked.limit) * (EXPERTS_WEIGH if self.asked.experts else 1)
+        return max(tokens, self.asked_bytes // CHARACTERS_OF_A_TOKEN)
 
     async def wait_done(self) -> None:
         """Return when the turn has ended. Raises RequestRefused."""
@@ -138,12 +141,14 @@ class Turns:
         asked: CompletionRequest,
         *,
         streams: bool = False,
+        asked_bytes: int = 0,
         engine: str | None = None,
         is_own: bool = False,
         replays: bool = False,
     ) -> Iterator[Turn]:
         """Hold a turn for as long as its client is connected. Raises RequestRefused."""
-        turn = Turn(self._count + 1, asked, streams and self._keeps, engine, is_own, replays=replays)
+        streams = streams and self._keeps
+        turn = Turn(self._count + 1, asked, streams, asked_bytes, engine, is_own, replays=replays)
         if self._ending:
             raise _ended()
         if not is_own:
