@@ -363,6 +363,24 @@ def test_messages_that_no_template_shows_are_held_too(tmp_path: Path) -> None:
     store.close()
 
 
+def test_the_jobs_own_episodes_take_no_room_from_clients(tmp_path: Path) -> None:
+    """A few hundred long ones held all the tokens that sessions may hold, and every client was told to delete some."""
+    store = Store(tmp_path, job_uid=JOB_UID)
+    sessions = sessions_of(store, tokens_at_most=3)
+    tokens = Tokens(np.array([1, 2], np.int32), -np.ones(2, np.float32), (Span(WeightVersion(0, 1), 0, 2),))
+    episode, client = sessions.open(lambda _: None), sessions.begin("a")
+    for session in (episode, client):
+        assert session is sessions.begin(session.id)
+        prompt = np.array([7], np.int32)
+        asyncio.run(sessions.record(session, None, [], "", prompt=prompt, tokens=tokens, finish=None, engine=None))
+    sessions.give_up(episode, "EpisodeLost")
+    with pytest.raises(RequestRefused, match="1 sessions hold 3 tokens"):
+        sessions.begin("b")
+    asyncio.run(sessions.delete("a"))
+    assert "b" == sessions.begin("b").id
+    store.close()
+
+
 def test_the_longest_tokens_that_go_on_are_taken(tmp_path: Path) -> None:
     session = Session("s")
 

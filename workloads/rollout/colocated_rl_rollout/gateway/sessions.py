@@ -188,7 +188,8 @@ class Sessions:
         self._rewarded: dict[str, dict[str, Session]] = {}  # by group, those that wait for it
         self._whole: deque[str] = deque()  # groups that were complete, oldest first; a session may be gone since
         self._swept_for = 0  # the step
-        self._held = 0  # tokens
+        self._of_clients = 0  # sessions: episodes of the job's own are bounded as its samples are
+        self._held = 0  # tokens of those
         self._looks_at = 0.0  # for idle ones
         self._read()
         metrics.sessions.set_function(lambda: len(self._sessions))
@@ -207,6 +208,7 @@ class Sessions:
             if name.startswith(EPISODE):
                 raise RequestRefused(409, f"episode {name} has ended: it takes no more turns", code="session_ended")
             session = self._sessions[name] = Session(name)
+            self._of_clients += 1
         elif session.reward is not None:
             raise RequestRefused(409, f"session {name} has its reward: it takes no more turns", code="session_ended")
         elif len(session.turns) >= TURNS_AT_MOST:
@@ -218,8 +220,8 @@ class Sessions:
     def _refuse_beyond_bounds(self, session: Session | None) -> None:
         if not self._store.has_room():
             raise RequestRefused(503, "the store's volume is full: see the job's status", code="full", retry_s=RETRY_S)
-        if self._held >= self._tokens_at_most or (session is None and len(self._sessions) >= SESSIONS_AT_MOST):
-            held = f"{len(self._sessions)} sessions hold {self._held} tokens, or text that counts for them"
+        if self._held >= self._tokens_at_most or (session is None and self._of_clients >= SESSIONS_AT_MOST):
+            held = f"{self._of_clients} sessions hold {self._held} tokens, or text that counts for them"
             message = f"{held}: reward or delete some"
             raise RequestRefused(429, message, code="too_many_sessions", retry_s=RETRY_S)
 
@@ -264,8 +266,9 @@ class Sessions:
         session.turns.append(turn)
         session.refused = None
         session.experts = experts.astype(np.int16) if len(experts) else None
-        self._held += turn.held
-        if session.turned is not None:
+        if session.turned is None:
+            self._held += turn.held
+        else:
             session.turned(tokens.oldest_step)
         begins = [(tables.SESSION, [(session.id,)])] if turn.number == 1 else []
         self._store.write(*begins, _row_of(session, turn, text))
@@ -421,7 +424,9 @@ class Sessions:
         waiting = self._rewarded.get(session.grouping or "", {})
         if waiting.pop(session.id, None) and not waiting:
             del self._rewarded[session.grouping or ""]
-        self._held -= session.held
+        if session.turned is None:
+            self._of_clients -= 1
+            self._held -= session.held
         self._metrics.sessions_ended.labels(ending).inc()
 
     def _count_dropped(self, turns: Sequence[RecordedTurn], reason: str) -> None:
@@ -433,6 +438,7 @@ class Sessions:
         for name, reward, grouping, figures in self._store.rows(tables.SESSIONS):
             session = self._sessions[name] = Session(name, reward=reward, grouping=grouping, used_at=now)
             session.figures = tables.unpacked_figures(figures)
+            self._of_clients += 1
             if reward is not None:
                 self._await_group(session)
         for row in self._store.rows("SELECT * FROM turns ORDER BY session_id, number"):
