@@ -342,6 +342,28 @@ def test_calls_are_read_of_templates_that_teach_the_form() -> None:
     assert not reads_calls_of("{{ tools }} [TOOL_CALLS]")
 
 
+@pytest.mark.parametrize("place", ["tokenizer_config.json", "additional_chat_templates"])
+def test_tools_are_rendered_by_the_template_that_the_model_has_for_them(tmp_path: Path, place: str) -> None:
+    """Hermes 2 Pro and 3 have one, by the name that transformers knows: tools were refused for want of it."""
+    model = write_model(tmp_path)
+    templates = {"default": "{{ messages[0].content }}", "tool_use": "{{ tools | tojson }}{# <tool_call> #}"}
+    if place == "tokenizer_config.json":
+        (model / "chat_template.jinja").unlink()
+        config = json.loads((model / place).read_text())
+        listed = [{"name": name, "template": text} for name, text in templates.items()]
+        (model / place).write_text(json.dumps({**config, "chat_template": listed}))
+    else:
+        (model / "chat_template.jinja").write_text(templates["default"])
+        (model / place).mkdir()
+        (model / place / "tool_use.jinja").write_text(templates["tool_use"])
+    chat = Chat(model)
+    tool = {"type": "function", "function": {"name": "find"}}
+    for tools, expected in ((None, "Hi"), ([tool], json.dumps([tool]))):
+        asked_for = {"model": "m", "messages": [{"role": "user", "content": "Hi"}], "tools": tools}
+        body, _ = read_body(ChatBody, json.dumps(asked_for).encode(), model="m")
+        assert expected == chat.text(prompt_of(read_chat(body, chat), chat))
+
+
 @pytest.mark.parametrize("streams", [False, True])
 def test_calls_are_found_also_where_the_tokenizer_has_their_tags_special(tmp_path: Path, streams: bool) -> None:
     """Some Hermes models have: their calls came as text without tags, and no client called a tool."""

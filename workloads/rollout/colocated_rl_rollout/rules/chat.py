@@ -28,6 +28,7 @@ RENDERING_ERRORS = (
 READING_ERRORS = TemplateError, SyntaxError, ValueError, RecursionError, MemoryError
 """jinja raises these about a template, Python's compiler about the module that jinja makes of it."""
 MAX_TEXT_BYTES = 16 * 1024 * 1024  # of the template, and of each file of settings
+DEFAULT, TOOL_USE = "default", "tool_use"  # of several templates: that of all conversations, and of those with tools
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
 
 
@@ -49,9 +50,9 @@ class Unrenderable(Exception):
 class Chat:
     """Hold the tokenizer and chat template of one model. Raises ModelUnusable.
 
-    template: its text. end_ids: tokens that end a response. vocabulary: all ids are below it. special_ids: tokens that
-    stand for no text; tags of tool calls are text, though some tokenizers have them special. byte_ids: tokens that
-    stand for one byte, where the tokenizer has them.
+    tools_template: the text of the one that conversations with tools get. end_ids: tokens that end a response.
+    vocabulary: all ids are below it. special_ids: tokens that stand for no text; tags of tool calls are text, though
+    some tokenizers have them special. byte_ids: tokens that stand for one byte, where the tokenizer has them.
     """
 
     def __init__(self, model: Path) -> None:
@@ -65,8 +66,8 @@ class Chat:
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self._special = {name: text for name in SPECIAL_TOKENS if (text := _token_text(config.get(name))) is not None}
-        self.template = _template_text(model, config)
-        self._render = _renderer(self.template)
+        template, self.tools_template = _template_texts(model, config)
+        self._render, self._render_tools = _renderer(template), _renderer(self.tools_template)
         self.vocabulary: int = self._tokenizer.get_vocab_size(with_added_tokens=True)
         added = self._tokenizer.get_added_tokens_decoder()
         special = {token.content: number for number, token in added.items() if token.special}
@@ -106,8 +107,9 @@ class Chat:
     ) -> str:
         """Render a conversation as text, up to the policy's turn. options: of the template. Raises Unrenderable."""
         variables = {"messages": messages, "tools": tools, "documents": None, "add_generation_prompt": True}
+        render = self._render if tools is None else self._render_tools
         try:
-            return self._render({**(options or {}), **self._special, **variables})
+            return render({**(options or {}), **self._special, **variables})
         except RENDERING_ERRORS as error:
             raise Unrenderable(in_places(error), detail=in_words(error)[:500]) from error
 
@@ -189,19 +191,24 @@ def _raise(message: str) -> None:
     raise TemplateError(message)
 
 
-def _template_text(model: Path, config: dict[str, Any]) -> str:
-    path = model / "chat_template.jinja"
-    try:
-        if path.exists():
-            return _read_text(path)
-    except (OSError, ValueError) as error:
-        raise ModelUnusable(f"{path} can't be read: {error}") from error
-    written = config.get("chat_template")
-    if isinstance(written, list):  # several by name
-        written = next((entry["template"] for entry in written if entry.get("name") == "default"), None)
-    if not isinstance(written, str):
+def _template_texts(model: Path, config: dict[str, Any]) -> tuple[str, str]:
+    """Return the template of conversations without tools, and of those with them, chosen as transformers does."""
+    more = model / "additional_chat_templates"
+    found: dict[str, str] = {}
+    for name, path in {DEFAULT: model / "chat_template.jinja", TOOL_USE: more / f"{TOOL_USE}.jinja"}.items():
+        try:
+            if path.exists():
+                found[name] = _read_text(path)
+        except (OSError, ValueError) as error:
+            raise ModelUnusable(f"{path} can't be read: {error}") from error
+    if DEFAULT not in found:
+        written = config.get("chat_template")
+        listed = written if isinstance(written, list) else [{"name": DEFAULT, "template": written}]
+        texts = {str(entry.get("name")): entry.get("template") for entry in listed}
+        found = {name: text for name, text in texts.items() if isinstance(text, str)} | found
+    if DEFAULT not in found:
         raise ModelUnusable(f"{model}: no chat template: add chat_template.jinja beside the tokenizer")
-    return written
+    return found[DEFAULT], found.get(TOOL_USE, found[DEFAULT])
 
 
 def _token_text(value: Any) -> str | None:
