@@ -33,6 +33,7 @@ TEMPLATES = {
         "{%- if add_generation_prompt %}\n{{- '<|im_start|>assistant\\n' }}\n{%- endif %}\n"
         "{{ messages | tojson(indent=1) }}{{ eos_token }}"
     ),
+    "compact": "{{ messages | tojson(separators=(',', ':'), sort_keys=true) }}",  # as Kimi K2 has it
 }
 
 

@@ -183,8 +183,15 @@ def _renderer(template: str) -> Callable[[Mapping[str, Any]], str]:
         raise ModelUnusable(f"the model's chat template can't be read: {error}") from error
 
 
-def _to_json(value: Any, *, ensure_ascii: bool = False, indent: int | None = None) -> str:
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent)
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Write a value as transformers does: a template may give each option, by its name or its place."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 def _raise(message: str) -> None:
