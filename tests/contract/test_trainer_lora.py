@@ -12,11 +12,12 @@ from typing import Any
 import pytest
 import torch
 from contract.peer import run_peer
+from contract.test_trainer_weights import SMALL
 from contract.trainer_in_process import RankInProcess
 from contract.trainer_ranks_in_process import UnwatchedTrainer, in_ranks
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM, Qwen2Config
+from transformers import AutoModelForCausalLM, FalconConfig, PhimoeConfig, PreTrainedConfig, Qwen2Config
 
 from bench.sizes import FILLED, MEMORY, TOKENS
 from colocated_rl_api.rungs import WeightVersion
@@ -399,6 +400,33 @@ def test_a_name_that_no_linear_layer_has_is_refused_with_those_that_there_are(tm
 
     with pytest.raises(ConfigError, match=rf"no linear layer is named {target}; there are: down_proj, .*, v_proj"):
         RankInProcess(tmp_path, model, **CONFIG | {"lora": LORA | {"targetModules": ["q_proj", target]}})
+
+
+@pytest.mark.parametrize(
+    ("config", "last"),
+    [
+        (PhimoeConfig(**SMALL, num_local_experts=4), "v_proj"),
+        (FalconConfig(**SMALL, alibi=False), "query_key_value"),
+    ],
+    ids=["router of experts", "product of its own"],
+)
+def test_linear_layers_of_other_classes_are_adapted_where_they_compute_a_product_alone(
+    tmp_path: Path, config: PreTrainedConfig, last: str
+) -> None:
+    """A router returns weights and experts beside its product: the first step ended in a TypeError."""
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
+    trainer = RankInProcess(tmp_path, tmp_path / "model", **CONFIG)
+    trainer.train(samples(1))
+    export = exported(trainer, tmp_path / "export")
+
+    adapted = json.loads((export / ADAPTERS / "adapter_config.json").read_bytes())["target_modules"]
+    assert last == adapted[-1]
+    assert "router" not in adapted
+    ids = torch.tensor([samples(1)[0].response])
+    with torch.no_grad():
+        served = AutoModelForCausalLM.from_pretrained(export, dtype=torch.float32)(ids).logits
+        torch.testing.assert_close(trainer.loop.model(input_ids=ids).logits, served, rtol=0, atol=1e-4)
 
 
 # --------------------------------------------------------------------------------------------------------------- budget

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from pydantic import BaseModel
 from torch import Tensor, nn
+from torch.func import functional_call
 from torch.nn.functional import dropout, linear
 from transformers import PreTrainedModel
 
@@ -168,7 +169,7 @@ def is_of_adapter(name: str) -> bool:
 def _targets(model: PreTrainedModel, config: LoraConfig) -> Mapping[str, Any]:
     """Return the layers to adapt, by name. Raises ConfigError."""
     head = model.get_output_embeddings()
-    found = {name: layer for name, layer in model.named_modules() if isinstance(layer, nn.Linear) and layer is not head}
+    found = {name: layer for name, layer in model.named_modules() if layer is not head and _is_product(layer)}
     known = sorted({name.rpartition(".")[2] for name in found})
     if not known:
         raise ConfigError(f"lora in spec.trainer.config: {type(model).__name__} has no linear layer to adapt")
@@ -183,6 +184,22 @@ def _targets(model: PreTrainedModel, config: LoraConfig) -> Mapping[str, Any]:
     return {
         name: layer for name, layer in found.items() if any(_fits(name, target) for target in config.target_modules)
     }
+
+
+def _is_product(layer: nn.Module) -> bool:
+    """Return True for a layer whose output is the product of its input and its weight.
+
+    Some classes of linear layers return more: routers choose experts too (Llama 4, PhiMoE), or groups have a product
+    each (DeepSeek-V4). What a layer of another class returns is asked of it with tensors that have no content.
+    """
+    if not isinstance(layer, nn.Linear) or type(layer).forward is nn.Linear.forward:
+        return isinstance(layer, nn.Linear)
+    outlines = {name: torch.empty(each.shape, device="meta") for name, each in layer.named_parameters()}
+    try:
+        output = functional_call(layer, outlines, torch.empty(2, layer.in_features, device="meta"))
+    except (IndexError, RuntimeError, TypeError, ValueError):  # its input has another form
+        return False
+    return isinstance(output, Tensor) and output.shape == (2, layer.out_features)
 
 
 def _fits(name: str, target: str) -> bool:
