@@ -12,15 +12,16 @@ import torch
 import torch.distributed as dist
 from allocations import allocated_by
 from contract.test_trainer_sharding import resident
-from contract.test_trainer_weights import ARCHITECTURES
+from contract.test_trainer_weights import ARCHITECTURES, EXPERTS, SMALL
 from contract.trainer_ranks_in_process import ANSWER_S, UnwatchedTrainer, in_ranks
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Qwen2MoeConfig
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from colocated_rl_trainer.conformance.shards import Example, write_shards
 from colocated_rl_trainer.grpo.batch import Shard, divide_into_passes
 from colocated_rl_trainer.protocol.settings import ConfigError
+from colocated_rl_trainer.state import weights
 from colocated_rl_trainer.state.export import write_model
 from colocated_rl_trainer.state.sharding import divide, whole
 from colocated_rl_trainer.state.tensor_file import write_tensors
@@ -167,6 +168,22 @@ def test_what_ranks_load_is_the_model_also_where_its_files_have_another_form(
     AutoModelForCausalLM.from_config(ARCHITECTURES[name]).save_pretrained(tmp_path / "model")
 
     assert [[]] * ranks == in_ranks(ranks, tmp_path, tmp_path / "model", differing_tensors)
+
+
+def load_a_part(trainer: UnwatchedTrainer) -> list[str]:
+    """Load the model with no way to read all of it, and return the tensors that differ."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delattr(weights, "_load_whole")
+        trainer.model = load_model(trainer._settings.model, share=trainer._divide)
+    return differing_tensors(trainer)
+
+
+def test_a_tensor_of_one_row_makes_no_rank_read_the_whole_model(tmp_path: Path) -> None:
+    """The gate of shared experts has one (Qwen2-MoE, Qwen3-Next): on eight ranks 80 billion parameters took 2.5 TB."""
+    config = Qwen2MoeConfig(**SMALL, **EXPERTS, shared_expert_intermediate_size=16)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
+
+    assert [[]] * 2 == in_ranks(2, tmp_path, tmp_path / "model", load_a_part)
 
 
 def test_ranks_share_a_model_in_files_of_torch(tmp_path: Path) -> None:

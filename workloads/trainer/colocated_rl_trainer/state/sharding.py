@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import warnings
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 
@@ -77,9 +77,9 @@ def take_over_parts(model: nn.Module) -> None:
     model._apply(lambda tensor: tensor)  # noqa: SLF001 - what `to` calls, and where FSDP2 looks at its parts again
 
 
-def leaves_a_rank_empty(model: nn.Module) -> bool:
+def leaves_a_rank_empty(parameters: Iterable[Tensor]) -> bool:
     """Return True if some rank has no part of some tensor: parts are of one length, as long as there is something."""
-    for parameter in model.parameters():
+    for parameter in parameters:
         if isinstance(parameter, DTensor):
             ranks, length = parameter.device_mesh.size(), len(parameter)
             if -(-length // ranks) * (ranks - 1) >= length:

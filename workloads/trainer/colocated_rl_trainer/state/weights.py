@@ -146,8 +146,7 @@ def _load_part(
     conversions = get_model_conversion_mapping(model)
     score_without_logits(model)
     share(model)
-    is_converted = any(isinstance(each, WeightConverter) for each in conversions)
-    if (leaves_a_rank_empty(model) and is_converted) or not _has_safetensors(directory):
+    if leaves_a_rank_empty(_converted(model, conversions)) or not _has_safetensors(directory):
         model, loading = _load_whole(directory, attention, frozen)
         score_without_logits(model)
         share(model)
@@ -169,6 +168,13 @@ def _load_part(
         _compute_buffers_of_layers(model)
         take_over_parts(model)
     return model, loading
+
+
+def _converted(model: PreTrainedModel, conversions: Sequence[object]) -> list[Tensor]:
+    """Return the parameters that files hold in another form than the model, as experts one by one."""
+    backwards = [each.reverse_transform() for each in conversions if isinstance(each, WeightConverter)]
+    search = build_glob_alternation(backwards)[0].search
+    return [parameter for name, parameter in model.named_parameters() if backwards and search(name)]
 
 
 def _not_trained(model: PreTrainedModel) -> Sequence[str]:
