@@ -42,16 +42,23 @@ EXPERTS: dict[str, Any] = {
     "num_key_value_heads": 2, "head_dim": 32, "moe_intermediate_size": 96, "num_experts": 8, "num_experts_per_tok": 2,
 }  # fmt: skip
 RARELY = (pytest.mark.slow, pytest.mark.release)
+ATTENDING: dict[str, Any] = {
+    "vocab_size": 48, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 6, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 512, "eos_token_id": 1, "pad_token_id": 0,
+}  # fmt: skip
+GEMMA_2 = transformers.Gemma2Config(**ATTENDING)
+GPT_OSS = transformers.GptOssConfig(**ATTENDING, num_local_experts=4, num_experts_per_tok=2)
 
 
-def held(trainer: GRPOTrainer, *, tokens: int) -> int:
-    """Bytes of a forward and backward pass at its peak, beside parameters and gradients."""
+def held(trainer: GRPOTrainer, *, tokens: int, rows: int = 1) -> int:
+    """Bytes of a forward and backward pass over `rows` samples at its peak, beside parameters and gradients."""
     folder = trainer._settings.checkpoints.parent / f"rank-{trainer._settings.rank}"
     folder.mkdir()
-    sample = Example([1], [3] * (tokens - 1), [-1.0] * (tokens - 1), 1.0, 0, 0)
-    (path,) = write_shards(folder, [sample], step=1, split=1)
+    predicted = tokens // rows - 1
+    sample = Example([1], [3] * predicted, [-1.0] * predicted, 1.0, 0, 0)
+    (path,) = write_shards(folder, [sample] * rows, step=1, split=1)
     shard = Shard.read(path, step=1, shard=0, shards=1)
-    (micro,) = divide_into_passes(shard, [0], tokens=tokens, packing=False)
+    (micro,) = divide_into_passes(shard, range(rows), tokens=tokens, packing=False)
 
     def both() -> None:
         trainer._logp(shard, micro)[0].sum().backward()
@@ -118,6 +125,30 @@ def test_memory_of_a_sample_grows_with_its_tokens_and_not_with_their_square(tmp_
     assert long < 16 * short
 
 
+@pytest.mark.parametrize("rows", [1, 4])
+@pytest.mark.parametrize("config", [GEMMA_2, GPT_OSS], ids=["gemma 2", "gpt-oss"])
+def test_pass_whose_attention_keeps_scores_takes_the_square_of_its_samples(
+    tmp_path: Path, config: PreTrainedConfig, rows: int
+) -> None:
+    """A job of Gemma 2 was refused for the scores of all samples of a pass with each other; gpt-oss' were left out."""
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
+    trainer = RankInProcess(tmp_path, tmp_path / "model", longest=400)
+
+    found = held(trainer.loop, tokens=400, rows=rows)
+
+    read = AutoConfig.from_pretrained(tmp_path / "model")
+    assert_near(found, read, Pass(400, torch.float32, longest=400 // rows))
+
+
+@pytest.mark.parametrize(
+    ("longest", "rows"),
+    [(None, (1, 600)), (600, (1, 600)), (500, (1, 500)), (400, (2, 300)), (300, (2, 300)), (7, (85, 7))],
+)
+def test_rows_of_a_pass_are_those_whose_squares_are_most(longest: int | None, rows: tuple[int, int]) -> None:
+    assert Pass(600, torch.float32, longest=longest).rows == rows
+
+
 @pytest.mark.parametrize(
     ("model", "options"),
     [
@@ -165,8 +196,11 @@ def test_model_that_computes_by_values_is_not_rehearsed() -> None:
 
 
 @pytest.mark.parametrize("kind", ["gptj", "falcon", "gpt_neo", "mpt", "deepseek_v32"])
-def test_model_whose_attention_is_its_own_is_not_rehearsed_and_trains(tmp_path: Path, kind: str) -> None:
-    """The trainer ended in a traceback while it loaded, and so did the forecast. DeepSeek-V3.2 needs a mask."""
+def test_model_whose_attention_is_its_own_is_rehearsed_if_it_can_be_and_trains(tmp_path: Path, kind: str) -> None:
+    """The trainer ended in a traceback while it loaded, and so did the forecast.
+
+    Falcon has an SDPA of its own, in which packed samples have no part, and DeepSeek-V3.2 needs a mask.
+    """
     small = {"vocab_size": 48, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "eos_token_id": 1}
     own: dict[str, dict[str, Any]] = {
         "mpt": {"d_model": 32, "n_heads": 4, "n_layers": 2},
@@ -177,7 +211,8 @@ def test_model_whose_attention_is_its_own_is_not_rehearsed_and_trains(tmp_path: 
     AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **small | own.get(kind, {}))).save_pretrained(
         tmp_path / "model"
     )
-    assert pass_bytes(AutoConfig.from_pretrained(tmp_path / "model"), Pass(10, torch.float32)) is None
+    found = pass_bytes(AutoConfig.from_pretrained(tmp_path / "model"), Pass(10, torch.float32))
+    assert (found is None) == (kind in ("falcon", "deepseek_v32"))
     load_model(tmp_path / "model")  # and its trainer starts
 
 

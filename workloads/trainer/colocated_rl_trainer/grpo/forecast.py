@@ -60,9 +60,8 @@ class Forecast:
     def pass_tokens(self) -> int:
         """Return the most tokens of one pass: those of one long sample, or as many as the batch has."""
         rollout = self.spec.rollout
-        longest = rollout.max_prompt_tokens + rollout.max_response_tokens
         samples = -(-rollout.batch_size * rollout.group_size // self.world_size)
-        return max(longest, min(self.config.micro_batch_tokens, samples * longest))
+        return max(self._longest, min(self.config.micro_batch_tokens, samples * self._longest))
 
     def choose(self, *, device_has: int | None, host_has: int | None) -> tuple[bool, Budget]:
         """Return whether activations are computed again, and the budget: as the job wants it, or as there is room."""
@@ -116,9 +115,14 @@ class Forecast:
         return self.world_size if self.is_shared else 1
 
     @property
+    def _longest(self) -> int:
+        return self.spec.rollout.max_prompt_tokens + self.spec.rollout.max_response_tokens
+
+    @property
     def _largest_pass(self) -> Pass:
         return Pass(
             tokens=self.pass_tokens,
+            longest=self._longest,
             dtype=self.dtype,
             shared_by=self._shared_by,
             float32_head=self.config.fp32_lm_head,

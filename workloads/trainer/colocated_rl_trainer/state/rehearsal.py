@@ -9,8 +9,9 @@ A model of many layers is rehearsed with three and with four: until the gradient
 layer more adds the same. From there on memory only falls, apart from what the embeddings need at the end.
 
 Kernels are those of a CPU. On a GPU, attention and products allocate the same outputs; libraries' workspaces, the
-driver's context and the gaps of an allocator are not counted. Attention is that of packed samples, which has no mask:
-transformers makes one for tensors without content, though causal attention needs none.
+driver's context and the gaps of an allocator are not counted. Where a model attends by SDPA, attention is that of
+packed samples, which has no mask: transformers makes one for tensors without content, though causal attention needs
+none.
 """
 
 from __future__ import annotations
@@ -58,11 +59,19 @@ class Pass:
 
     tokens: int  # all of them predict one
     dtype: torch.dtype
+    longest: int | None = None  # tokens of the longest sample; None: all are of one
     shared_by: int = 1  # ranks that divide the model
     recomputes: bool = False  # activations
     float32_head: bool = False
     with_entropy: bool = False  # in the loss
     lora: LoraConfig | None = None
+
+    @property
+    def rows(self) -> tuple[int, int]:
+        """Return number and width of the rows that take most where each takes the square of its width."""
+        longest = self.longest or self.tokens
+        whole = max(1, self.tokens // longest)
+        return max((whole, longest), (whole + 1, self.tokens // (whole + 1)), key=lambda rows: rows[0] * rows[1] ** 2)
 
 
 def pass_bytes(config: PreTrainedConfig, of: Pass) -> int | None:
@@ -99,12 +108,15 @@ def _with_layers(config: PreTrainedConfig, count: int) -> PreTrainedConfig:
 def _rehearse(config: PreTrainedConfig, of: Pass) -> tuple[int, int]:
     """Return the peak until the gradient of the last two layers is known, and the peak after that."""
     with torch.device("meta"):
-        outline = AutoModelForCausalLM.from_config(config)
+        outline = AutoModelForCausalLM.from_config(config, attn_implementation=attention_of(config))
     form = form_of_logits(outline)
+    attention = outline.config._attn_implementation  # noqa: SLF001 - what transformers has chosen is nowhere else
+    rows, width = of.rows if attention == "eager" else (1, of.tokens)
     with FakeTensorMode():
         dtype = of.dtype if of.lora else torch.float32
-        attention = attention_of(config) or PACKED_ATTENTION
-        model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
+        model: Any = AutoModelForCausalLM.from_config(
+            config, dtype=dtype, attn_implementation=PACKED_ATTENTION if attention == "sdpa" else attention
+        )
         model.eval().requires_grad_(of.lora is None)
         if form is not None:
             ScoringForward(model, form)
@@ -116,7 +128,7 @@ def _rehearse(config: PreTrainedConfig, of: Pass) -> tuple[int, int]:
             checkpoint_activations(model)
         held = _Storages(model)
         _at_gradient_of_last_two_layers(model, held.begin_second_part)
-        ids = torch.zeros(1, of.tokens, dtype=torch.int64)
+        ids = torch.zeros(rows, width, dtype=torch.int64)
         with held:
             logp, entropy = _forward(model, ids, of)
             (logp.sum() + entropy.sum() if of.with_entropy else logp.sum()).backward()
@@ -124,17 +136,17 @@ def _rehearse(config: PreTrainedConfig, of: Pass) -> tuple[int, int]:
 
 
 def _forward(model: Any, ids: Tensor, of: Pass) -> tuple[Tensor, Tensor]:
-    places = torch.arange(of.tokens)
+    places, width = torch.arange(ids.numel()), ids.shape[1]
     with computing_in(of.dtype, model, ids.device):
         if isinstance(model.forward, ScoringForward):
             scored: tuple[Tensor, Tensor] = model(
-                input_ids=ids, use_cache=False, positions=places, predicts=(torch.zeros_like(places), places),
-                targets=ids[0], temperature=1.0, dtype=of.dtype, float32_head=of.float32_head,
+                input_ids=ids, use_cache=False, positions=places[:width], predicts=(places // width, places % width),
+                targets=ids.flatten(), temperature=1.0, dtype=of.dtype, float32_head=of.float32_head,
             )  # fmt: skip
             return scored
-        logits = model(input_ids=ids, use_cache=False).logits[0].float()
+        logits = model(input_ids=ids, use_cache=False).logits.flatten(0, 1).float()
     logp = torch.log_softmax(logits, dim=-1)
-    return logp.gather(-1, ids[0, :, None]), -(logp.exp() * logp).sum(-1)
+    return logp.gather(-1, ids.view(-1, 1)), -(logp.exp() * logp).sum(-1)
 
 
 def _at_gradient_of_last_two_layers(model: nn.Module, do: Any) -> None:
