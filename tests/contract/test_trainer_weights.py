@@ -199,6 +199,21 @@ def test_export_of_any_architecture_is_what_transformers_loads(
     assert tensor_entries(origin / "model.safetensors").keys() == index.keys()
 
 
+def test_tensors_that_files_hold_as_one_are_written_into_one_file(tmp_path: Path, out: Path) -> None:
+    """Files of HRM-Text have one tensor for queries, keys and values: two files had parts of it, under one name."""
+    torch.manual_seed(0)
+    origin = tmp_path / "origin"
+    AutoModelForCausalLM.from_config(transformers.HrmTextConfig(**SMALL, head_dim=8)).save_pretrained(origin)
+
+    write_model(load_model(origin), out, origin=origin, dtype=torch.float32, file_bytes=20_000)
+
+    written = [tensor_entries(file) for file in sorted(out.glob("*.safetensors"))]
+    assert len(written) > 2
+    assert tensor_entries(origin / "model.safetensors") == {
+        name: entry for entries in written for name, entry in entries.items()
+    }
+
+
 @pytest.mark.parametrize("name", ["minimax m2", "ernie moe"])
 def test_constants_are_not_rounded_with_the_weights_that_adapters_leave_alone(tmp_path: Path, name: str) -> None:
     """transformers reads those of MiniMax-M2 in bfloat16, and an engine in float32."""

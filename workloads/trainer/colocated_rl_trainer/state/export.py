@@ -118,7 +118,7 @@ def write_files(
     with ThreadPoolExecutor(writers.threads, "write weights", *set_device) as pool:
         if writers.rank in writers.of_pod[:1]:
             writes.append(pool.submit(_write_others, directory, origin, dtype, adapters))
-        for file, ranks in writers.assign(_divide(tensors, dtype, file_bytes, kept)):
+        for file, ranks in writers.assign(_divide(tensors, dtype, file_bytes, kept, _parts_of_one(model, tensors))):
             if writers.rank not in ranks or any(map(_has_failed, writes)):
                 _gather(tensors, file.tensors, dtype, ranks, kept)
                 continue
@@ -161,16 +161,31 @@ def _tensors_of(model: PreTrainedModel, adapters: Adapters | None) -> Mapping[st
     }
 
 
-def _divide(tensors: Mapping[str, Tensor], dtype: torch.dtype, file_bytes: int, kept: _Kept) -> Sequence[_File]:
-    """Divide the tensors among files, in the model's order."""
-    parts: list[tuple[list[str], int]] = [([], 0)]
+def _parts_of_one(model: PreTrainedModel, tensors: Mapping[str, Tensor]) -> Mapping[str, str]:
+    """Return, by the names of tensors that files hold as one with others (HRM-Text), the name of that one."""
+    conversions = getattr(model, "_weight_conversions", None) or ()
+    if all(len(each.target_patterns) == 1 for each in conversions):
+        return {}
+    outlines = {name: torch.empty(tensor.shape, device="meta") for name, tensor in tensors.items()}
+    return {name: next(iter(revert_weight_conversion(model, {name: each}))) for name, each in outlines.items()}
+
+
+def _divide(
+    tensors: Mapping[str, Tensor], dtype: torch.dtype, file_bytes: int, kept: _Kept, parts_of_one: Mapping[str, str]
+) -> Sequence[_File]:
+    """Divide the tensors among files, in the model's order. parts_of_one: names that are equal are in one file."""
+    sizes: dict[str, dict[str, int]] = {}
     for name, tensor in tensors.items():
         size = tensor.numel() * (tensor.dtype if kept(name) else dtype).itemsize
+        sizes.setdefault(parts_of_one.get(name, name), {})[name] = size
+    parts: list[tuple[list[str], int]] = [([], 0)]
+    for together in sizes.values():
+        size = sum(together.values())
         names, filled = parts[-1]
         if names and filled + size > file_bytes:
-            parts.append(([name], size))
+            parts.append(([*together], size))
         else:
-            parts[-1] = ([*names, name], filled + size)
+            parts[-1] = ([*names, *together], filled + size)
     if len(parts) == 1:
         return [_File("model.safetensors", *parts[0])]
     return [
