@@ -118,6 +118,17 @@ def test_one_call_computes_what_one_for_each_sample_does(
     assert all((mine - other).abs().max() < SAME * 10 for mine, other in zip(found, expected, strict=True))
 
 
+def test_values_less_wide_than_keys_are_attended_by_a_call_for_each_sample(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel has one width for all: packed on a GPU, DeepSeek-V3 would have ended in its first step."""
+    query, key, value = (torch.randn(1, 4, 9, width) for width in (8, 8, 4))
+
+    expected, _ = attend(Layer(1), query, key, value, None, sample_ends=(5, 9))
+    monkeypatch.setattr(packing, "has_kernel", lambda *_, **__: True)
+    attended, _ = attend(Layer(1), query, key, value, None, sample_ends=(5, 9))
+
+    assert torch.equal(attended, expected)
+
+
 def test_a_packed_model_computes_by_it_what_transformers_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     origin = write_tiny_model(tmp_path / "model")
     lengths = (7, 1, 19, 12)

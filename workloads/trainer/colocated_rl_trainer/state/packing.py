@@ -54,7 +54,9 @@ def attend(
     if torch.is_autocast_enabled(query.device.type):  # as attention would, and so that a kernel of that dtype is found
         kind = torch.get_autocast_dtype(query.device.type)
         query, key, value = (tensor.to(kind) for tensor in (query, key, value))
-    if has_kernel(query.device, query.dtype, width=query.shape[-1]) and not options.get("dropout"):
+    is_of_one_width = query.shape[-1] == value.shape[-1]  # MLA's values are less wide
+    is_of_kernel = is_of_one_width and has_kernel(query.device, query.dtype, width=query.shape[-1])
+    if is_of_kernel and not options.get("dropout"):
         return attend_at_once(query, key, value, sample_ends=sample_ends, scale=options.get("scaling")), None
     parts, start = [], 0
     for end in sample_ends:
