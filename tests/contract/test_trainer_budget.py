@@ -149,6 +149,26 @@ def test_rows_of_a_pass_are_those_whose_squares_are_most(longest: int | None, ro
     assert Pass(600, torch.float32, longest=longest).rows == rows
 
 
+def test_pass_of_layers_of_several_kinds(tmp_path: Path) -> None:
+    """GLM-4.5 has three dense layers before its experts: what one of experts takes more counted for each of them."""
+    torch.manual_seed(0)
+    config = transformers.Glm4MoeConfig(
+        **{**ATTENDING, "num_hidden_layers": 8},
+        moe_intermediate_size=64,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        n_group=1,
+        topk_group=1,
+        first_k_dense_replace=3,
+    )
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
+    trainer = RankInProcess(tmp_path, tmp_path / "model", longest=400, activationCheckpointing=True)
+
+    found = held(trainer.loop, tokens=400)
+
+    assert_near(found, AutoConfig.from_pretrained(tmp_path / "model"), Pass(400, torch.float32, recomputes=True))
+
+
 @pytest.mark.parametrize(
     ("model", "options"),
     [

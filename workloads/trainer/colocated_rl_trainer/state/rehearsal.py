@@ -6,7 +6,8 @@ its release. So activations, recomputation, logits, gathered layers and the buff
 of this architecture, and no formula of ours has to know it.
 
 A model of many layers is rehearsed with three and with four: until the gradient of its last two layers is known, each
-layer more adds the same. From there on memory only falls, apart from what the embeddings need at the end.
+layer more adds the same. From there on memory only falls, apart from what the embeddings need at the end. Where layers
+differ beyond the first (dense ones before experts, attention between state spaces), all are rehearsed.
 
 Kernels are those of a CPU. On a GPU, attention and products allocate the same outputs; libraries' workspaces, the
 driver's context and the gaps of an allocator are not counted. Where a model attends by SDPA, attention is that of
@@ -83,7 +84,7 @@ def pass_bytes(config: PreTrainedConfig, of: Pass) -> int | None:
     layers: int = config.get_text_config().num_hidden_layers
     with _pretending_ranks(of.shared_by):
         try:
-            if layers <= MORE:
+            if layers <= MORE or not _are_alike_beyond_the_first(config):
                 return max(_rehearse(config, of))
             early, _ = _rehearse(_with_layers(config, FEW), of)
             more, late = _rehearse(_with_layers(config, MORE), of)
@@ -92,6 +93,15 @@ def pass_bytes(config: PreTrainedConfig, of: Pass) -> int | None:
             log(_LOG, "a pass can't be rehearsed", logging.WARNING, model=config.model_type, reason=reason)
             return None
     return max(early + (layers - FEW) * (more - early), late)
+
+
+def _are_alike_beyond_the_first(config: PreTrainedConfig) -> bool:
+    """Return whether all layers of a model but the first have parameters of the same names and shapes."""
+    with torch.device("meta"):
+        outline = AutoModelForCausalLM.from_config(config)
+    layers = [layer for layer in outline.modules() if isinstance(layer, GradientCheckpointingLayer)]
+    kinds = {tuple((name, each.shape) for name, each in layer.named_parameters()) for layer in layers[1:]}
+    return len(kinds) <= 1
 
 
 def _with_layers(config: PreTrainedConfig, count: int) -> PreTrainedConfig:
