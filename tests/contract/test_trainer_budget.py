@@ -149,6 +149,21 @@ def test_rows_of_a_pass_are_those_whose_squares_are_most(longest: int | None, ro
     assert Pass(600, torch.float32, longest=longest).rows == rows
 
 
+def test_pass_of_keys_that_are_wider_than_values_keeps_scores_on_a_cpu_alone(tmp_path: Path) -> None:
+    """DeepSeek-V3 was refused on every GPU, whose kernels do not keep them."""
+    torch.manual_seed(0)
+    config = transformers.DeepseekV3Config(**{**ATTENDING, **SPARSE, "num_hidden_layers": 3, "qk_nope_head_dim": 16})
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
+
+    found = held(RankInProcess(tmp_path, tmp_path / "model", longest=400).loop, tokens=400)
+
+    assert_near(found, config, Pass(400, torch.float32, on_cpu=True))
+    short, long = (pass_bytes(config, Pass(tokens, torch.float32)) for tokens in (400, 1600))
+    assert short is not None
+    assert long is not None
+    assert long < 4.2 * short
+
+
 def test_pass_of_layers_of_several_kinds(tmp_path: Path) -> None:
     """GLM-4.5 has three dense layers before its experts: what one of experts takes more counted for each of them."""
     torch.manual_seed(0)

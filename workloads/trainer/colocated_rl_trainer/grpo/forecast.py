@@ -128,6 +128,7 @@ class Forecast:
             float32_head=self.config.fp32_lm_head,
             with_entropy=self.config.entropy_coefficient > 0,
             lora=self.config.lora,
+            on_cpu=self.on_cpu,
         )
 
     @property

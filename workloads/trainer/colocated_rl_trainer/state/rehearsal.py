@@ -12,7 +12,7 @@ differ beyond the first (dense ones before experts, attention between state spac
 Kernels are those of a CPU. On a GPU, attention and products allocate the same outputs; libraries' workspaces, the
 driver's context and the gaps of an allocator are not counted. Where a model attends by SDPA, attention is that of
 packed samples, which has no mask: transformers makes one for tensors without content, though causal attention needs
-none.
+none. Scores that a CPU keeps for want of a kernel (`_attend_as_devices`) are left out of a pass on a device.
 """
 
 from __future__ import annotations
@@ -29,17 +29,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.functional import pad
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from colocated_rl_api.logs import log
 from colocated_rl_trainer.protocol.settings import LoraConfig
 from colocated_rl_trainer.state.head import ScoringForward, form_of_logits
 from colocated_rl_trainer.state.lora import Adapters
-from colocated_rl_trainer.state.packing import PACKED_ATTENTION
+from colocated_rl_trainer.state.packing import PACKED_ATTENTION, attend
 from colocated_rl_trainer.state.sharding import (
     computing_in,
     divide,
@@ -49,6 +50,7 @@ from colocated_rl_trainer.state.sharding import (
 from colocated_rl_trainer.state.weights import attention_of, checkpoint_activations
 
 FEW, MORE = 3, 4  # layers of a rehearsed model
+_ATTENTION_OF_DEVICES = "colocated_rl_rehearsed"
 _PRODUCT_OVER_EXPERTS = "aten._grouped_mm.default"
 
 _LOG = logging.getLogger(__name__)
@@ -66,6 +68,7 @@ class Pass:
     float32_head: bool = False
     with_entropy: bool = False  # in the loss
     lora: LoraConfig | None = None
+    on_cpu: bool = False
 
     @property
     def rows(self) -> tuple[int, int]:
@@ -124,8 +127,9 @@ def _rehearse(config: PreTrainedConfig, of: Pass) -> tuple[int, int]:
     rows, width = of.rows if attention == "eager" else (1, of.tokens)
     with FakeTensorMode():
         dtype = of.dtype if of.lora else torch.float32
+        sdpa = PACKED_ATTENTION if of.on_cpu else _ATTENTION_OF_DEVICES
         model: Any = AutoModelForCausalLM.from_config(
-            config, dtype=dtype, attn_implementation=PACKED_ATTENTION if attention == "sdpa" else attention
+            config, dtype=dtype, attn_implementation=sdpa if attention == "sdpa" else attention
         )
         model.eval().requires_grad_(of.lora is None)
         if form is not None:
@@ -143,6 +147,22 @@ def _rehearse(config: PreTrainedConfig, of: Pass) -> tuple[int, int]:
             logp, entropy = _forward(model, ids, of)
             (logp.sum() + entropy.sum() if of.with_entropy else logp.sum()).backward()
     return held.first_peak, held.peak
+
+
+def _attend_as_devices(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **options: Any
+) -> tuple[Tensor, None]:
+    """Compute attention without keeping scores also where values are less wide than keys (MLA).
+
+    Devices have a kernel for that, a CPU has not: values are as wide as keys here.
+    """
+    if missing := key.shape[-1] - value.shape[-1]:
+        attended, _ = attend(module, query, key, pad(value, (0, missing)), mask, **options)
+        return attended[..., :-missing], None
+    return attend(module, query, key, value, mask, **options)
+
+
+AttentionInterface.register(_ATTENTION_OF_DEVICES, _attend_as_devices)
 
 
 def _forward(model: Any, ids: Tensor, of: Pass) -> tuple[Tensor, Tensor]:
