@@ -142,11 +142,12 @@ def test_pass_whose_attention_keeps_scores_takes_the_square_of_its_samples(
 
 
 @pytest.mark.parametrize(
-    ("longest", "rows"),
-    [(None, (1, 600)), (600, (1, 600)), (500, (1, 500)), (400, (2, 300)), (300, (2, 300)), (7, (85, 7))],
+    ("longest", "rows"), [(None, (1, 600)), (600, (1, 600)), (500, (1, 500)), (400, (2, 300)), (7, (85, 7))]
 )
-def test_rows_of_a_pass_are_those_whose_squares_are_most(longest: int | None, rows: tuple[int, int]) -> None:
-    assert Pass(600, torch.float32, longest=longest).rows == rows
+def test_rows_whose_squares_are_most_are_rehearsed(longest: int | None, rows: tuple[int, int]) -> None:
+    passes = Pass(600, torch.float32, longest=longest).rows
+    assert max(passes, key=lambda each: each[0] * each[1] ** 2) == rows
+    assert max(number * width for number, width in passes) > 600 - 7
 
 
 def test_pass_of_keys_that_are_wider_than_values_keeps_scores_on_a_cpu_alone(tmp_path: Path) -> None:

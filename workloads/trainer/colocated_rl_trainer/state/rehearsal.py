@@ -21,7 +21,7 @@ import contextlib
 import copy
 import logging
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -71,11 +71,14 @@ class Pass:
     on_cpu: bool = False
 
     @property
-    def rows(self) -> tuple[int, int]:
-        """Return number and width of the rows that take most where each takes the square of its width."""
+    def rows(self) -> Sequence[tuple[int, int]]:
+        """Return number and width of the rows of two passes, of which one takes most where scores take their square.
+
+        The first has as many samples of full length as fit, the second all tokens in one row more.
+        """
         longest = self.longest or self.tokens
         whole = max(1, self.tokens // longest)
-        return max((whole, longest), (whole + 1, self.tokens // (whole + 1)), key=lambda rows: rows[0] * rows[1] ** 2)
+        return (whole, longest), (whole + 1, self.tokens // (whole + 1))
 
 
 def pass_bytes(config: PreTrainedConfig, of: Pass) -> int | None:
@@ -84,25 +87,37 @@ def pass_bytes(config: PreTrainedConfig, of: Pass) -> int | None:
     None: what the model computes depends on values, or on a mask that packed samples lack, so it can't be rehearsed.
     There must be no process group yet.
     """
-    layers: int = config.get_text_config().num_hidden_layers
     with _pretending_ranks(of.shared_by):
         try:
-            if layers <= MORE or not _are_alike_beyond_the_first(config):
-                return max(_rehearse(config, of))
-            early, _ = _rehearse(_with_layers(config, FEW), of)
-            more, late = _rehearse(_with_layers(config, MORE), of)
+            with torch.device("meta"):
+                outline = AutoModelForCausalLM.from_config(config, attn_implementation=attention_of(config))
+            is_alike = _is_alike_beyond_the_first_layer(outline)
+            passes = of.rows if _attention_in(outline) == "eager" else [(1, of.tokens)]
+            return max(_most(config, of, rows, from_few=is_alike) for rows in passes)
         except Exception as error:  # noqa: BLE001 - of fake tensors, or of an architecture; it is an estimate
             reason = f"{type(error).__name__}: {error}".partition("\n")[0]
             log(_LOG, "a pass can't be rehearsed", logging.WARNING, model=config.model_type, reason=reason)
             return None
+
+
+def _most(config: PreTrainedConfig, of: Pass, rows: tuple[int, int], *, from_few: bool) -> int:
+    layers: int = config.get_text_config().num_hidden_layers
+    if layers <= MORE or not from_few:
+        return max(_rehearse(config, of, rows))
+    early, _ = _rehearse(_with_layers(config, FEW), of, rows)
+    more, late = _rehearse(_with_layers(config, MORE), of, rows)
     return max(early + (layers - FEW) * (more - early), late)
 
 
-def _are_alike_beyond_the_first(config: PreTrainedConfig) -> bool:
+def _attention_in(model: PreTrainedModel) -> str:
+    """Return the implementation of attention that transformers has chosen for a model."""
+    found: str = model.config._attn_implementation  # noqa: SLF001 - it is nowhere else
+    return found
+
+
+def _is_alike_beyond_the_first_layer(model: PreTrainedModel) -> bool:
     """Return whether all layers of a model but the first have parameters of the same names and shapes."""
-    with torch.device("meta"):
-        outline = AutoModelForCausalLM.from_config(config)
-    layers = [layer for layer in outline.modules() if isinstance(layer, GradientCheckpointingLayer)]
+    layers = [layer for layer in model.modules() if isinstance(layer, GradientCheckpointingLayer)]
     kinds = {tuple((name, each.shape) for name, each in layer.named_parameters()) for layer in layers[1:]}
     return len(kinds) <= 1
 
@@ -118,13 +133,12 @@ def _with_layers(config: PreTrainedConfig, count: int) -> PreTrainedConfig:
     return fewer
 
 
-def _rehearse(config: PreTrainedConfig, of: Pass) -> tuple[int, int]:
+def _rehearse(config: PreTrainedConfig, of: Pass, rows: tuple[int, int]) -> tuple[int, int]:
     """Return the peak until the gradient of the last two layers is known, and the peak after that."""
     with torch.device("meta"):
         outline = AutoModelForCausalLM.from_config(config, attn_implementation=attention_of(config))
     form = form_of_logits(outline)
-    attention = outline.config._attn_implementation  # noqa: SLF001 - what transformers has chosen is nowhere else
-    rows, width = of.rows if attention == "eager" else (1, of.tokens)
+    attention = _attention_in(outline)
     with FakeTensorMode():
         dtype = of.dtype if of.lora else torch.float32
         sdpa = PACKED_ATTENTION if of.on_cpu else _ATTENTION_OF_DEVICES
@@ -142,7 +156,7 @@ def _rehearse(config: PreTrainedConfig, of: Pass) -> tuple[int, int]:
             checkpoint_activations(model)
         held = _Storages(model)
         _at_gradient_of_last_two_layers(model, held.begin_second_part)
-        ids = torch.zeros(rows, width, dtype=torch.int64)
+        ids = torch.zeros(rows, dtype=torch.int64)
         with held:
             logp, entropy = _forward(model, ids, of)
             (logp.sum() + entropy.sum() if of.with_entropy else logp.sum()).backward()
