@@ -655,6 +655,17 @@ def test_a_step_that_stalls_is_tried_again_after_its_back_off_from_when_it_stood
     assert Cause.RUNG_DEADLINE is climb_of(plan(later(seen, 30))).cause
 
 
+@pytest.mark.parametrize("backoff_s", [0, 30])
+def test_ranks_that_stalled_are_not_counted_again_while_they_end(backoff_s: int) -> None:
+    """Each look raised another epoch if there is no back-off: a hung collective used up backoffLimit in a second."""
+    seen = stalled(climbing(Rung.RELEASED, Rung.RELEASED, failure_policy=policy(backoff_s=backoff_s)), 3, 3)
+    seen = later(seen, backoff_s)
+    climb = climb_of(plan(seen))
+    assert (Cause.RUNG_DEADLINE, 1) == (climb.cause, climb.restarts)
+    decided = plan(remember(seen.following(climb)))
+    assert (False, None) == (decided.raises, decided.wait)
+
+
 def test_engines_that_hold_different_weights_are_answered_at_once_because_they_would_serve() -> None:
     climb = climb_of(plan(differing(failure_policy=policy(backoff_s=10))))
     assert (Cause.WEIGHTS_DIFFER, 1, "WeightsDiffer") == (climb.cause, climb.tally.step_retries, climb.tally.cause)

@@ -672,10 +672,10 @@ class Observation:
     def stalled(self) -> tuple[Member, ...]:
         """Return the pods with the ranks that are furthest behind in a step in which no rank gets on any more.
 
-        Empty while any rank does, or has nothing to compare its standstill with.
+        Empty while any rank does, or has nothing to compare its standstill with, or is of a former lineage: it ends.
         """
-        ranks = self.ranks
-        if not ranks or any(rank.stalled is None for rank in ranks):
+        ranks, lineage = self.ranks, self.climb.lineage if self.climb else 0
+        if not ranks or any(rank.stalled is None or rank.lineage != lineage for rank in ranks):
             return ()
         least = min(rank.stalled or 0 for rank in ranks)
         return tuple(
