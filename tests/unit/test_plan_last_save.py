@@ -14,7 +14,7 @@ from colocated_rl_api.member_wire import PodTarget
 from colocated_rl_api.rungs import Placement, Rung, WeightVersion
 from colocated_rl_operator.planner.actions import CreatePod
 from colocated_rl_operator.planner.notices import NOTICE_S, Notice
-from colocated_rl_operator.planner.observation import Member, Observation, remember
+from colocated_rl_operator.planner.observation import Member, Observation, PodPhase, remember
 from colocated_rl_operator.planner.plan import Plan, plan
 from colocated_rl_operator.planner.reasons import Cause, Waiting
 
@@ -118,6 +118,18 @@ def test_the_successor_joins_without_a_checkpoint_when_there_is_no_more_time(the
     assert decided.climb is not None
     assert (Cause.POD_REPLACED, 2) == (decided.climb.cause, decided.climb.lineage)
     assert [] == asked_to_save(decided)
+
+
+def test_a_group_without_room_for_the_successor_becomes_smaller_once_the_step_is_saved() -> None:
+    """The step that was being saved was given up, if shrinkAfterSeconds are fewer than a checkpoint takes."""
+    seen = changed(resting(elasticPolicy={"minReplicas": 1, "shrinkAfterSeconds": 1}), 1, **DELETED)
+    without_node = make_member("gpu-1", 1, phase=PodPhase.PENDING, address=None, created_at=seen.now)
+    seen = later(remember(replace(seen, members=(*seen.members, without_node))), NOTICE_S - 1)
+    assert (False, ["sums-gpu-0-0", "sums-gpu-1-0"]) == (plan(seen).raises, asked_to_save(plan(seen)))
+    for then in (changed(seen, 0, ranks={"saved": 2}), later(seen, 1)):
+        climb = plan(then).climb
+        assert climb is not None
+        assert (Cause.RESIZED, 1) == (climb.cause, climb.replicas)
 
 
 @pytest.mark.parametrize(

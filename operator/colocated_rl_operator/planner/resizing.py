@@ -12,6 +12,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from colocated_rl_operator.planner.failure_policy import Decision, Hold, listed, raise_epoch, starts
+from colocated_rl_operator.planner.last_save import whole_to_save
 from colocated_rl_operator.planner.observation import Climb, Observation
 from colocated_rl_operator.planner.reasons import Cause, Waiting
 from colocated_rl_operator.planner.size import has_no_room, is_resizable, size_at_boundary, will_have_room
@@ -27,7 +28,7 @@ def shrink_to_fit(seen: Observation, climb: Climb | None) -> Decision | None:
         return None
     if climb is not None and not climb.group and asked < job.replicas:
         return _regroup(seen, climb, asked, f"{asked} replicas are asked for instead of {job.replicas}")
-    if will_have_room(seen):
+    if will_have_room(seen) or whole_to_save(seen) is not None:  # else what is being saved would be trained again
         return None
     policy = job.spec.elastic_policy
     least = asked if policy is None else min(asked, policy.min_replicas)
