@@ -7,7 +7,18 @@ from typing import Any
 
 import pytest
 
-from builders import PLACED, facts_at, make_climb, make_job, make_member, make_observation, rollout_facts, trainers_at
+from builders import (
+    PLACED,
+    absent_engine,
+    engine_at,
+    facts_at,
+    make_climb,
+    make_job,
+    make_member,
+    make_observation,
+    rollout_facts,
+    trainers_at,
+)
 from colocated_rl_api.facts import PodFacts, TrainerState
 from colocated_rl_api.failure import FailureCause
 from colocated_rl_api.member_wire import PodTarget
@@ -192,6 +203,40 @@ def test_trainers_without_engines_save_too() -> None:
     decided = plan(changed(seen, 1, **DELETED))
     assert ["sums-gpu-0-0", "sums-gpu-1-0"] == asked_to_save(decided)
     assert {Rung.EXPORTED} == {target.rung for target in decided.targets.values() if isinstance(target, PodTarget)}
+
+
+@pytest.mark.parametrize("placement", [Placement.DISAGGREGATED, Placement.MIXED])
+@pytest.mark.parametrize(
+    "engine_pod",
+    [
+        {"ends_at": 60.0, "facts": None},
+        {"facts": engine_at(Rung.SERVING, AT, epoch=0)},
+        {"facts": engine_at(Rung.DRAINED, AT, epoch=5).model_copy(update={"engines": (absent_engine(),)})},
+        {"facts": engine_at(Rung.TRAINED, AT, epoch=5)},
+    ],
+    ids=["lost", "made again", "starts again", "compares the weights"],
+)
+def test_trainers_save_whatever_became_of_engines_with_devices_of_their_own(
+    placement: Placement, engine_pod: dict[str, Any]
+) -> None:
+    """A drain takes pods in turns: the step was not saved while an engine started, and was waited for in vain.
+
+    Trainers in pods of their own save only at the top of the ladder, which they have been granted in this epoch.
+    """
+    job = make_job(replicas=2, steps=5, checkpoint={"everySteps": 100}, **PLACED[placement])
+    is_mixed = placement is Placement.MIXED
+    facts = facts_at(Rung.SERVING, AT, epoch=5) if is_mixed else trainers_at(Rung.EXPORTED, AT, epoch=5)
+    facts = with_ranks(facts.model_copy(update={"export": AT}), saved=0)
+    climb, rollout = make_climb(AT.step, epoch=5, cause=Cause.NEXT_STEP), rollout_facts(sealed=2, trained=2, epoch=5)
+    pods: list[PodFacts | None] = [facts, facts, engine_at(Rung.SERVING, AT, epoch=5)]
+    seen = make_observation(job, pods, climb=climb, rollout=rollout, trained_step=2)
+    trainers = [pod.name for pod in seen.trainer_members]
+    decided = plan(changed(changed(seen, 2, **engine_pod), 1, **DELETED))
+    assert not decided.raises
+    assert {*trainers} <= {*asked_to_save(decided)}
+    target = decided.targets[trainers[0]]
+    assert isinstance(target, PodTarget)
+    assert Rung.SERVING is target.rung
 
 
 @pytest.mark.parametrize(

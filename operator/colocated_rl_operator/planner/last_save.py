@@ -19,8 +19,9 @@ from colocated_rl_operator.planner.observation import Member, Observation
 def whole_to_save(seen: Observation) -> Observation | None:
     """Return the observation with pods that end still in their seats, if the group is to save its step; None if not.
 
-    The group is whole with them, and has stood at the top: its ranks are at rest. What a bad device has computed is
-    not saved, nor what outlives the only pod that ends in the memory of others.
+    The group is whole with them, and has stood at the top: its ranks are at rest, whatever became of engines with
+    devices of their own. What a bad device has computed is not saved, nor what outlives the only pod that ends in the
+    memory of others.
     """
     climb, ladder, since = seen.climb, seen.job.ladder, seen.memory.ending_since
     if climb is None or since is None or seen.now >= since + NOTICE_S:
@@ -30,7 +31,8 @@ def whole_to_save(seen: Observation) -> Observation | None:
     whole = replace(seen, members=(*others, *(replace(pod, ends_at=None) for pod in seen.ending)))
     if not (ladder.trains and climb.group == whole.group and ladder.top in seen.memory.reached):
         return None
-    is_at_rest = ladder.reaches(whole.slowest, Rung.EXPORTED) and not whole.trainer_died  # engines may have gone
+    standings = (whole.standings[pod.name] for pod in whole.trainer_members)  # engines may have gone
+    is_at_rest = all(ladder.reaches(rung, Rung.EXPORTED) for rung in standings) and not whole.trainer_died
     is_kept = whole.mirrored_step == climb.step and len(ending) == 1 < len(whole.trainer_members)
     if not is_at_rest or is_kept or whole.saved_step >= climb.step or any(map(_is_in_doubt, whole.trainer_members)):
         return None

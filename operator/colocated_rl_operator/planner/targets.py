@@ -55,6 +55,8 @@ def climb_targets(seen: Observation) -> dict[str, PodTarget | RolloutTarget]:
             continue
         if member.pod_facts.epoch != climb.epoch:
             targets[member.name] = _with_span(seen, member, common)  # it must first report under this epoch
+        elif whole is not None and seen.standings[member.name] is ladder.top:  # where alone all trainers save
+            targets[member.name] = _with_span(seen, member, granted.model_copy(update={"rung": ladder.top}))
         elif seen.slowest is not Rung.UNKNOWN:
             targets[member.name] = _with_span(seen, member, granted)
     return targets
