@@ -115,9 +115,10 @@ def test_values_reach_the_operator() -> None:
     assert [(True, ["/mnt/nvme", "/mnt/models"]), (False, ["/mnt/rows"])] == allowed
 
 
-def test_the_chart_knows_the_fields_that_a_profile_may_fix() -> None:
+def test_the_chart_knows_the_fields_that_a_profile_may_give_and_fix() -> None:
     schema = json.loads((CHART / "values.schema.json").read_text())
-    assert sorted(FIELDS) == sorted(schema["definitions"]["roleProfile"]["properties"]["fixed"]["items"]["enum"])
+    given, fixed = (schema["definitions"][name]["properties"] for name in ("podFields", "roleProfile"))
+    assert [sorted(FIELDS)] * 2 == [sorted(given), sorted(fixed["fixed"]["items"]["enum"])]
 
 
 def test_lease_and_authority_are_the_ones_that_the_role_names() -> None:
@@ -222,6 +223,7 @@ def test_job_network_policies_recognize_the_operator() -> None:
         ("profiles.nvme.trainer.hostNetwork=true", "trainer"),
         ("profiles.default.gpu.fixed[0]=volumes", "/profiles/default/gpu/fixed/0"),
         ("profiles.nvme.gpu.hostPaths[0]=mnt", "/profiles/nvme/gpu/hostPaths/0"),
+        ("profiles.nvme.rollout.defaults.hostNetwork=true", "/profiles/nvme/rollout/defaults"),
         ("profiles.NVME.namespaces[0]=research", "NVME"),
         ("serviceAccount.name=rl_operator", "/serviceAccount/name"),
         ("crds.install=yes-please", "/crds/install"),
