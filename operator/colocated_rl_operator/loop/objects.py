@@ -168,24 +168,20 @@ async def _delete_former_gang(job: Job, revision: str, present: Body | None, doo
 
 
 async def _load_parts(state: JobState, job: Job, doors: Doors) -> None:
-    """Load what pods of this start are made of: as recorded, or as this operator renders it."""
+    """Load what pods of this start are made of: as recorded, or as this operator renders what no record has."""
     start = state.status.start
     name = start.revision if start else ""
     if state.parts is not None and name and name == state.parts_of:
         return
-    rendered = belongings.start_parts(job, recorded_images(start, await _images_for(job, doors)))
-    recorded = None
-    if name:
-        record = await _read_record(job, name, doors)
-        recorded = belongings.recorded_parts(job, record) if record else None
-        if recorded is None:
-            reason = "pods are made as this operator renders them"
-            log(LOG, "record of pod templates lost", logging.WARNING, reason=reason)
-    state.parts_of = name
-    if recorded is None:
-        state.parts = rendered
-    else:
-        state.parts = replace(recorded, templates={**rendered.templates, **recorded.templates})
+    record = await _read_record(job, name, doors) if name else None
+    parts = belongings.recorded_parts(job, record) if record else None
+    if name and parts is None:
+        reason = "pods are made as this operator renders them"
+        log(LOG, "record of pod templates lost", logging.WARNING, reason=reason)
+    if parts is None or not parts.templates.keys() >= {*map(role_of, job.seats.all)}:
+        rendered = belongings.start_parts(job, recorded_images(start, await _images_for(job, doors)))
+        parts = replace(parts, templates={**rendered.templates, **parts.templates}) if parts else rendered
+    state.parts, state.parts_of = parts, name
 
 
 async def _apply_gang(state: JobState, job: Job, doors: Doors) -> None:
