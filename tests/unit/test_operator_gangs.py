@@ -15,6 +15,7 @@ from colocated_rl_operator.clients.errors import JobInvalid
 from colocated_rl_operator.loop.observe import read_job
 from colocated_rl_operator.manifests import belongings, resources
 from colocated_rl_operator.manifests.gangs import NEEDS, Gangs, is_in_gang
+from colocated_rl_operator.manifests.profiles import Profile, Profiles
 from colocated_rl_operator.manifests.resources import PodImages
 from colocated_rl_operator.planner.observation import Job
 
@@ -204,6 +205,19 @@ def test_another_size_is_another_group_whose_name_fits_a_label() -> None:
     queued = pod(make_job("j" * 40, podTemplates={"gpu": IN_QUEUE}), gpu_seat(0))["metadata"]["labels"]
     assert len(queued[KUEUE + "pod-group-name"]) <= 63
     assert names.ROLE_GPU == queued[names.ROLE_LABEL]
+
+
+def test_volcano_is_told_the_priority_that_a_profile_gives_the_pods() -> None:
+    """Pods had it and their gang had none, by which Volcano ranks jobs."""
+    usual = Profile.model_validate({"gpu": {"defaults": {"priorityClassName": "low"}}})
+    given = replace(images(Gang.VOLCANO), profiles=Profiles({"default": usual}))
+    for template, expected in (({}, "low"), ({"spec": {"priorityClassName": "high"}}, "high")):
+        job = make_job(podTemplates={"gpu": template})
+        parts = belongings.start_parts(job, given)
+        made = resources.pod(job, gpu_seat(0), 0, given)
+        assert parts.gang is not None
+        assert [expected] * 2 == [each["spec"]["priorityClassName"] for each in (parts.gang, made)]
+        assert parts.gang["metadata"]["name"] == made["metadata"]["annotations"]["scheduling.k8s.io/group-name"]
 
 
 def test_volcano_is_told_queue_and_priority_of_the_gang() -> None:

@@ -17,7 +17,7 @@ from colocated_rl_api.names import PodUid
 from colocated_rl_api.parts import Claimed, Volume
 from colocated_rl_api.prompts import HuggingFace, endpoints_of
 from colocated_rl_api.seats import role_of
-from colocated_rl_operator.manifests.gangs import Gangs, pod_group
+from colocated_rl_operator.manifests.gangs import pod_group
 from colocated_rl_operator.manifests.resources import (
     Object,
     PodImages,
@@ -75,11 +75,11 @@ class StartParts:
 
 def start_parts(job: Job, images: PodImages) -> StartParts:
     """Return what a start that begins now is made of."""
-    return StartParts(pod_templates(job, images), _gang(job, images.gangs))
+    return StartParts(pod_templates(job, images), _gang(job, images))
 
 
-def _gang(job: Job, gangs: Gangs) -> Object | None:
-    if (group := pod_group(job, gangs)) is None:
+def _gang(job: Job, images: PodImages) -> Object | None:
+    if (group := pod_group(job, images.gangs, priority=images.priority(job))) is None:
         return None
     return {
         "apiVersion": group.version,

@@ -90,14 +90,14 @@ class GangObject:
     spec: Object
 
 
-def pod_group(job: Job, gangs: Gangs) -> GangObject | None:
-    """Return the group of the job's gang; None if its pods are placed each by itself."""
+def pod_group(job: Job, gangs: Gangs, *, priority: str | None) -> GangObject | None:
+    """Return the group of the job's gang; None if its pods are placed each by itself. priority: class of its pods."""
     if (gang := gangs.of(job)) is Gang.NONE:
         return None
     size = _size(job)
     spec: Object = {"schedulingPolicy": {"gang": {"minCount": size}}} if gang is Gang.NATIVE else {"minMember": size}
     if gang is Gang.VOLCANO:
-        spec |= _volcano_fields(job)
+        spec |= _volcano_fields(job, priority)
     elif (topology := _topology_of_group(job, gang)) is not None:
         spec["schedulingConstraints"] = {"topology": [{"key": topology.label}]}
     digest = hashlib.sha256(json.dumps([gang, spec], sort_keys=True).encode()).hexdigest()
@@ -126,14 +126,13 @@ def _topology_of_group(job: Job, gang: Gang) -> Topology | None:
     return topology if gang is Gang.VOLCANO or (gang is Gang.NATIVE and topology.required) else None
 
 
-def _volcano_fields(job: Job) -> Object:
+def _volcano_fields(job: Job, priority: str | None) -> Object:
     """Return queue, priority and topology. Volcano's discovery by labels names the tier of its nodes by the label."""
-    template = job.spec.pod_templates.gpu
     fields: Object = {}
-    if queue := template.metadata.annotations.get(VOLCANO_QUEUE):
+    if queue := job.spec.pod_templates.gpu.metadata.annotations.get(VOLCANO_QUEUE):
         fields["queue"] = queue
-    if template.spec.priority_class_name:
-        fields["priorityClassName"] = template.spec.priority_class_name
+    if priority is not None:
+        fields["priorityClassName"] = priority
     if (topology := _topology_of_group(job, Gang.VOLCANO)) is not None:
         mode = "hard" if topology.required else "soft"
         fields["networkTopology"] = {"mode": mode, "highestTierName": topology.label}
@@ -150,12 +149,12 @@ class Membership:
     affinity: Object = field(default_factory=dict)
 
 
-def membership(job: Job, role: str, gangs: Gangs) -> Membership:
-    """Return what each pod of a role carries."""
+def membership(job: Job, role: str, gangs: Gangs, *, priority: str | None) -> Membership:
+    """Return what each pod of a role carries. priority: as `pod_group` has it."""
     labels, annotations = _in_queue(job, role) if in_queue(job, role) else ({}, {})
     if role == names.ROLE_ROLLOUT:
         return Membership(labels, annotations)
-    gang, group = gangs.of(job), pod_group(job, gangs)
+    gang, group = gangs.of(job), pod_group(job, gangs, priority=priority)
     spec: Object = {}
     if group is not None:
         spec = {"schedulerName": gangs.schedulers[gang]} if gang in gangs.schedulers else {}

@@ -71,6 +71,11 @@ class PodImages:
     gangs: Gangs = NO_GANGS
     users: Users = USUAL_USERS
 
+    def priority(self, job: Job) -> str | None:
+        """Return the priority class of pods with trainers, which is that of the job's gang; None for none."""
+        usual = self.profiles.defaults(job, names.ROLE_GPU)
+        return job.spec.pod_templates.gpu.spec.with_defaults(usual).priority_class_name
+
 
 # --------------------------------------------------------------------------------------------------------------- names
 def pod_name(job: Job, seat: str, attempt: int) -> str:
@@ -145,7 +150,8 @@ def pod_templates(job: Job, images: PodImages) -> dict[str, Object]:
 
 def pod_template(job: Job, role: str, images: PodImages) -> Object:
     """Return the labels, annotations and spec that all pods of a role share. `seated` adds what one pod has alone."""
-    template, group = job.spec.pod_templates.of(role), membership(job, role, images.gangs)
+    template = job.spec.pod_templates.of(role)
+    group = membership(job, role, images.gangs, priority=images.priority(job))
     usual = images.profiles.defaults(job, role)
     template = template.model_copy(update={"spec": template.spec.with_defaults(usual)})
     users = users_of(template.spec.security_context, images.users)
