@@ -22,6 +22,7 @@ from builders import (
 from colocated_rl_api.facts import PodFacts, TrainerState
 from colocated_rl_api.failure import FailureCause
 from colocated_rl_api.member_wire import PodTarget
+from colocated_rl_api.names import PodUid
 from colocated_rl_api.rungs import Placement, Rung, WeightVersion
 from colocated_rl_operator.planner.actions import CreatePod
 from colocated_rl_operator.planner.notices import NOTICE_S, Notice
@@ -203,6 +204,15 @@ def test_trainers_without_engines_save_too() -> None:
     decided = plan(changed(seen, 1, **DELETED))
     assert ["sums-gpu-0-0", "sums-gpu-1-0"] == asked_to_save(decided)
     assert {Rung.EXPORTED} == {target.rung for target in decided.targets.values() if isinstance(target, PodTarget)}
+
+
+def test_a_pod_of_a_former_group_that_is_slow_to_end_keeps_no_step_from_being_saved() -> None:
+    """It counted as the one that ends in its seat, in the place of its successor, and its time as that of the next."""
+    seen = resting()
+    former = replace(make_member("gpu-0", facts=seen.members[0].facts), uid=PodUid("former"), ends_at=3600.0)
+    slow = later(remember(replace(seen, members=(former, *seen.members))), NOTICE_S + 1)
+    assert slow.memory.ending_since is None
+    assert ["sums-gpu-0-0", "sums-gpu-1-0"] == asked_to_save(plan(changed(slow, 2, **DELETED)))
 
 
 @pytest.mark.parametrize("placement", [Placement.DISAGGREGATED, Placement.MIXED])

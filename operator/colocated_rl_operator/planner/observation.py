@@ -399,7 +399,7 @@ class Memory:
     unplaced_since: float | None = None  # since when a pod of the lineage is not placed, or room came free for one
     holders: frozenset[str] = frozenset()  # UIDs of pods that hold room and are not of the group
     freed_at: float | None = None  # when the room of one of them came free last
-    ending_since: float | None = None  # since when pods with trainers end that still report
+    ending_since: float | None = None  # since when pods of the group end that still report
     last_switch_s: float | None = None  # None: no whole switch seen yet
     climbed: Climbed | None = None  # the newest whole climb
     attempts: dict[str, int] = field(default_factory=dict)  # highest attempt seen, by seat
@@ -476,8 +476,8 @@ class Observation:
 
     @cached_property
     def ending(self) -> tuple[Member, ...]:
-        """Return the pods in trainers' seats that were told to end and still report."""
-        return tuple(pod for pod in self.members if pod.is_ending and pod.seat in self.job.trainer_seats)
+        """Return the pods of the climb's group that were told to end and still report."""
+        return tuple(pod for pod in self.members if pod.is_ending and pod.uid in self.memory.losses)
 
     def following(self, climb: Climb | None) -> Observation:
         """Return the same under another climb, whose group may have another number of replicas."""
