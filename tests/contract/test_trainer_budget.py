@@ -29,7 +29,7 @@ from colocated_rl_trainer.grpo.forecast import Forecast, ranks_of
 from colocated_rl_trainer.grpo.loop import GRPOTrainer
 from colocated_rl_trainer.protocol.settings import TrainerConfig
 from colocated_rl_trainer.state import rehearsal
-from colocated_rl_trainer.state.rehearsal import Pass, pass_bytes
+from colocated_rl_trainer.state.rehearsal import Pass, few_of, pass_bytes
 from colocated_rl_trainer.state.weights import load_model
 from fakes.tiny_model import write_tiny_model
 from scenarios.corpus import GPU_EXAMPLES, Case
@@ -165,6 +165,27 @@ def test_pass_of_keys_that_are_wider_than_values_keeps_scores_on_a_cpu_alone(tmp
     assert long < 4.2 * short
 
 
+@pytest.mark.parametrize(
+    ("kinds", "few"),
+    [
+        ("e" * 48, (3, 1)),
+        ("d" + "e" * 47, (3, 1)),
+        ("ddd" + "e" * 58, (5, 1)),  # DeepSeek-V3
+        ("llla" * 12, (8, 4)),  # Qwen3-Next
+        ("llla" * 12 + "ll", (10, 4)),  # it ends as the whole model does
+        ("dllla" + "llla" * 11, (9, 4)),
+        ("ab", (3, 1)),  # more than there are: all of them
+        ("abcdefg", (8, 1)),
+    ],
+)
+def test_few_layers_that_tell_of_many_end_as_these_do(kinds: str, few: tuple[int, int]) -> None:
+    found, a_round = few_of(kinds)
+    assert (found, a_round) == few
+    if found + a_round < len(kinds):
+        assert (len(kinds) - found) % a_round == 0
+        assert kinds[found:] == kinds[found - a_round : found] * ((len(kinds) - found) // a_round)
+
+
 def test_pass_of_layers_of_several_kinds(tmp_path: Path) -> None:
     """GLM-4.5 has three dense layers before its experts: what one of experts takes more counted for each of them."""
     torch.manual_seed(0)
@@ -252,14 +273,15 @@ def test_model_whose_attention_is_its_own_is_rehearsed_if_it_can_be_and_trains(t
     load_model(tmp_path / "model")  # and its trainer starts
 
 
-@pytest.mark.parametrize("shared_by", [1, 4])
-@pytest.mark.parametrize("recomputes", [True, False])
-def test_few_layers_tell_of_many(shared_by: int, recomputes: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = transformers.Qwen3Config(**{**EXPERTS, "num_hidden_layers": 9})
+@pytest.mark.parametrize(("shared_by", "recomputes"), [(1, True), (4, False)])
+@pytest.mark.parametrize("kinds", ["d" * 9, "ddd" + "e" * 6, "de" * 4 + "d"])
+def test_few_layers_tell_of_many(kinds: str, shared_by: int, recomputes: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    dense = [layer for layer, kind in enumerate(kinds) if kind == "d"]
+    config = transformers.Qwen3MoeConfig(**{**EXPERTS, "num_hidden_layers": len(kinds)}, mlp_only_layers=dense)
     of = Pass(300, torch.bfloat16, shared_by=shared_by, recomputes=recomputes)
     estimate = pass_bytes(config, of)
 
-    monkeypatch.setattr(rehearsal, "MORE", 9)  # all of them are rehearsed
+    monkeypatch.setattr(rehearsal, "FEW", 9)  # all of them are rehearsed
 
     assert pass_bytes(config, of) == estimate
 

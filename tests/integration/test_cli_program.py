@@ -378,7 +378,7 @@ def test_a_bundle_holds_everything_that_may_be_read(run: Run, api: ClusterApi, t
 
 
 def test_a_bundle_is_made_also_where_the_job_can_not_be_explained(run: Run, api: ClusterApi, tmp_path: Path) -> None:
-    """Without the right to events there was no archive at all, though it says what could not be read."""
+    """There was no archive at all if events could not be read, though it says what was not."""
     api.refused["/events"] = 403
     done = run("bundle", "sums", "--file", str(tmp_path / "sums.tar.gz"))
     assert Exit.FINE == done.code, done.stderr

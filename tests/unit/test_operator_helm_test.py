@@ -56,7 +56,7 @@ async def test_a_job_that_needs_a_person_ends_it_at_once_with_its_reason() -> No
 
 @pytest.mark.parametrize(
     ("answer", "message"),
-    [({}, "does an operator watch this namespace?"), (job(Ready="False PodsStarting"), "PodsStarting: some words")],
+    [({}, "does one watch this namespace?"), (job(Ready="False PodsStarting"), "PodsStarting: some words")],
     ids=["nobody looked", "on its way"],
 )
 async def test_at_the_deadline_it_says_how_far_the_job_came(answer: dict[str, Any], message: str) -> None:

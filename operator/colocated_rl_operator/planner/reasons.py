@@ -100,7 +100,7 @@ class Cause(DocumentedReason):
     )
     SUSPENDED = (
         "Suspended",
-        "spec.suspend is true: members stop, then pods are deleted, and volumes stay.",
+        "The job is suspended (spec.suspend): members stop, then pods are deleted, and volumes stay.",
         "set spec.suspend to false to continue the job",
     )
     RESUMED = (

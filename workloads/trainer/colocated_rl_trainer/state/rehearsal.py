@@ -5,9 +5,10 @@ FSDP2 among ranks that are only pretended where ranks share the model. Every sto
 its release. So activations, recomputation, logits, gathered layers and the buffers of collectives are what torch makes
 of this architecture, and no formula of ours has to know it.
 
-A model of many layers is rehearsed with three and with four: until the gradient of its last two layers is known, each
-layer more adds the same. From there on memory only falls, apart from what the embeddings need at the end. Where layers
-differ beyond the first (dense ones before experts, attention between state spaces), all are rehearsed.
+A model of many layers is rehearsed with few of them, and with one round of layers more: one layer, or several where
+kinds take turns, as attention and state spaces do. Until the gradient of the last round and of the layer before it is
+known, each round adds the same. From there on memory only falls, apart from what the first layers and the embeddings
+need at the end. A model without such rounds is rehearsed with all of its layers.
 
 Kernels are those of a CPU. On a GPU, attention and products allocate the same outputs; libraries' workspaces, the
 driver's context and the gaps of an allocator are not counted. Where a model attends by SDPA, attention is that of
@@ -49,7 +50,7 @@ from colocated_rl_trainer.state.sharding import (
 )
 from colocated_rl_trainer.state.weights import attention_of, checkpoint_activations
 
-FEW, MORE = 3, 4  # layers of a rehearsed model
+FEW = 3  # layers of a rehearsed model, at least
 _ATTENTION_OF_DEVICES = "colocated_rl_rehearsed"
 _PRODUCT_OVER_EXPERTS = "aten._grouped_mm.default"
 
@@ -89,24 +90,41 @@ def pass_bytes(config: PreTrainedConfig, of: Pass) -> int | None:
     """
     with _pretending_ranks(of.shared_by):
         try:
-            with torch.device("meta"):
-                outline = AutoModelForCausalLM.from_config(config, attn_implementation=attention_of(config))
-            is_alike = _is_alike_beyond_the_first_layer(outline)
+            outline = _outline(config)
+            kinds = _kinds(outline)
             passes = of.rows if _attention_in(outline) == "eager" else [(1, of.tokens)]
-            return max(_most(config, of, rows, from_few=is_alike) for rows in passes)
+            return max(_most(config, of, rows, kinds) for rows in passes)
         except Exception as error:  # noqa: BLE001 - of fake tensors, or of an architecture; it is an estimate
             reason = f"{type(error).__name__}: {error}".partition("\n")[0]
             log(_LOG, "a pass can't be rehearsed", logging.WARNING, model=config.model_type, reason=reason)
             return None
 
 
-def _most(config: PreTrainedConfig, of: Pass, rows: tuple[int, int], *, from_few: bool) -> int:
+def _most(config: PreTrainedConfig, of: Pass, rows: tuple[int, int], kinds: Sequence[object]) -> int:
     layers: int = config.get_text_config().num_hidden_layers
-    if layers <= MORE or not from_few:
-        return max(_rehearse(config, of, rows))
-    early, _ = _rehearse(_with_layers(config, FEW), of, rows)
-    more, late = _rehearse(_with_layers(config, MORE), of, rows)
-    return max(early + (layers - FEW) * (more - early), late)
+    few, a_round = few_of(kinds) if len(kinds) == layers else (layers, 1)
+    fewer, more = (_with_layers(config, count) for count in (few, few + a_round))
+    if few + a_round >= layers or _kinds(_outline(more)) != kinds[: few + a_round]:
+        return max(_rehearse(config, of, rows, a_round=1))
+    early, _ = _rehearse(fewer, of, rows, a_round=a_round)
+    later, late = _rehearse(more, of, rows, a_round=a_round)
+    return max(early + (layers - few) // a_round * (later - early), late)
+
+
+def few_of(kinds: Sequence[object]) -> tuple[int, int]:
+    """Return how many layers tell of all together with one round more, and the layers of a round.
+
+    Rounds of equal kinds follow one another behind the first layers, which may be of others. kinds: of all layers.
+    """
+    layers = len(kinds)
+    found = [
+        (first + 2 * a_round + (layers - first) % a_round, a_round)
+        for a_round in range(1, layers + 1)
+        for first in range(layers)
+        if all(kinds[at] == kinds[at + a_round] for at in range(first, layers - a_round))
+    ]
+    few, a_round = min(found, key=lambda each: (sum(each), each))
+    return max(few, FEW), a_round
 
 
 def _attention_in(model: PreTrainedModel) -> str:
@@ -115,11 +133,17 @@ def _attention_in(model: PreTrainedModel) -> str:
     return found
 
 
-def _is_alike_beyond_the_first_layer(model: PreTrainedModel) -> bool:
-    """Return whether all layers of a model but the first have parameters of the same names and shapes."""
-    layers = [layer for layer in model.modules() if isinstance(layer, GradientCheckpointingLayer)]
-    kinds = {tuple((name, each.shape) for name, each in layer.named_parameters()) for layer in layers[1:]}
-    return len(kinds) <= 1
+def _outline(config: PreTrainedConfig) -> PreTrainedModel:
+    """Return the model without memory, with the attention that transformers chooses for it."""
+    with torch.device("meta"):
+        outline: PreTrainedModel = AutoModelForCausalLM.from_config(config, attn_implementation=attention_of(config))
+    return outline
+
+
+def _kinds(model: PreTrainedModel) -> list[object]:
+    """Return names and shapes of the parameters of each layer."""
+    layers = (layer for layer in model.modules() if isinstance(layer, GradientCheckpointingLayer))
+    return [tuple((name, each.shape) for name, each in layer.named_parameters()) for layer in layers]
 
 
 def _with_layers(config: PreTrainedConfig, count: int) -> PreTrainedConfig:
@@ -133,10 +157,9 @@ def _with_layers(config: PreTrainedConfig, count: int) -> PreTrainedConfig:
     return fewer
 
 
-def _rehearse(config: PreTrainedConfig, of: Pass, rows: tuple[int, int]) -> tuple[int, int]:
-    """Return the peak until the gradient of the last two layers is known, and the peak after that."""
-    with torch.device("meta"):
-        outline = AutoModelForCausalLM.from_config(config, attn_implementation=attention_of(config))
+def _rehearse(config: PreTrainedConfig, of: Pass, rows: tuple[int, int], *, a_round: int) -> tuple[int, int]:
+    """Return the peak until the gradient of the last round, and of a layer more, is known, and the peak after that."""
+    outline = _outline(config)
     form = form_of_logits(outline)
     attention = _attention_in(outline)
     with FakeTensorMode():
@@ -155,7 +178,7 @@ def _rehearse(config: PreTrainedConfig, of: Pass, rows: tuple[int, int]) -> tupl
         if of.recomputes:
             checkpoint_activations(model)
         held = _Storages(model)
-        _at_gradient_of_last_two_layers(model, held.begin_second_part)
+        _at_gradient_of_last_layers(model, a_round + 1, held.begin_second_part)
         ids = torch.zeros(rows, dtype=torch.int64)
         with held:
             logp, entropy = _forward(model, ids, of)
@@ -193,16 +216,16 @@ def _forward(model: Any, ids: Tensor, of: Pass) -> tuple[Tensor, Tensor]:
     return logp.gather(-1, ids.view(-1, 1)), -(logp.exp() * logp).sum(-1)
 
 
-def _at_gradient_of_last_two_layers(model: nn.Module, do: Any) -> None:
+def _at_gradient_of_last_layers(model: nn.Module, count: int, do: Any) -> None:
     layers = [layer for layer in model.modules() if isinstance(layer, GradientCheckpointingLayer)]
-    if len(layers) < MORE - 1:
+    if len(layers) <= count:
         return
 
     def watch(_: nn.Module, inputs: tuple[Any, ...]) -> None:
         if inputs[0].requires_grad:
             inputs[0].register_hook(lambda _: do())
 
-    layers[-2].register_forward_pre_hook(watch)
+    layers[-count].register_forward_pre_hook(watch)
 
 
 class _Storages(TorchDispatchMode):
