@@ -50,7 +50,7 @@ from colocated_rl_trainer.state.sharding import (
 )
 from colocated_rl_trainer.state.weights import attention_of, checkpoint_activations
 
-FEW = 3  # layers of a rehearsed model, at least
+FEW = 3  # layers at least: while gradients of one are computed, FSDP2 holds those of another, and gathers a third
 _ATTENTION_OF_DEVICES = "colocated_rl_rehearsed"
 _PRODUCT_OVER_EXPERTS = "aten._grouped_mm.default"
 
@@ -118,13 +118,12 @@ def few_of(kinds: Sequence[object]) -> tuple[int, int]:
     """
     layers = len(kinds)
     found = [
-        (first + 2 * a_round + (layers - first) % a_round, a_round)
+        (first + max(FEW, 2 * a_round) + (layers - first) % a_round, a_round)
         for a_round in range(1, layers + 1)
         for first in range(layers)
         if all(kinds[at] == kinds[at + a_round] for at in range(first, layers - a_round))
     ]
-    few, a_round = min(found, key=lambda each: (sum(each), each))
-    return max(few, FEW), a_round
+    return min(found, key=lambda each: (sum(each), each))
 
 
 def _attention_in(model: PreTrainedModel) -> str:
