@@ -1,18 +1,20 @@
 """Rollout alone records, and training alone trains what was recorded: two jobs, neither of which has both sides.
 
-A third one goes on from a backup of the second, once that and its volumes are gone.
+A third one goes on from a backup of the second, once that and its volumes are gone, also in another cluster.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
 from documents.blocks import blocks, under
-from e2e.conftest import CommandLine, apply
+from e2e.conftest import NAMESPACE, CommandLine, apply, installed
 from e2e.running_job import KubectlCall, RunningJob, wait_for
 from e2e.terminal import RecordedTerminal
 
@@ -126,39 +128,93 @@ def copier(claim: str) -> str:
     return manifest.replace("CLAIM", claim).replace("busybox:1.37", COPIER_IMAGE)
 
 
-def test_a_lost_job_goes_on_from_a_copy_of_its_checkpoints_as_if_it_had_never_ended(
-    recorded: RunningJob, trained: RunningJob, kubectl: KubectlCall, terminal: RecordedTerminal
-) -> None:
-    """The runbook's commands restore it. The lost job had trained all steps, the new job begins at the oldest copy."""
-    steps, uid, known = trained.step, trained.uid, figures(trained)
-    manifest = trained.get()
-    oldest = max(1, steps - manifest["spec"]["checkpoint"]["keep"] + 1)
-    former, new = f"{trained.name}-checkpoints-{uid[:8]}", "restored"
-    (terminal.folder / "copier.yaml").write_text(copier(former))
-    for command in under(BACKUP, "Back up"):
-        terminal(command)
+@dataclass(frozen=True)
+class LostJob:
+    """A LostJob has trained all steps, and left copies of its checkpoints and of the recording in a folder.
 
+    figures: of each step.
+    """
+
+    spec: dict[str, Any]
+    figures: dict[int, object]
+
+    @property
+    def steps(self) -> int:
+        return len(self.figures)
+
+    @property
+    def oldest(self) -> int:
+        """Return the step of the oldest checkpoint."""
+        return max(1, self.steps - int(self.spec["checkpoint"]["keep"]) + 1)
+
+
+def copy_out(terminal: RecordedTerminal, claim: str, what: str, file: str) -> None:
+    """Carry out the runbook's commands. what: is in the claim, instead of checkpoints."""
+    (terminal.folder / "copier.yaml").write_text(copier(claim))
+    for command in under(BACKUP, "Back up"):
+        terminal(command.replace("step-*", what).replace("checkpoints.tar", file))
+
+
+def copy_in(terminal: RecordedTerminal, kubectl: KubectlCall, claim: str, file: Path) -> None:
+    """Make a claim, and fill it by the runbook's commands."""
+    size = {"accessModes": ["ReadWriteOnce"], "resources": {"requests": {"storage": "1Gi"}}}
+    made = {"apiVersion": "v1", "kind": "PersistentVolumeClaim", "metadata": {"name": claim}, "spec": size}
+    kubectl("-n", NAMESPACE, "apply", "-f", "-", stdin=json.dumps(made))
+    (terminal.folder / "copier.yaml").write_text(copier(claim))
+    for command in under(BACKUP, "Restore"):
+        terminal(command.replace("checkpoints.tar", str(file)))
+
+
+@pytest.fixture(scope="module")
+def lost(trained: RunningJob, terminal: RecordedTerminal) -> LostJob:
+    """Back the job up by the runbook's commands, and delete it with its volumes."""
+    manifest = trained.get()
+    found = LostJob(manifest["spec"], figures(trained))
+    assert trained.step == found.steps
+    former = f"{trained.name}-checkpoints-{trained.uid[:8]}"
+    copy_out(terminal, former, "step-*", "checkpoints.tar")
+    copy_out(terminal, manifest["spec"]["recorded"]["claimName"], "batches", "recording.tar")
     trained.delete()
     claims = [former, former.replace("checkpoints", "store")]
     wait_for("the job's end", lambda: not trained.kubectl("get", "pods", "-l", label(trained)).strip(), deadline_s=120)
     trained.kubectl("delete", "pvc", *claims)
+    return found
 
-    size = {"accessModes": ["ReadWriteOnce"], "resources": {"requests": {"storage": "1Gi"}}}
-    claim = {"apiVersion": "v1", "kind": "PersistentVolumeClaim", "metadata": {"name": new}, "spec": size}
-    trained.kubectl("apply", "-f", "-", stdin=json.dumps(claim))
-    (terminal.folder / "copier.yaml").write_text(copier(new))
-    for command in under(BACKUP, "Restore"):
-        terminal(command)
-    restore = {"claimName": new, "step": oldest}
-    again = RunningJob(kubectl, namespace=trained.namespace, name="again")
-    manifest = {**manifest, "metadata": {"name": again.name}, "spec": manifest["spec"] | {"restoreFrom": restore}}
-    del manifest["status"]
-    trained.kubectl("apply", "-f", "-", stdin=json.dumps(manifest))
+
+def must_go_on(lost: LostJob, kubectl: KubectlCall, terminal: RecordedTerminal, checkpoints: Path) -> None:
+    """Restore the checkpoints, and let another job go on from the oldest as if the lost one had never ended."""
+    copy_in(terminal, kubectl, "restored", checkpoints)
+    again = RunningJob(kubectl, namespace=NAMESPACE, name="again")
+    restore = {"restoreFrom": {"claimName": "restored", "step": lost.oldest}}
+    kind = {"apiVersion": names.API_VERSION, "kind": names.KIND, "metadata": {"name": again.name}}
+    manifest = kind | {"spec": lost.spec | restore}
+    again.kubectl("apply", "-f", "-", stdin=json.dumps(manifest))
     again.wait_for_condition("Complete", deadline_s=TRAIN_S)
-
-    assert (steps, f"restored/step-{oldest:08}") == (again.step, again.status["restoredFrom"])
-    assert {step: known[step] for step in range(oldest + 1, steps + 1)} == figures(again)
+    assert (lost.steps, f"restored/step-{lost.oldest:08}") == (again.step, again.status["restoredFrom"])
+    repeated = range(lost.oldest + 1, lost.steps + 1)
+    assert {step: lost.figures[step] for step in repeated} == figures(again)
     again.delete()
+
+
+def test_a_lost_job_goes_on_from_a_copy_of_its_checkpoints_as_if_it_had_never_ended(
+    lost: LostJob, kubectl: KubectlCall, terminal: RecordedTerminal
+) -> None:
+    """The runbook's commands restore it. The lost job had trained all steps, the new job begins at the oldest copy."""
+    must_go_on(lost, kubectl, terminal, terminal.folder / "checkpoints.tar")
+
+
+@pytest.mark.slow
+@pytest.mark.release
+def test_a_lost_job_goes_on_in_another_cluster(lost: LostJob, terminal: RecordedTerminal, tmp_path: Path) -> None:
+    """That cluster has a model of its own, an operator of its own, and nothing of the former one but the copies."""
+    with installed(tmp_path / "c") as other:
+        (folder := tmp_path / "terminal").mkdir()
+        (folder / "kubeconfig").write_text(other.kubectl("config", "view", "--raw", "--minify", "--flatten"))
+        there = RecordedTerminal.opened(folder, folder / "kubeconfig")
+        there(f"kubectl config set-context --current --namespace={NAMESPACE}")
+        copies = terminal.folder
+        copy_in(there, other.kubectl, lost.spec["recorded"]["claimName"], copies / "recording.tar")
+        must_go_on(lost, other.kubectl, there, copies / "checkpoints.tar")
 
 
 def label(job: RunningJob) -> str:
