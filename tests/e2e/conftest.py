@@ -23,6 +23,8 @@ from cluster import Cluster, CommandFailed
 from e2e.running_job import KubectlCall, RunningJob
 from e2e.terminal import RecordedTerminal
 
+import fakes.hub
+from colocated_rl_operator.manifests.confinement import RESTRICTED
 from examples.arithmetic.demo import model_volume
 from setup.environments import FRAMEWORKS
 from setup.layout import CHECKOUT
@@ -32,6 +34,7 @@ OPERATOR_NAMESPACE = "colocated-rl-system"
 MODEL = CHECKOUT.build / "models/arithmetic"
 SCENARIOS = Path(__file__).parent
 HELM_S = 400.0
+HUB_MODEL, HUB_PORT = "us/arithmetic", 8000
 
 CommandLine = Callable[..., str]
 
@@ -200,6 +203,28 @@ def _kubectl_of_environment(*words: str, stdin: str | None = None) -> str:
 def volume(claim_name: str, path: Path, *, namespace: str = NAMESPACE) -> str:
     """A claim like that of the demo's model, for a directory of this machine."""
     return yaml.safe_dump_all(model_volume(claim_name, path, namespace=namespace))
+
+
+@contextmanager
+def hub_in_a_pod(kubectl: KubectlCall) -> Iterator[str]:
+    """The address of a hub that has the arithmetic model, as `HUB_MODEL`."""
+    container = {
+        "name": "hub",
+        "image": "colocated-rl/rollout:dev",
+        "command": ["python3", "-c", Path(fakes.hub.__file__).read_text(), str(HUB_PORT), "/model", HUB_MODEL],
+        "securityContext": RESTRICTED,
+        "volumeMounts": [{"name": "model", "mountPath": "/model", "readOnly": True}],
+    }
+    spec = {
+        "containers": [container],
+        "volumes": [{"name": "model", "persistentVolumeClaim": {"claimName": "arithmetic-model", "readOnly": True}}],
+        "securityContext": {"runAsUser": 65532, "runAsNonRoot": True, "seccompProfile": {"type": "RuntimeDefault"}},
+    }
+    pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "hub"}, "spec": spec}
+    kubectl("-n", NAMESPACE, "apply", "-f", "-", stdin=json.dumps(pod))
+    kubectl("-n", NAMESPACE, "wait", "pod/hub", "--for=condition=Ready", f"--timeout={HELM_S:.0f}s")
+    yield f"http://{kubectl('-n', NAMESPACE, 'get', 'pod', 'hub', '-o', 'jsonpath={.status.podIP}')}:{HUB_PORT}"
+    kubectl("-n", NAMESPACE, "delete", "pod/hub", "--wait=false")
 
 
 def apply(kubectl: KubectlCall, file: str, *, suffix: str = "", **instead: object) -> RunningJob:

@@ -8,57 +8,38 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
-from e2e.conftest import NAMESPACE, apply
+from e2e.conftest import HUB_MODEL, NAMESPACE, apply, hub_in_a_pod
 from e2e.running_job import KubectlCall, RunningJob, wait_for
 
-import fakes.hub
 from colocated_rl_api import names
 from colocated_rl_api.ladder import SCORED_RESIDENT
 from colocated_rl_api.rungs import Rung
-from colocated_rl_operator.manifests.confinement import RESTRICTED
+from fakes.hub import COMMIT
 
 pytestmark = pytest.mark.slow  # `make test-slow`
 START_S = 900  # an engine and a trainer start on two cores
 STEPS_S = 600
 
 
-HUB_PORT = 8000
-MODEL = "us/arithmetic"
 CACHE = "hub-cache"
 
 
 @pytest.fixture(scope="module")
 def hub(kubectl: KubectlCall) -> Iterator[str]:
-    """Yield the address of a hub that has the arithmetic model."""
-    container = {
-        "name": "hub",
-        "image": "colocated-rl/rollout:dev",
-        "command": ["python3", "-c", Path(fakes.hub.__file__).read_text(), str(HUB_PORT), "/model", MODEL],
-        "securityContext": RESTRICTED,
-        "volumeMounts": [{"name": "model", "mountPath": "/model", "readOnly": True}],
-    }
-    spec = {
-        "containers": [container],
-        "volumes": [{"name": "model", "persistentVolumeClaim": {"claimName": "arithmetic-model", "readOnly": True}}],
-        "securityContext": {"runAsUser": 65532, "runAsNonRoot": True, "seccompProfile": {"type": "RuntimeDefault"}},
-    }
-    pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "hub"}, "spec": spec}
     size = {"accessModes": ["ReadWriteOnce"], "resources": {"requests": {"storage": "1Gi"}}}
     claim = {"apiVersion": "v1", "kind": "PersistentVolumeClaim", "metadata": {"name": CACHE}, "spec": size}
-    for each in (pod, claim):
-        kubectl("-n", NAMESPACE, "apply", "-f", "-", stdin=json.dumps(each))
-    kubectl("-n", NAMESPACE, "wait", "pod/hub", "--for=condition=Ready", f"--timeout={START_S}s")
-    yield f"http://{kubectl('-n', NAMESPACE, 'get', 'pod', 'hub', '-o', 'jsonpath={.status.podIP}')}:{HUB_PORT}"
-    kubectl("-n", NAMESPACE, "delete", "pod/hub", f"pvc/{CACHE}", "--wait=false")
+    kubectl("-n", NAMESPACE, "apply", "-f", "-", stdin=json.dumps(claim))
+    with hub_in_a_pod(kubectl) as address:
+        yield address
+    kubectl("-n", NAMESPACE, "delete", f"pvc/{CACHE}", "--wait=false")
 
 
 @pytest.fixture(scope="module")
 def job(kubectl: KubectlCall, hub: str) -> Iterator[RunningJob]:
-    source = {"name": MODEL, "revision": fakes.hub.COMMIT, "endpoint": hub, "cacheClaimName": CACHE}
+    source = {"name": HUB_MODEL, "revision": COMMIT, "endpoint": hub, "cacheClaimName": CACHE}
     running = apply(kubectl, "resident.yaml", model={"huggingFace": source})
     yield running
     running.delete()
