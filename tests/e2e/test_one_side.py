@@ -206,7 +206,7 @@ def test_a_lost_job_goes_on_from_a_copy_of_its_checkpoints_as_if_it_had_never_en
 @pytest.mark.slow
 @pytest.mark.release
 def test_a_lost_job_goes_on_in_another_cluster(lost: LostJob, terminal: RecordedTerminal, tmp_path: Path) -> None:
-    """That cluster has a model of its own, an operator of its own, and nothing of the former one but the copies."""
+    """The other cluster has a model and an operator of its own, and of the former one only the copies."""
     with installed(tmp_path / "c") as other:
         (folder := tmp_path / "terminal").mkdir()
         (folder / "kubeconfig").write_text(other.kubectl("config", "view", "--raw", "--minify", "--flatten"))
