@@ -769,7 +769,7 @@ def test_top_ends_when_its_job_was_deleted_while_nobody_watched(kubectl: Played,
     """A watch that begins anew says nothing of a job that is gone: its last frame stayed, as if all were well."""
     command = [sys.executable, "-m", "colocated_rl_cli", "top", "sums"]
     with Screen(command, kubectl.environment, columns=120, rows=30) as screen:
-        screen.wait_for("sums-gpu-0-0 .*Serving")
+        screen.wait_for("default/sums ─.*sums-gpu-0-0 .*Serving")  # its watches of job and pods are open
         api.refused[names.PLURAL], api.is_ending = 503, True
         kubectl.change()
         screen.wait_for("not up to date: job default/sums: the API server is not reached")
@@ -784,7 +784,7 @@ def test_top_says_when_it_is_not_up_to_date_and_goes_on_when_the_server_is_back(
 ) -> None:
     command = [sys.executable, "-m", "colocated_rl_cli", "top", "sums"]
     with Screen(command, kubectl.environment, columns=120, rows=30) as screen:
-        screen.wait_for("sums-gpu-0-0 .*Serving")
+        screen.wait_for("default/sums ─.*sums-gpu-0-0 .*Serving")  # its watches of job and pods are open
         api.refused[names.PLURAL], api.is_ending = 503, True
         kubectl.change()
         at = screen.wait_for("not up to date: job default/sums: the API server is not reached")
