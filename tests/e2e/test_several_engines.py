@@ -18,6 +18,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.release]  # `make test-slow`
 START_S = 900  # two engines and a trainer start on two cores
 STEPS_S = 600
 KILLED = "engine-1"
+CLOCK_S = 0.1  # a line's moment is that of its writing
 
 
 @pytest.fixture(scope="module")
@@ -45,6 +46,20 @@ def test_it_trains_on_while_one_of_its_engines_is_killed_and_comes_back(job: Run
         deadline_s=STEPS_S,
         explain=job.describe,
     )
+
+
+def test_f94_a_batch_that_is_full_waits_out_its_time_in_rollout(job: RunningJob) -> None:
+    """The log says when gates opened after each batch. Its two engines fill one in less than half of that time."""
+    sealed = {line.fields["step"]: line.ts for line in job.rollout_lines("batch sealed")}
+    opened = [line.ts for line in job.rollout_lines("gate open")]
+    least_s = job.get()["spec"]["rollout"]["minRolloutSeconds"]
+    assert len(sealed) > 2
+    for step in range(2, max(sealed) + 1):
+        began = min(moment for moment in opened if moment > sealed[step - 1])
+        assert sealed[step] - began >= least_s - CLOCK_S, f"step {step}"
+
+
+def test_it_completes_without_a_restart(job: RunningJob) -> None:
     job.end_soon()
     job.wait_for_condition("Complete", deadline_s=STEPS_S)
     assert (f"{job.step}-1", 0) == (job.status["weightVersion"], job.status["restarts"])
