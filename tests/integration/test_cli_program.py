@@ -770,7 +770,8 @@ def test_top_ends_when_its_job_was_deleted_while_nobody_watched(kubectl: Played,
     command = [sys.executable, "-m", "colocated_rl_cli", "top", "sums"]
     with Screen(command, kubectl.environment, columns=120, rows=30) as screen:
         screen.wait_for("default/sums ─.*sums-gpu-0-0 .*Serving")  # its watches of job and pods are open
-        api.refused[names.PLURAL], api.is_ending = 503, True
+        api.refused |= {names.PLURAL: 503, "/sums": 503}  # the list, which is watched, and the job
+        api.is_ending = True
         kubectl.change()
         screen.wait_for("not up to date: job default/sums: the API server is not reached")
         api.jobs.clear()
