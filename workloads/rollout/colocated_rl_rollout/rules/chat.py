@@ -67,7 +67,8 @@ class Chat:
         self._tokenizer.no_padding()
         self._special = {name: text for name in SPECIAL_TOKENS if (text := _token_text(config.get(name))) is not None}
         template, self.tools_template = _template_texts(model, config)
-        self._render, self._render_tools = _renderer(template), _renderer(self.tools_template)
+        self._render = _renderer(template)
+        self._render_tools = self._render if self.tools_template == template else _renderer(self.tools_template)
         self.vocabulary: int = self._tokenizer.get_vocab_size(with_added_tokens=True)
         added = self._tokenizer.get_added_tokens_decoder()
         special = {token.content: number for number, token in added.items() if token.special}
