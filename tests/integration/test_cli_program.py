@@ -357,15 +357,21 @@ def test_a_timeline_can_be_kept_and_made_again_without_the_cluster(run: Run, kub
     assert json.loads(Path(kept[2]).read_text())["traceEvents"]
 
 
-def test_a_bundle_holds_everything_that_may_be_read(run: Run, api: ClusterApi, tmp_path: Path) -> None:
-    api.refused["persistentvolumeclaims"] = 403
-    done = run("bundle", "sums", "--file", str(tmp_path / "sums.tar.gz"))
+def bundled(run: Run, folder: Path) -> tuple[set[str], str]:
+    """Return the names in a job's support archive, and what it says of all that was not read."""
+    done = run("bundle", "sums", "--file", str(folder / "sums.tar.gz"))
     assert Exit.FINE == done.code, done.stderr
-    with tarfile.open(tmp_path / "sums.tar.gz") as archive:
+    with tarfile.open(folder / "sums.tar.gz") as archive:
         inside = {name.removeprefix("sums-bundle/") for name in archive.getnames()}
         why = archive.extractfile("sums-bundle/not-read.txt")
         assert why is not None
         unread = why.read().decode()
+    return inside, unread
+
+
+def test_a_bundle_holds_everything_that_may_be_read(run: Run, api: ClusterApi, tmp_path: Path) -> None:
+    api.refused["persistentvolumeclaims"] = 403
+    inside, unread = bundled(run, tmp_path)
     assert {
         "README.txt", "job.yaml", "explanation.txt", "version.json", "events.yaml", "not-read.txt",
         "pods/sums-gpu-0-0.yaml", "pods/sums-gpu-0-0/agent.log", "pods/sums-gpu-0-0/state.json",
@@ -380,13 +386,7 @@ def test_a_bundle_holds_everything_that_may_be_read(run: Run, api: ClusterApi, t
 def test_a_bundle_is_made_also_where_the_job_can_not_be_explained(run: Run, api: ClusterApi, tmp_path: Path) -> None:
     """There was no archive at all if events could not be read, though it says what was not."""
     api.refused["/events"] = 403
-    done = run("bundle", "sums", "--file", str(tmp_path / "sums.tar.gz"))
-    assert Exit.FINE == done.code, done.stderr
-    with tarfile.open(tmp_path / "sums.tar.gz") as archive:
-        inside = {name.removeprefix("sums-bundle/") for name in archive.getnames()}
-        why = archive.extractfile("sums-bundle/not-read.txt")
-        assert why is not None
-        unread = why.read().decode()
+    inside, unread = bundled(run, tmp_path)
     assert {"job.yaml", "pods/sums-gpu-0-0.yaml", "pods/sums-gpu-0-0/agent.log"} <= inside
     assert ["explanation.txt", "events.yaml"] == [line.partition(":")[0] for line in unread.splitlines()[:2]]
 

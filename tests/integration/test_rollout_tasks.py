@@ -255,8 +255,10 @@ print(priority)
 
 
 def test_a_program_leaves_its_keeper_the_time_to_end_it_and_is_not_starved_itself() -> None:
-    """A thousand busy processes end within 2 s, at the keeper's priority not within a minute. At the lowest priority,
-    an environment beside busy tests did not begin within four."""
+    """On two cores a thousand busy processes ended in 1.2 s, and at the keeper's priority not within a minute.
+
+    At the lowest priority, an environment beside busy tests did not begin within four.
+    """
     command = [sys.executable, "-I", "-S", keeper.__file__, sys.executable, "-c", PRIORITY]
     program = subprocess.run(command, stdout=PIPE, timeout=DEADLINE_S, check=True)
     assert 0 < int(program.stdout) < 10

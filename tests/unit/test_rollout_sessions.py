@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -325,15 +325,20 @@ def test_sessions_that_wait_for_their_group_are_looked_at_once_a_step(tmp_path: 
     store.close()
 
 
+def record_three_tokens(sessions: Sessions, session: Session, messages: Sequence[dict[str, str]] = ()) -> None:
+    """Record a first turn: one token of its prompt, two of its response."""
+    prompt = np.array([7], np.int32)
+    tokens = Tokens(np.array([1, 2], np.int32), -np.ones(2, np.float32), (Span(WeightVersion(0, 1), 0, 2),))
+    asyncio.run(sessions.record(session, None, messages, "", prompt=prompt, tokens=tokens, finish=None, engine=None))
+
+
 def test_no_turn_begins_while_the_sessions_hold_all_tokens_that_they_may(tmp_path: Path) -> None:
     """Existing sessions grew without a bound: only a new one was refused."""
     store = Store(tmp_path, job_uid=JOB_UID)
     sessions = sessions_of(store, tokens_at_most=3)
-    tokens = Tokens(np.array([1, 2], np.int32), -np.ones(2, np.float32), (Span(WeightVersion(0, 1), 0, 2),))
     for name in ("a", "b"):
         session = sessions.begin(name)
-    prompt = np.array([7], np.int32)
-    asyncio.run(sessions.record(session, None, [], "", prompt=prompt, tokens=tokens, finish=None, engine=None))
+    record_three_tokens(sessions, session)
     sessions.end(session)
     for name in ("a", "b", "c"):
         with pytest.raises(RequestRefused, match="2 sessions hold 3 tokens"):
@@ -347,11 +352,9 @@ def test_messages_that_no_template_shows_are_held_too(tmp_path: Path) -> None:
     """A turn of three tokens may come with megabytes that are recorded, and were counted by nobody."""
     store = Store(tmp_path, job_uid=JOB_UID)
     sessions = sessions_of(store, tokens_at_most=40)
-    tokens = Tokens(np.array([1, 2], np.int32), -np.ones(2, np.float32), (Span(WeightVersion(0, 1), 0, 2),))
     messages = [{"role": "user", "content": "Hi", "note": "x" * 400}, {"role": "assistant", "content": "Ho"}]
     session = sessions.begin("s")
-    prompt = np.array([7], np.int32)
-    asyncio.run(sessions.record(session, None, messages, "", prompt=prompt, tokens=tokens, finish=None, engine=None))
+    record_three_tokens(sessions, session, messages)
     sessions.end(session)
     with pytest.raises(RequestRefused, match="1 sessions hold"):
         sessions.begin("another")
@@ -367,12 +370,10 @@ def test_the_jobs_own_episodes_take_no_room_from_clients(tmp_path: Path) -> None
     """A few hundred long ones held all the tokens that sessions may hold, and every client was told to delete some."""
     store = Store(tmp_path, job_uid=JOB_UID)
     sessions = sessions_of(store, tokens_at_most=3)
-    tokens = Tokens(np.array([1, 2], np.int32), -np.ones(2, np.float32), (Span(WeightVersion(0, 1), 0, 2),))
     episode, client = sessions.open(lambda _: None), sessions.begin("a")
     for session in (episode, client):
         assert session is sessions.begin(session.id)
-        prompt = np.array([7], np.int32)
-        asyncio.run(sessions.record(session, None, [], "", prompt=prompt, tokens=tokens, finish=None, engine=None))
+        record_three_tokens(sessions, session)
     sessions.give_up(episode, "EpisodeLost")
     with pytest.raises(RequestRefused, match="1 sessions hold 3 tokens"):
         sessions.begin("b")
