@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from allocations import allocated_by
-from contract.test_trainer_sharding import resident
+from allocations import allocated_by, resident_growth
 from contract.test_trainer_weights import ARCHITECTURES, EXPERTS, SMALL
 from contract.trainer_ranks_in_process import ANSWER_S, UnwatchedTrainer, in_ranks
 from safetensors.torch import load_file
@@ -115,10 +114,8 @@ def test_divided_model_casts_a_layer_at_a_time(tmp_path: Path) -> None:
 # ------------------------------------------------------------------------------------------------------------- loading
 def load_again(trainer: UnwatchedTrainer) -> tuple[int, int]:
     """Growth of this process at its highest, in bytes, pages of files included; parameters of the model."""
-    before = resident("VmRSS")
-    Path("/proc/self/clear_refs").write_text("5")  # the peak is counted from here
-    load_model(trainer._settings.model, share=trainer._divide)
-    return resident("VmHWM") - before, sum(parameter.numel() for parameter in trainer.model.parameters())
+    grown = resident_growth(partial(load_model, trainer._settings.model, share=trainer._divide))
+    return grown, sum(parameter.numel() for parameter in trainer.model.parameters())
 
 
 def test_each_rank_loads_its_part_of_each_tensor_and_no_more(tmp_path: Path) -> None:
