@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-DEADLINE_S = 60.0
+DEADLINE_S = 300.0  # the libraries of a task process take seconds of a processor, at a priority below that of others
 
 
 async def until(condition: Callable[[], object], deadline_s: float = DEADLINE_S) -> None:

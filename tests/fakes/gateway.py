@@ -44,7 +44,7 @@ TOOLS_TEMPLATE = (
 
 def openai_client(port: int) -> openai.AsyncOpenAI:
     """Return a client on the loopback of the rollout pod. It does not retry, so that a test sees the first answer."""
-    http = httpx.AsyncClient(trust_env=False, timeout=60, transport=Checked())
+    http = httpx.AsyncClient(trust_env=False, timeout=DEADLINE_S, transport=Checked())
     return openai.AsyncOpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0, http_client=http)
 
 

@@ -43,7 +43,6 @@ from fakes.kubectl import play_kubectl
 from fakes.rollout import JOB_UID, JobOnDisk, OperatorEnd, ScriptedConversation, make_spec
 from fakes.tasks import task_processes
 
-PATIENCE_S = 120.0
 CANARIES = {
     name: f"CANARY{name}"
     for name in ("Prompt", "Response", "Answer", "Endpoint", "Verifier", "Engine", "Raised", "GivenUp", "Turn")
@@ -252,9 +251,9 @@ async def _said_of_a_whole_run(directory: Path) -> tuple[Said, str]:
                 "VerifierFailed", "RewardRefused", "RewardUnavailable", "RewardGarbled", "EngineRejected",
                 "EpisodeFailed",
             }  # fmt: skip
-            await until(lambda: expected <= {why for state, why in reasons if state is SampleState.FAILED}, PATIENCE_S)
-            await operator.until(lambda facts: facts.sealed is not None, PATIENCE_S)
-            await operator.until(lambda facts: facts.problem is not None, PATIENCE_S)
+            await until(lambda: expected <= {why for state, why in reasons if state is SampleState.FAILED})
+            await operator.until(lambda facts: facts.sealed is not None)
+            await operator.until(lambda facts: facts.problem is not None)
             gate.faults.extend([GateFault.REJECTED] * 64)
             with pytest.raises(openai.BadRequestError) as refused:
                 await client.chat.completions.create(

@@ -178,7 +178,7 @@ async def playing(
         )
         running = asyncio.create_task(episodes.run())
         try:
-            async with asyncio.timeout(60):
+            async with asyncio.timeout(DEADLINE_S):
                 yield EpisodesScene(episodes, sessions, store, registry, directory, clock)
         finally:
             running.cancel()

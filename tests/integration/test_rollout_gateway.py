@@ -270,7 +270,9 @@ async def test_turns_of_the_jobs_own_episodes_wait_however_many(tmp_path: Path) 
     async with gateway_running(tmp_path, arguments=("--gateway-turns", "2")) as scene:
         sessions, pages = scene.controller._gateway._sessions, scene.controller.member.ports.pages
         episodes = [sessions.open(lambda _: None).id for _ in range(many)]
-        async with httpx.AsyncClient(trust_env=False, timeout=60, limits=httpx.Limits(max_connections=many)) as http:
+        async with httpx.AsyncClient(
+            trust_env=False, timeout=DEADLINE_S, limits=httpx.Limits(max_connections=many)
+        ) as http:
 
             async def ask(name: str) -> None:
                 await http.post(f"http://127.0.0.1:{pages}/v1/sessions/{name}/chat/completions", json=body)

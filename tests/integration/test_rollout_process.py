@@ -23,7 +23,7 @@ import refusing_kernel
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 from documents.blocks import under
-from waiting import until
+from waiting import DEADLINE_S, until
 
 from colocated_rl_api.rungs import WeightVersion
 from fakes.authority import FakeAuthority
@@ -32,8 +32,6 @@ from fakes.preloaded import preload
 from fakes.rollout import JobOnDisk, OperatorEnd, ScriptedConversation, WorkedSums, make_spec
 from fakes.silent import silence
 from fakes.tasks import task_server
-
-START_DEADLINE_S = 60.0
 
 
 @dataclass
@@ -68,7 +66,7 @@ async def running(
     log: list[dict[str, Any]] = []
     reading = asyncio.create_task(_read(process, log))
     try:
-        await until(lambda: reading.done() or _ready(log), START_DEADLINE_S)
+        await until(lambda: reading.done() or _ready(log))
         ports = _ready(log)["ports"]
         async with job.operator(ports["control"]) as operator:
             yield ControllerProcess(process, operator, ports["data"], ports["control"], log)
@@ -188,11 +186,11 @@ async def test_f14_sigterm_waits_for_responses_until_its_deadline_and_no_tokens_
             await gate.open(WeightVersion(0, 1), pace=1)
             await until(lambda: gate.in_flight == 6)
             first.process.send_signal(signal.SIGTERM)
-            async with asyncio.timeout(START_DEADLINE_S):
+            async with asyncio.timeout(DEADLINE_S):
                 assert 128 + signal.SIGTERM == await first.process.wait()
 
         begun = len(gate.requests)
-        async with running(job, f"--drain-seconds={10 * START_DEADLINE_S}") as second:
+        async with running(job, f"--drain-seconds={10 * DEADLINE_S}") as second:
             facts = await second.operator.until(lambda facts: facts.samples)
             assert {"interrupted": 6} == facts.samples
             await gate.close()
@@ -202,7 +200,7 @@ async def test_f14_sigterm_waits_for_responses_until_its_deadline_and_no_tokens_
             second.process.send_signal(signal.SIGTERM)
             await until(lambda: lines(second.log, "gate open"))
             await gate.release()
-            async with asyncio.timeout(START_DEADLINE_S):
+            async with asyncio.timeout(DEADLINE_S):
                 assert 128 + signal.SIGTERM == await second.process.wait()
         assert [43] * 6 == [body["sampling_params"]["max_new_tokens"] for body in gate.requests[begun:]]
         (ended,) = lines(second.log, "rollout controller ended")
@@ -222,7 +220,7 @@ async def test_samples_of_a_job_that_is_over_are_read_from_a_copy_of_its_store(t
     [command] = under("docs/samples.md", "When the job is over, or suspended")
     words = {"python": sys.executable, "COPY": str(copy), "MODEL": str(job.directory / "model")}
     program, file = ([words.get(word, word) for word in part.split()] for part in command.split(">"))
-    async with asyncio.timeout(START_DEADLINE_S):
+    async with asyncio.timeout(DEADLINE_S):
         process = await asyncio.create_subprocess_exec(*program, stdout=PIPE)
         body, _ = await process.communicate()
     assert (0, ["samples.parquet"]) == (process.returncode, file)
@@ -300,7 +298,7 @@ async def test_a_resolver_that_hangs_or_lies_costs_no_sample_and_gives_no_reward
             assert 404 == (await job.fetch(session, first.data_port, "/v1/batches/1?shard=0"))[0]
             assert 0 == asked
             first.process.send_signal(signal.SIGTERM)
-            async with asyncio.timeout(START_DEADLINE_S):
+            async with asyncio.timeout(DEADLINE_S):
                 assert 128 + signal.SIGTERM == await first.process.wait()
         if resolver == "lies":
             return
@@ -328,7 +326,7 @@ async def test_a_disk_that_begins_to_fail_loses_nothing_that_was_accepted(tmp_pa
                 assert "No space left on device" in facts.problem.message
                 await first.kill()
             else:
-                async with asyncio.timeout(START_DEADLINE_S):
+                async with asyncio.timeout(DEADLINE_S):
                     assert 1 == await first.process.wait()
             await gate.close()
         if trouble != "inodes":

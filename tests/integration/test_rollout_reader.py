@@ -20,7 +20,7 @@ import aiohttp
 import pyarrow.parquet as pq
 import pytest
 from integration.test_rollout_process import running, surroundings
-from waiting import until
+from waiting import DEADLINE_S, until
 from yarl import URL
 
 from colocated_rl_api import names
@@ -29,7 +29,6 @@ from colocated_rl_api.rungs import WeightVersion
 from fakes.interface import rollout_interface
 from fakes.rollout import JobOnDisk, make_spec
 
-DEADLINE_S = 60.0
 OTHER_UID = "uid-other"
 PAGES = ("/v1/samples?text=1", "/v1/samples?text=1&state=trained&limit=2", "/v1/batches", "/v1/evaluations")
 

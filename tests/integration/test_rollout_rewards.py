@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import uvloop
-from waiting import until
+from waiting import DEADLINE_S, until
 
 from colocated_rl_api.prompts import Prompts, ReasoningGym
 from colocated_rl_rollout.rewards.rewards import RewardFailed, TaskProcesses
@@ -61,7 +61,7 @@ async def processes(
     directory: Path, program: str = PROCESS, prompts: Prompts = PROMPTS
 ) -> AsyncIterator[TaskProcesses]:
     command = [sys.executable, "-c", program]
-    async with asyncio.timeout(60), task_processes(prompts, directory, command=command) as made:
+    async with asyncio.timeout(DEADLINE_S), task_processes(prompts, directory, command=command) as made:
         yield made
 
 
@@ -122,7 +122,7 @@ async def test_slow_rewards_are_computed_side_by_side(tmp_path: Path) -> None:
     meeting = tmp_path / "meeting"
     meeting.mkdir()
     command = [sys.executable, "-c", PROCESS, str(meeting)]
-    async with asyncio.timeout(60), task_processes(PROMPTS, tmp_path, count=2, command=command) as made:
+    async with asyncio.timeout(DEADLINE_S), task_processes(PROMPTS, tmp_path, count=2, command=command) as made:
         assert [0.0, 1.0] == await asyncio.gather(*(made.score(number, "meet") for number in range(2)))
 
 
@@ -217,12 +217,12 @@ def test_lines_for_a_process_that_has_gone_are_lost_with_it_and_end_nothing_else
         with socket.socket(socket.AF_UNIX) as listener:
             listener.bind(str(tmp_path / "tasks.sock"))
             listener.listen()
-            async with asyncio.timeout(60), TaskConnection.open(tmp_path / "tasks.sock") as connection:
+            async with asyncio.timeout(DEADLINE_S), TaskConnection.open(tmp_path / "tasks.sock") as connection:
                 listener.accept()[0].close()
                 lost = 0
                 while lost < 2:
                     try:
-                        await connection.send(b"{}\n", deadline_s=60)
+                        await connection.send(b"{}\n", deadline_s=DEADLINE_S)
                     except ProcessLost:
                         lost += 1
 

@@ -26,7 +26,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 import yaml
-from waiting import until
+from waiting import DEADLINE_S, until
 
 from colocated_rl_api.facts import Problem
 from colocated_rl_api.job import EvaluationSet
@@ -62,7 +62,6 @@ from fakes.tasks import task_processes, task_server
 from setup.layout import CHECKOUT
 
 EXAMPLE = CHECKOUT.root / "examples/own_prompts"
-DEADLINE_S = 60.0
 MEMORY_BYTES = 2**30
 PROGRAM = "import sys; sys.modules['pycosat'] = None; from colocated_rl_rollout.tasks.task_process import main; main()"
 WITHOUT_PYCOSAT = [sys.executable, "-W", "ignore", "-c", PROGRAM]  # whether or not this environment has it
@@ -216,7 +215,7 @@ async def test_whoever_clears_its_environment_and_goes_to_a_session_of_its_own_e
     main = f"from colocated_rl_rollout.tasks import task_server as it; it.COMMAND = {(sys.executable, '-c', program)!r}"
     server = await asyncio.create_subprocess_exec(sys.executable, "-c", f"{main}; it.main()", "--socket", str(path))
     try:
-        await until(lambda: path.exists() and stat.S_IMODE(path.stat().st_mode) == 0o660, DEADLINE_S)
+        await until(lambda: path.exists() and stat.S_IMODE(path.stat().st_mode) == 0o660)
         for _ in range(3):
             async with asyncio.timeout(DEADLINE_S), TaskConnection.open(path) as connection:
                 await connection.send(b"\n", deadline_s=DEADLINE_S)
@@ -227,8 +226,8 @@ async def test_whoever_clears_its_environment_and_goes_to_a_session_of_its_own_e
                 await connection.send(b"\n", deadline_s=DEADLINE_S)
                 with suppress(ProcessLost):  # at once, where its keeper was killed
                     await connection.receive(deadline_s=DEADLINE_S)
-            await until(lambda: not hidden.exists() and not own.exists(), DEADLINE_S)  # noqa: B023 - it waits here
-        await until(lambda: not descendants(server.pid), DEADLINE_S)
+            await until(lambda: not hidden.exists() and not own.exists())  # noqa: B023 - it waits here
+        await until(lambda: not descendants(server.pid))
     finally:
         server.kill()
         await server.wait()
@@ -277,7 +276,7 @@ async def test_what_a_process_started_in_other_sessions_ends_with_it(tmp_path: P
                 await connection.send(b"\n", deadline_s=DEADLINE_S)
                 with pytest.raises(ProcessLost):
                     await connection.receive(deadline_s=DEADLINE_S)
-        await until(lambda: all(_is_gone(each) for each in started), DEADLINE_S)
+        await until(lambda: all(_is_gone(each) for each in started))
 
 
 WORDY = """
