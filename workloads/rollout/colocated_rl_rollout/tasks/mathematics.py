@@ -1,24 +1,48 @@
 """Compare the answer in a response with that of its row, as math-verify compares mathematics.
 
-math-verify interrupts itself by an alarm, which reaches Python alone: a single operation on huge numbers that hangs is
-ended from outside, with its process, at the deadline of `rewards`. An answer of the policy that can't be parsed is
-wrong; a comparison that does not end is neither right nor wrong, and fails its sample.
+It has so much time of a processor, which processes beside it do not shorten. The signal that ends it reaches Python
+alone: a single operation on huge numbers that hangs is ended from outside, with its process, at the deadline of
+`rewards`, which is by the clock. An answer of the policy that can't be parsed is wrong; a comparison that does not end
+is neither right nor wrong, and fails its sample.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NoReturn
 
 from colocated_rl_api.prompts import MathReward
 from colocated_rl_rollout.tasks.gym import answer_in
 from colocated_rl_rollout.tasks.rows import Row, RowsUnusable, member
 
-TIMEOUT_S = 5
+PROCESSOR_S = 5
+NEVER_S = 1_000_000  # math-verify's own deadline is by the clock, and it warns whoever sets none
 
 
 class Endless(TimeoutError):
     """math-verify did not end in time."""
+
+
+@contextmanager
+def limited() -> Iterator[None]:
+    """Raises Endless in what takes more than PROCESSOR_S of this process."""
+    from math_verify.errors import TimeoutException  # no Exception: math-verify and sympy catch any
+
+    def interrupt(*_: object) -> NoReturn:
+        raise TimeoutException
+
+    try:
+        former = signal.signal(signal.SIGPROF, interrupt)
+        signal.setitimer(signal.ITIMER_PROF, PROCESSOR_S)
+        try:
+            yield
+        finally:
+            signal.setitimer(signal.ITIMER_PROF, 0)
+            signal.signal(signal.SIGPROF, former)
+    except TimeoutException as error:
+        raise Endless(f"math-verify came to no end within {PROCESSOR_S} s of a processor") from error
 
 
 class NoMathematics(ValueError):
@@ -43,15 +67,13 @@ def answer_fault(row: Row, reward: MathReward) -> str | None:
 def load_math_reward(reward: MathReward) -> Callable[[str, Row], float]:
     """Return the reward function, which raises Endless and NoMathematics. Takes a second."""
     import math_verify
-    from math_verify.errors import TimeoutException
 
     def parse(text: str) -> Any:
-        try:
-            return math_verify.parse(text, parsing_timeout=TIMEOUT_S, raise_on_error=True)
-        except TimeoutException as error:
-            raise Endless(f"math-verify came to no end within {TIMEOUT_S} s") from error
-        except Exception:  # noqa: BLE001 - of whatever grammar: it is no answer
-            return []
+        with limited():
+            try:
+                return math_verify.parse(text, parsing_timeout=NEVER_S, raise_on_error=True)
+            except Exception:  # noqa: BLE001 - of whatever grammar: it is no answer
+                return []
 
     def score(response: str, row: Row) -> float:
         text = answer_in(str(member(row, reward.answer_field)), reward.answer_after) or ""
@@ -59,11 +81,10 @@ def load_math_reward(reward: MathReward) -> Callable[[str, Row], float]:
         if not right:
             raise NoMathematics(f"{reward.answer_field!r} of its row is no mathematics: {len(text)} characters")
         given = parse(response)
-        try:
-            return float(math_verify.verify(right, given, timeout_seconds=TIMEOUT_S, raise_on_error=True))
-        except TimeoutException as error:
-            raise Endless(f"math-verify came to no end within {TIMEOUT_S} s") from error
-        except Exception:  # noqa: BLE001 - whatever sympy raises: what can't be compared with one another is not equal
-            return float(math_verify.verify(right, given, timeout_seconds=TIMEOUT_S))
+        with limited():
+            try:
+                return float(math_verify.verify(right, given, timeout_seconds=NEVER_S, raise_on_error=True))
+            except Exception:  # noqa: BLE001 - whatever sympy raises: what can't be compared is not equal
+                return float(math_verify.verify(right, given, timeout_seconds=NEVER_S))
 
     return score
