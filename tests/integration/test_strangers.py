@@ -21,6 +21,7 @@ from colocated_rl_agent.gate import data_port as data_port_module
 from colocated_rl_agent.gate.call import Call
 from colocated_rl_agent.gate.data_port import DataPort
 from colocated_rl_api import names
+from colocated_rl_api.shared import SHARE
 from colocated_rl_member import accepting as accepting_module
 from colocated_rl_member import data as data_module
 from colocated_rl_member import server as server_module
@@ -133,10 +134,11 @@ class SlowMetrics:
     """Metrics that take a while, as of many jobs. made: how often."""
 
     made = 0
+    takes_s = 0.005
 
     def collect(self) -> list[Metric]:
         self.made += 1
-        time.sleep(0.005)
+        time.sleep(self.takes_s)
         return []
 
 
@@ -163,9 +165,9 @@ async def test_metrics_that_anybody_may_ask_for_are_made_once_for_all_who_ask(
     """Whoever asked often enough had all of the event loop, on which links, leases and gates are served."""
     slow = SlowMetrics()
     async with asyncio.timeout(DEADLINE_S), whose(tls, slow) as port:
-        slow.made = 0  # a registry asks once when it is told of it
+        slow.made, began = 0, time.monotonic()  # a registry asks once when it is told of it
         assert [b"200"] * 200 == await asyncio.gather(*(status(port, None, "/metrics") for _ in range(200)))
-        assert 1 <= slow.made <= 20
+        assert 1 <= slow.made <= 1 + (time.monotonic() - began) / (SHARE * slow.takes_s), "however long all of it takes"
         before = slow.made
         assert b"200" == await status(port, None, "/metrics")
         assert before + 1 == slow.made, "nothing old is shown"
