@@ -18,7 +18,6 @@ import aiohttp
 import pytest
 from waiting import until
 
-from colocated_rl_agent.drivers.base import CallRefused
 from colocated_rl_agent.drivers.sglang import SGLang
 from colocated_rl_api.rungs import WeightVersion
 from engines import ADMIN_KEY, EngineProcess, engine_process
@@ -27,6 +26,7 @@ from fakes.sse import events
 
 pytestmark = pytest.mark.slow
 OLD, NEW = WeightVersion(0, 1), WeightVersion(1, 1)
+CALL_S = 120.0
 REQUESTS, PROMPT_TOKENS, BEFORE, LIMIT = 3, 200, 8, 400
 NEW_TOKENS = re.compile(r"Prefill batch.*?#new-token: (\d+)")
 
@@ -62,11 +62,11 @@ class Scene:
         await asyncio.gather(*(event.wait() for event in begun))
         return tasks
 
-    async def retract(self) -> None:
+    async def post(self, route: str, **body: Any) -> int:
+        """Return the status of the answer."""
         headers = {"Authorization": f"Bearer {ADMIN_KEY}"}
-        body = {"mode": "retract"}
-        async with self.session.post(f"{self.client.url}/pause_generation", json=body, headers=headers) as answer:
-            assert 200 == answer.status
+        async with self.session.post(f"{self.client.url}{route}", json=body, headers=headers) as answer:
+            return answer.status
 
     async def update(self, version: WeightVersion) -> None:
         await self.client.update(self.exports / str(version), version)
@@ -89,8 +89,8 @@ def process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[EnginePr
 async def scene(process: tuple[EngineProcess, Path]) -> AsyncIterator[Scene]:
     """Serving, with an empty cache."""
     it, exports = process
-    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=120)) as session:
-        client = SGLang(session, url=it.url, admin_key=ADMIN_KEY, call_s=4.0)
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=CALL_S)) as session:
+        client = SGLang(session, url=it.url, admin_key=ADMIN_KEY, call_s=CALL_S)
         await client.flush()
         yield Scene(client, session, it, exports)
 
@@ -104,9 +104,8 @@ def prompts() -> list[list[int]]:
 
 async def test_requests_that_the_engine_keeps_are_prefilled_again_and_it_is_never_seen_idle(scene: Scene) -> None:
     tasks = await scene.begin(prompts())
-    await scene.retract()
-    with pytest.raises(CallRefused):
-        await scene.client.flush()
+    assert 200 == await scene.post("/pause_generation", mode="retract")
+    assert 400 == await scene.post("/flush_cache?timeout=0.2")
     before = scene.prefilled
     await scene.update(NEW)
     spans = [(await task)["meta_info"]["weight_versions"] for task in tasks]
