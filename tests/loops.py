@@ -10,7 +10,7 @@ from typing import Any
 
 LoopFactory = Callable[[], asyncio.AbstractEventLoop]
 
-ENDING_S = 5.0  # longer than any connection takes that somebody has closed, TLS included
+ENDING_S = 60.0  # longer than any connection takes that somebody has closed: TLS waits half a minute for a busy peer
 
 
 class ConnectionsLeft(AssertionError):
