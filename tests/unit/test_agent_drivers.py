@@ -553,7 +553,7 @@ async def test_step_without_progress_says_where_it_stands(working: tuple[dict[st
     step, socket = working
     step["standstill"] = {"seconds": 4.0, "where": "all_reduce (group.py:7) < train (loop.py:9)"}
     with pytest.raises(OutcomeUnknown, match=r"no progress for 4 s, it is in all_reduce \(group.py:7\) < train"):
-        await train_in(step, socket)
+        await train_in(step, socket, heartbeat_s=5 * SOON_S)
 
 
 @pytest.mark.parametrize(
@@ -567,7 +567,7 @@ async def test_step_stalls_when_it_stands_still_for_far_longer_than_usual(
     step["standstill"] = {"seconds": seconds, "usualS": usual_s, "moved": 3}
     told: list[Standstill | None] = []
     with pytest.raises(OutcomeUnknown):
-        await train_in(step, socket, stalls=told.append)
+        await train_in(step, socket, heartbeat_s=5 * SOON_S, stalls=told.append)
     *during, after = told
     assert after is None
     assert {3 if expected else None} == {each and each.moved for each in during}
