@@ -91,7 +91,7 @@ def test_f4_requests_in_flight_are_aborted_at_the_engines_when_a_switch_begins(j
     for line in aborts:
         lines = [rung for rung in job.rungs(line.fields["step"]) if rung.pod == line.pod]
         assert reached(lines, line.pod, Rung.CLOSED) <= line.began + CLOCK_S
-        assert reached(lines, line.pod, Rung.SETTLED) >= line.began - CLOCK_S, "answers may come before the abort's own"
+        assert reached(lines, line.pod, Rung.SETTLED) >= line.began - TURN_S, "answers may come before the abort's own"
     assert wait_for(
         "an interrupted sample in a batch",
         lambda: resumed_samples(job),
@@ -504,6 +504,7 @@ def assert_climbed_in_order(job: RunningJob, step: int) -> None:
 
 
 CLOCK_S = 0.002  # log lines are written just after what they tell
+TURN_S = 0.05  # of another process on the core, between the end of what a line tells and its moment: it begins as late
 
 
 def events_of(job: RunningJob, pod: str, event: str) -> list[Line]:
