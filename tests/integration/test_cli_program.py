@@ -5,6 +5,7 @@ kubectl is played by a program that joins the socket that it is told to a fake A
 
 from __future__ import annotations
 
+import codecs
 import copy
 import fcntl
 import json
@@ -679,6 +680,7 @@ class Screen:
         )  # fmt: skip
         os.close(terminal)
         self.written = ""
+        self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode  # a character may come in two pieces
         self._is_gone = False
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
@@ -704,7 +706,7 @@ class Screen:
         while not self._is_gone:
             try:
                 if select.select([self._typed], [], [], 0.05)[0]:
-                    self.written += os.read(self._typed, 1 << 16).decode(errors="replace")
+                    self.written += self._decode(os.read(self._typed, 1 << 16))
             except (OSError, ValueError):  # the program has ended, or the terminal is gone
                 return
 
