@@ -27,6 +27,7 @@ from typing import Any, NamedTuple, Self
 
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
+from waiting import DEADLINE_S
 
 from builders import make_manifest
 from colocated_rl_agent.metrics import GpuSeconds
@@ -46,7 +47,6 @@ from fakes.kubectl import Played, play_kubectl
 from setup.layout import CHECKOUT
 
 RECORDED = json.loads((CHECKOUT.root / "tests/unit/records/run.json").read_text())
-DEADLINE_S = 60.0
 
 Run = Callable[..., "Done"]
 

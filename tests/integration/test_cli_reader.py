@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from unit.test_rollout_followers import FollowersScene, serving
 from unit.test_rollout_store import JOB, climb_to, completed_group, seal
+from waiting import DEADLINE_S
 
 from builders import make_job, make_manifest
 from colocated_rl_api import names
@@ -24,7 +25,6 @@ from colocated_rl_rollout.store.store import Store
 from fakes.cluster_api import ClusterApi
 from fakes.kubectl import Played, play_kubectl
 
-DEADLINE_S = 60.0
 UID = "0123456789abcdef"
 READER = "sums-reader-01234567"
 IMAGES = PodImages(agent="agent:1", rollout="rollout:1", gpu="gpu:1", pull_policy="IfNotPresent")

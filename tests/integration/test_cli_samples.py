@@ -16,6 +16,7 @@ import pyarrow.parquet as pq
 import pytest
 from unit.test_rollout_followers import FollowersScene, serving
 from unit.test_rollout_store import JOB, completed_group, seal
+from waiting import DEADLINE_S
 
 from builders import make_manifest
 from colocated_rl_api import names
@@ -24,7 +25,6 @@ from colocated_rl_rollout.store.store import Store
 from fakes.cluster_api import ClusterApi, page
 from fakes.kubectl import Played, play_kubectl
 
-DEADLINE_S = 60.0
 POD = "sums-rollout-0"
 
 

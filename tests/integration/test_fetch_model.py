@@ -12,7 +12,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
-from waiting import until
+from waiting import DEADLINE_S, until
 
 from builders import make_job
 from colocated_rl_api import names
@@ -23,7 +23,6 @@ from fakes.hub import COMMIT, FakeHub
 from fakes.serving import listening
 
 NAME = "us/small"
-DEADLINE_S = 60
 WEIGHTS = "model-00001-of-00001.safetensors"
 MODEL = {
     "config.json": b'{"model_type": "qwen3"}',
