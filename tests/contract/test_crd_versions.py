@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import yaml
-from contract.api_server import ApiServer, Document, Kubectl
+from contract.api_server import COMMAND_S, ApiServer, Document, Kubectl
 from documents.blocks import under
 
 from builders import make_manifest
@@ -104,7 +104,7 @@ def copied(command: str, kubectl: Kubectl) -> None:
     script = f'kubectl() {{ "{CHECKOUT.localcluster}" kubectl "$@"; }}; set -o pipefail; {command}'
     environment = os.environ | {"KUBECONFIG": str(kubectl.kubeconfig)}
     words = ["bash", "-euc", script.replace(names.GROUP, GROUP).replace(names.PLURAL, PLURAL)]
-    subprocess.run(words, env=environment, timeout=SOON_S, check=True)
+    subprocess.run(words, env=environment, timeout=COMMAND_S, check=True)
 
 
 def test_stored_jobs_move_to_the_next_version_as_the_page_says(

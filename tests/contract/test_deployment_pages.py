@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from contract.api_server import Helm
+from contract.api_server import COMMAND_S, Helm
 from documents.blocks import under
 
 from builders import make_job
@@ -40,7 +40,6 @@ pytestmark = pytest.mark.cluster  # its binary is helm and kubectl
 
 CHART = CHECKOUT.root / "charts/colocated-rl"
 RUNBOOK = "docs/runbooks/ca-rotation.md"
-COMMAND_S = 60.0
 KUBECTL = f"""#!{sys.executable}
 import json, pathlib, subprocess, sys
 words, objects = sys.argv[1:], pathlib.Path({{objects!r}})
