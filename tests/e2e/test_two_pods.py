@@ -197,9 +197,10 @@ def test_the_command_line_shows_the_job_as_it_is(job: RunningJob, command_line: 
     assert 0 in {one["step"] for one in json.loads(command_line("eval", job.name, "--output", "json"))}
     command_line("timeline", job.name, "--trace", str(tmp_path / "trace.json"))
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
-    training = [event for event in events if event["ph"] == "X" and event["name"] == "training"]
-    assert len(training) >= 2 * 3
-    assert {"NextStep"} == {event["args"]["why"] for event in training}
+    training = [event["args"] for event in events if event["ph"] == "X" and event["name"] == "training"]
+    told = [one["why"] for one in training if "epoch" in one]  # by a rung at its end, which a pod's last may not have
+    assert len(told) >= max(2 * 3, len(training) - 2)
+    assert {"NextStep"} == set(told)
 
 
 # -------------------------------------------------------------------------------------------------------- a bad member
