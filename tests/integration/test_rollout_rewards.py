@@ -14,6 +14,7 @@ import pytest
 import uvloop
 from waiting import DEADLINE_S, until
 
+from bench.memory import family
 from colocated_rl_api.prompts import Prompts, ReasoningGym
 from colocated_rl_rollout.rewards.rewards import RewardFailed, TaskProcesses
 from colocated_rl_rollout.rewards.task_connection import ProcessLost, TaskConnection, TaskUnusable
@@ -189,14 +190,13 @@ async def test_a_process_ends_with_its_connection_and_so_does_what_it_started(tm
 
 
 def running_in(directory: Path) -> set[int]:
-    """The processes with a directory in their command line, and all that they started."""
-    mine: set[int] = set()
-    for process in sorted(int(path.name) for path in Path("/proc").glob("[0-9]*")):
+    """The processes with a directory in their command line, and all below them."""
+    found: set[int] = set()
+    for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # it has ended
-            words = Path(f"/proc/{process}/cmdline").read_bytes().split(b"\0")
-            if str(directory).encode() in words or int(stat(process)[1]) in mine:
-                mine.add(process)
-    return mine
+            if str(directory).encode() in (process / "cmdline").read_bytes().split(b"\0"):
+                found |= {int(each.name) for each in family(int(process.name))}
+    return found
 
 
 def is_alive(process: int) -> bool:
