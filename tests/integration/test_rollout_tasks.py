@@ -128,9 +128,10 @@ async def processes(
             prompts = Prompts(reasoning_gym=source)
         case Environment():
             prompts = Prompts(environment=source)
+    patient = prompts.model_copy(update={"reward_deadline_seconds": int(DEADLINE_S)})
     async with (
         asyncio.timeout(DEADLINE_S),
-        task_processes(prompts, directory, count=count, command=command, container_bytes=count * MEMORY_BYTES) as made,
+        task_processes(patient, directory, count=count, command=command, container_bytes=count * MEMORY_BYTES) as made,
     ):
         yield made
 
