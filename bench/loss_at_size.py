@@ -119,7 +119,7 @@ class Simulated:
         silently: its node is gone, and nobody says so. Otherwise the pod is deleted by force.
         """
         lost, found = next(pod for pod in self.members.values() if pod.seat == self.job.gpu_seats[1]), LossOfPod()
-        self._at(self.stages.silence, partial(self._fall_silent, lost.uid)) if silently else self._remove(lost.uid)
+        self._at(self.stages.silence, partial(self._lose_link, lost.uid)) if silently else self._remove(lost.uid)
         for _ in range(MOST_EVENTS):
             wake_at = self._pass(found)
             if found.trained:
@@ -130,9 +130,10 @@ class Simulated:
                 heapq.heappop(self.events)[2]()
         raise AssertionError(f"no step is trained in {self.now:.0f} s: {self.climb}")
 
-    def _fall_silent(self, uid: str) -> None:
+    def _lose_link(self, uid: str) -> None:
+        """Silence counts from the last word, which came with the loss."""
         pod = self.members[uid]
-        self._put(pod.reporting(None, highest_epoch=pod.highest_epoch, silent_since=self.now))
+        self._put(pod.reporting(None, highest_epoch=pod.highest_epoch, silent_since=0.0))
 
     def _pass(self, found: LossOfPod) -> float | None:
         """Observe, plan, act. Return when to look again, if nothing happens."""

@@ -8,6 +8,7 @@ import json
 import socket
 import ssl
 import sys
+import time
 from asyncio.subprocess import PIPE
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextmanager
@@ -231,17 +232,21 @@ async def test_a_lost_member_is_unknown_at_once_and_found_again(authority: Autho
             assert [] == again.targets  # a new connection begins without a target: nothing old is repeated
 
 
-async def test_a_half_open_connection_is_noticed_by_its_heartbeat(authority: Authority, tmp_path: Path) -> None:
-    frozen = asyncio.Event()
+async def test_a_half_open_connection_is_noticed_by_its_heartbeat_and_silent_since_a_word_before(
+    authority: Authority, tmp_path: Path
+) -> None:
+    """Its silence began with the loss of its link, after two pings in vain."""
+    frozen, ping_s = asyncio.Event(), 0.2
     async with (
         agent(authority, tmp_path) as member,
-        operator(trusting(authority), ping_s=0.2) as door,
+        operator(trusting(authority), ping_s=ping_s) as door,
         relayed(0, member.server.ports.control, frozen) as port,
     ):
         door.members.keep(UID, [Address(POD, POD_UID, names.ROLE_GPU, "127.0.0.1", port)])
         await door.until(lambda: door.answer().facts)
         frozen.set()
         await door.until(lambda: door.answer().facts is None)
+        assert door.answer().silent_since <= time.monotonic() - ping_s, "it had until the second ping"
         door.members.keep(UID, [])
 
 

@@ -6,13 +6,16 @@ import asyncio
 import base64
 import hashlib
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from colocated_rl_api.member_wire import MAX_MESSAGE_BYTES
+from builders import facts_at, make_climb, make_job, make_observation, rollout_facts
+from colocated_rl_api.member_wire import HEARTBEAT_S, MAX_MESSAGE_BYTES
+from colocated_rl_api.rungs import Rung, WeightVersion
 from colocated_rl_operator.clients.errors import ContractBroken
 from colocated_rl_operator.clients.link import (
     GUID,
@@ -22,6 +25,7 @@ from colocated_rl_operator.clients.link import (
     Link,
     make_frame,
 )
+from colocated_rl_operator.planner.roster import SILENCE_S, muster
 
 CLOSE = 0x8
 LONG_AGO_S = 60.0
@@ -46,10 +50,12 @@ class Peer:
     """A link, and who answers it."""
 
     def __init__(self, *, hear: Callable[[bytes], None] | None = None, ping_s: float = LONG_AGO_S) -> None:
+        self.now = 1000.0
         self.heard: list[bytes] = []
         take = hear or self.heard.append
         self.wire = KeptWire()
-        self.link = Link(host="10.0.0.1:7443", ping_s=ping_s, hear=lambda link, text: take(text))
+        host, clock = "10.0.0.1:7443", lambda: self.now
+        self.link = Link(host=host, ping_s=ping_s, hear=lambda link, text: take(text), clock=clock)
         self.link.connection_made(self.wire)
         (self.request,) = self.wire.written
 
@@ -197,6 +203,35 @@ async def test_a_member_that_sends_nothing_after_a_ping_is_lost() -> None:
     peer = Peer(ping_s=0.01).open()
     assert isinstance(await peer.why(), TimeoutError)
     assert (PING, b"") in [unmasked(frame) for frame in peer.wire.written]
+
+
+@pytest.mark.parametrize("word", [of_server(b"facts"), of_server(b"", PONG), b"\x81"], ids=["facts", "pong", "a part"])
+async def test_silence_begins_with_the_last_word_and_not_with_the_loss_of_the_link(word: bytes) -> None:
+    """A node that was gone had ten seconds more than was said, until its link counted as lost."""
+    peer = Peer(ping_s=HEARTBEAT_S).open()
+    peer.now += 3.0
+    peer.receive(word)
+    for quiet_s in (0.0, HEARTBEAT_S, 2 * HEARTBEAT_S):
+        peer.now = 1003.0 + quiet_s
+        assert 1003.0 == peer.link.silent_since
+
+
+@pytest.mark.parametrize("stood_still_s", [2 * HEARTBEAT_S, 60.0, 3600.0])
+async def test_an_operator_that_stood_still_leaves_members_most_of_their_time_to_be_reached(
+    stood_still_s: float,
+) -> None:
+    """Its links end all at once or in part, with words on them that it has not read."""
+    peer = Peer(ping_s=HEARTBEAT_S).open()
+    peer.now += stood_still_s
+    served = facts_at(Rung.SERVING, WeightVersion(1, 1))
+    seen = make_observation(make_job(replicas=2), [served, None], climb=make_climb(1), rollout=rollout_facts())
+    silent = replace(seen.current["gpu-1"], silent_since=peer.link.silent_since)
+    members = tuple(silent if each.uid == silent.uid else each for each in seen.members)
+    left_s = SILENCE_S - 2 * HEARTBEAT_S
+    assert left_s >= 20.0
+    for after_s, is_replaced in ((0.0, False), (left_s - 0.5, False), (left_s, True)):
+        actions, _ = muster(replace(seen, members=members, now=peer.now + after_s))
+        assert is_replaced is bool(actions)
 
 
 async def test_a_member_that_closes_is_gone_at_once() -> None:

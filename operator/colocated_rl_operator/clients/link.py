@@ -18,6 +18,7 @@ import hashlib
 import os
 import socket
 import ssl
+import time
 from collections.abc import Callable
 from typing import NamedTuple, NoReturn, cast
 
@@ -87,17 +88,19 @@ _INBOX = memoryview(bytearray(64 * 1024))
 class Link(asyncio.BufferedProtocol):
     """A link is the operator's end. It reads into a buffer: else uvloop's TLS allocates 256 KiB for each read."""
 
-    def __init__(self, *, host: str, ping_s: float, hear: Hear) -> None:
+    def __init__(self, *, host: str, ping_s: float, hear: Hear, clock: Callable[[], float] = time.monotonic) -> None:
         self._loop = asyncio.get_running_loop()
         self._host = host
         self._ping_s = ping_s
         self._hear = hear
+        self._clock = clock
         self._key = base64.b64encode(os.urandom(16))
         self._is_open = False
         self._rest = b""  # bytes of a frame that is still incomplete
         self._late: bytes | None = None  # the newest frame for a member that reads slowly
         self._paused_at: float | None = None  # since when it reads slowly
         self._is_alive = True  # something came since the last ping
+        self._heard_at = clock()
         self._beat: asyncio.TimerHandle | None = None
         self._reason: Exception | None = None  # why the link ended
         self._spoke = asyncio.Event()  # the first message was heard, or the link has ended
@@ -121,6 +124,14 @@ class Link(asyncio.BufferedProtocol):
     def is_slow(self) -> bool:
         """Return whether the member has not taken what was sent before."""
         return self._paused_at is not None
+
+    @property
+    def silent_since(self) -> float:
+        """Return when anything came last, pongs too, by the clock.
+
+        At most two pings ago: a link lasts no longer without a word, unless this process itself stood still.
+        """
+        return max(self._heard_at, self._clock() - 2 * self._ping_s)
 
     def send(self, frame: bytes) -> None:
         """Send a whole frame; if the member reads slowly, only the newest is kept."""
@@ -156,7 +167,7 @@ class Link(asyncio.BufferedProtocol):
     def buffer_updated(self, nbytes: int) -> None:
         if self._reason is not None:
             return
-        self._is_alive = True
+        self._is_alive, self._heard_at = True, self._clock()
         data = bytes(_INBOX[:nbytes])
         try:
             self._rest = self._read(self._rest + data if self._rest else data)
@@ -164,7 +175,7 @@ class Link(asyncio.BufferedProtocol):
             self._end(error)
 
     def pause_writing(self) -> None:
-        self._paused_at = self._loop.time()
+        self._paused_at = self._clock()
 
     def resume_writing(self) -> None:
         self._paused_at = None
@@ -200,7 +211,7 @@ class Link(asyncio.BufferedProtocol):
         return data[at:]
 
     def _ping(self) -> None:
-        paused_s = 0.0 if self._paused_at is None else self._loop.time() - self._paused_at
+        paused_s = 0.0 if self._paused_at is None else self._clock() - self._paused_at
         if not self._is_alive:
             self._end(TimeoutError(f"nothing came within {self._ping_s:.1f} s of a ping"))
         elif paused_s > SEND_DEADLINE_S:
@@ -239,13 +250,21 @@ async def reach(host: str, port: int) -> socket.socket:
     return reached
 
 
-async def connect(reached: socket.socket, *, tls: ssl.SSLContext, server_name: str, ping_s: float, hear: Hear) -> Link:
+async def connect(
+    reached: socket.socket,
+    *,
+    tls: ssl.SSLContext,
+    server_name: str,
+    ping_s: float,
+    hear: Hear,
+    clock: Callable[[], float] = time.monotonic,
+) -> Link:
     """Return a link once its first message was heard. Raises OSError or ContractBroken; the caller sets the deadline.
 
     reached: the TCP connection, which is closed with the link, or if no link is made.
     """
     _, link = await asyncio.get_running_loop().create_connection(
-        lambda: Link(host=server_name, ping_s=ping_s, hear=hear),
+        lambda: Link(host=server_name, ping_s=ping_s, hear=hear, clock=clock),
         sock=reached,
         ssl=tls,
         server_hostname=server_name,

@@ -101,7 +101,7 @@ class Address:
 class MemberReport:
     """A report holds what is known of a member now; it is the same object until that changes.
 
-    facts: None unless connected. silent_since: monotonic; None while connected.
+    facts: None unless connected. silent_since: when it was last heard, or first asked, monotonic; None while connected.
     """
 
     facts: Facts | None
@@ -319,12 +319,13 @@ class Members:
 
     def _forget(self, member: _Member, reason: str) -> bool:
         """Drop the member's facts, as its connection ended; return whether it had sent any."""
-        member.link = member.sent = member.held = None
+        link, member.link = member.link, None
+        member.sent = member.held = None
         member.job.awaited.discard(member.address.pod)
-        if member.answer.silent_since is not None:
+        if link is None or member.answer.silent_since is not None:
             log(LOG, "member not reached", logging.DEBUG, reason=reason)
             return False
-        member.answer = MemberReport(None, member.answer.highest_epoch, silent_since=self._clock())
+        member.answer = MemberReport(None, member.answer.highest_epoch, link.silent_since)
         self._lost()
         log(LOG, "member lost", logging.WARNING, reason=reason)
         self._changed(member.job.uid)
@@ -344,6 +345,7 @@ class Members:
                     server_name=_server_name(member),
                     ping_s=self._ping_s,
                     hear=partial(self._hear, member),
+                    clock=self._clock,
                 )
         try:
             await link.ended()

@@ -257,7 +257,7 @@ class Member:
     memory_kills: int = 0  # ends of its GPU container, if the last one was for its memory
     trouble: str | None = None  # why its containers don't run: kubelet's message and their last one
     is_starting: bool = False  # a container of it has not passed its startup probe yet
-    silent_since: float | None = None  # running, and not connected since
+    silent_since: float | None = None  # running, and not heard since: its last word, or when it was first asked
     highest_epoch: int = 0  # that it ever accepted, as it reports
     facts: PodFacts | RolloutFacts | None = None
     _stood: tuple[WeightVersion, Rung] | None = field(default=None, init=False, repr=False, compare=False)

@@ -28,7 +28,7 @@ from colocated_rl_operator.planner.actions import CreatePod, DeletePod, PodActio
 from colocated_rl_operator.planner.observation import Member, Observation, PodPhase
 from colocated_rl_operator.planner.size import has_no_room, room_needed_at, seat_to_open, spares_to_keep
 
-SILENCE_S = 30.0  # a running member may stay silent this long: the network heals
+SILENCE_S = 30.0  # a running member may stay silent this long, about what a replaced pod costs: the network heals
 RESTARTS_S = 300.0  # or this long, while its containers start, or kubelet restarts them again and again
 FORCE_AFTER_S = 30.0  # past the grace of a deletion: the node does not answer
 FIRST_DELAY_S, MAX_DELAY_S = 1.0, 60.0  # between two attempts at one seat
