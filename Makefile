@@ -206,8 +206,8 @@ bench-rollout-limit: setup-dev ## samples a second that one rollout controller t
 	@PYTHONPATH=tests python -m bench.rollout_limit
 
 .PHONY: bench-loss
-bench-loss: setup ## how long the group of a job is without a pod that is lost, and what takes the time: real engines and ranks
-	@PYTHONPATH=tests python -m bench.loss --losses $(or $(LOSSES),6)
+bench-loss: setup ## how long the group of a job is without a pod that is lost; with SILENT=1, whose node falls silent
+	@PYTHONPATH=tests python -m bench.loss --losses $(or $(LOSSES),6) $(if $(SILENT),--silent)
 
 .PHONY: bench-loss-at-size
 bench-loss-at-size: setup-dev ## the same for 2 to 1,024 pods: the real plan on a simulated clock

@@ -83,9 +83,8 @@ async def by_link(
     port: int, members: int, tls: ssl.SSLContext, barrier: AnswerBarrier, open_: AsyncExitStack
 ) -> Broadcast:
     async def one() -> Link:
-        return await connect(
-            await reach("127.0.0.1", port), tls=tls, server_name=SERVER_NAME, ping_s=PING_S, hear=barrier.hear
-        )
+        reached, clock = await reach("127.0.0.1", port), time.monotonic
+        return await connect(reached, tls=tls, server_name=SERVER_NAME, ping_s=PING_S, hear=barrier.hear, clock=clock)
 
     links = await connected(one, members)
     for link in links:

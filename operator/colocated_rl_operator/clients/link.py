@@ -18,7 +18,6 @@ import hashlib
 import os
 import socket
 import ssl
-import time
 from collections.abc import Callable
 from typing import NamedTuple, NoReturn, cast
 
@@ -88,7 +87,7 @@ _INBOX = memoryview(bytearray(64 * 1024))
 class Link(asyncio.BufferedProtocol):
     """A link is the operator's end. It reads into a buffer: else uvloop's TLS allocates 256 KiB for each read."""
 
-    def __init__(self, *, host: str, ping_s: float, hear: Hear, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, *, host: str, ping_s: float, hear: Hear, clock: Callable[[], float]) -> None:
         self._loop = asyncio.get_running_loop()
         self._host = host
         self._ping_s = ping_s
@@ -257,7 +256,7 @@ async def connect(
     server_name: str,
     ping_s: float,
     hear: Hear,
-    clock: Callable[[], float] = time.monotonic,
+    clock: Callable[[], float],
 ) -> Link:
     """Return a link once its first message was heard. Raises OSError or ContractBroken; the caller sets the deadline.
 
