@@ -2,8 +2,9 @@
 
 The server takes 10,000 levels of nesting (k8s.io/apimachinery, pkg/util/json) and 1.5 MB of an object, where the
 resource lets anything through, as for `trainer.config`. Python reads some 1,000 levels before a RecursionError, and a
-`{}` becomes 64 bytes. Everybody's jobs are in one list and one watch: so a field that nobody could use is replaced by
-words that say so, and the job that has it is refused for them.
+`{},` becomes 72 bytes: one job of 1 MB could take 50 MB of the operator's memory. Everybody's jobs are in one list and
+one watch: so a field that nobody could use is replaced by words that say so, and the job that has it is refused for
+them.
 """
 
 from __future__ import annotations
@@ -14,15 +15,20 @@ from typing import Any
 
 MOST_LEVELS = 100
 MOST_CHARACTERS = 256 * 1024  # of one field of a spec; a ConfigMap, in which the job's file is, holds 1 MiB
+MOST_VALUES = 10_000  # of one field, inner ones too: each takes up to 150 bytes, however short it is written
 ALONE, WATCHED, LISTED = 1, 2, 3  # levels at which an object begins: itself, in an event, among the items of a list
-REFUSED = f"not read: longer than {MOST_CHARACTERS // 1024} KiB, or nested more than {MOST_LEVELS} levels deep"
+REFUSED = (
+    f"not read: longer than {MOST_CHARACTERS // 1024} KiB, of more than {MOST_VALUES} values, or nested more than "
+    f"{MOST_LEVELS} levels deep"
+)
 
-_TOKEN = re.compile(r'"(?:[^"\\]++|\\.)*+"|[\[{]|[\]}]', re.DOTALL)
+_BEGINS = ",[{"  # in front of each value but the first
+_TOKEN = re.compile(r'"(?:[^"\\]++|\\.)*+"|[,\[{]|[\]}]', re.DOTALL)
 
 
 def read_objects(text: str, *, level: int) -> Any:
     """Parse an answer of the API server whose objects begin at `level`. Raises ValueError."""
-    if len(text) <= MOST_CHARACTERS:
+    if len(text) <= MOST_CHARACTERS and sum(map(text.count, _BEGINS)) <= MOST_VALUES:
         try:
             return json.loads(text)
         except RecursionError:
@@ -34,18 +40,20 @@ def read_objects(text: str, *, level: int) -> Any:
 
 
 def _without_excess(text: str, level: int) -> str:
-    """Return the text without those fields of fields, which begin at `level`, that are too long or too deep."""
+    """Return the text without those fields of fields, which begin at `level`, that hold too much or are too deep."""
     kept: list[str] = []
-    depth = deepest = began = done = 0
+    depth = deepest = values = began = done = 0
     for token in _TOKEN.finditer(text):
         mark = token[0]
+        values += mark in _BEGINS
         if mark in "[{":
             depth += 1
             if depth == level:
-                began, deepest = token.start(), 0
+                began, deepest, values = token.start(), 0, 0
             deepest = max(deepest, depth - level)
         elif mark in "]}":
-            if depth == level and (deepest > MOST_LEVELS or token.end() - began > MOST_CHARACTERS):
+            is_long = token.end() - began > MOST_CHARACTERS or values > MOST_VALUES
+            if depth == level and (is_long or deepest > MOST_LEVELS):
                 kept += (text[done:began], json.dumps(REFUSED))
                 done = token.end()
             depth -= 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tracemalloc
 from typing import Any
 
 import pytest
@@ -14,13 +15,15 @@ from colocated_rl_api.bounded_json import (
     LISTED,
     MOST_CHARACTERS,
     MOST_LEVELS,
+    MOST_VALUES,
     REFUSED,
     WATCHED,
     read_objects,
 )
 
 DEEP = "[" * 5000 + "]" * 5000
-LARGE = json.dumps([{}] * MOST_CHARACTERS)
+LARGE = json.dumps("a" * MOST_CHARACTERS)
+MANY = json.dumps([1] * MOST_VALUES)
 JOB = '{"metadata": {"name": "a"}, "spec": {"steps": 3, "trainer": {"config": {"x": %s}}, "replicas": 2}}'
 PARTS = st.recursive(
     st.none() | st.booleans() | st.integers() | st.text(st.sampled_from('ab\\"[]{}é\n')),
@@ -37,7 +40,7 @@ def objects(found: Any, level: int) -> list[Any]:
     return [found] if level == ALONE else [found["object"]] if level == WATCHED else list(found["items"])
 
 
-@pytest.mark.parametrize("excess", [DEEP, LARGE], ids=["deep", "large"])
+@pytest.mark.parametrize("excess", [DEEP, LARGE, MANY], ids=["deep", "large", "many"])
 @pytest.mark.parametrize("level", [ALONE, WATCHED, LISTED])
 def test_a_field_that_nobody_could_use_is_replaced_and_all_else_is_read(level: int, excess: str) -> None:
     for job in objects(read_objects(around(JOB % excess, level), level=level), level):
@@ -61,6 +64,21 @@ def test_as_many_levels_as_the_bound_are_read() -> None:
     first, second = read_objects(listed, level=LISTED)["items"]
     assert {"config": {"x": inner}} == first["spec"]["trainer"]
     assert REFUSED == second["spec"]["trainer"]
+
+
+@pytest.mark.parametrize("value", ["{}", "[[]]", '{"%d": 0.5}', '"%d"'])
+def test_what_is_read_of_a_field_takes_little_memory(value: str) -> None:
+    """As many values as are read, each as short as it can be: a job may have four such fields."""
+    most = MOST_VALUES // (1 + value.count("[") + value.count("{")) - 3
+    text = JOB % f"[{', '.join(value.replace('%d', str(number)) for number in range(most))}]"
+    tracemalloc.start()
+    try:
+        job = read_objects(text, level=ALONE)
+        taken, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert most == len(job["spec"]["trainer"]["config"]["x"])
+    assert taken < 2 * 1024 * 1024
 
 
 def test_what_is_no_json_is_a_value_error() -> None:
