@@ -191,6 +191,20 @@ def test_h51_h52_damaged_export_is_refused_with_what_is_wrong(
         verify_export(export.parent, VERSION)
 
 
+@pytest.mark.parametrize("content", ["{token}", '{{"token": "{token}"}}'])
+def test_a_manifest_that_leads_to_the_agents_keys_is_not_quoted(export: Path, tmp_path: Path, content: str) -> None:
+    """Most of the data token was in the job's status: a trainer writes here, and the agent may read its keys."""
+    token = "".join(f"{number:02x}" for number in range(32))
+    keys = tmp_path / "keys"
+    keys.write_text(content.format(token=token))
+    (export / "manifest.json").unlink()
+    (export / "manifest.json").symlink_to(keys)
+    with pytest.raises(ExportTorn, match=r"manifest\.json can't be read: ") as torn:
+        verify_export(export.parent, VERSION)
+    assert token[:8] not in str(torn.value)
+    assert token[-8:] not in str(torn.value)
+
+
 def test_export_may_have_an_index_of_its_files(export: Path) -> None:
     write_index(export, {"weight": "model.safetensors"})
     verify_export(export.parent, VERSION)
@@ -312,6 +326,16 @@ async def test_shard_is_written_whole(controller: BatchServer, tmp_path: Path) -
     assert controller.data == path.read_bytes()
 
 
+async def test_a_shard_is_written_through_no_link(controller: BatchServer, tmp_path: Path) -> None:
+    """A trainer with a reference writes here too, and could have the agent overwrite its journal and its keys."""
+    journal = tmp_path / "journal"
+    journal.write_bytes(b"kept")
+    shard_path(tmp_path, step=4, rank=1).with_suffix(".draft").symlink_to(journal)
+    path = await fetch(controller, tmp_path)
+    assert (b"kept", controller.data) == (journal.read_bytes(), path.read_bytes())
+    assert not path.is_symlink()
+
+
 async def test_shard_that_can_not_be_had_whole_is_not_there_and_the_error_names_it(
     controller: BatchServer, tmp_path: Path
 ) -> None:
@@ -367,8 +391,11 @@ async def test_rollout_controller_that_does_not_listen_is_named(controller: Batc
 def test_shards_of_older_steps_are_removed(tmp_path: Path) -> None:
     for step in (2, 3, 4):
         shard_path(tmp_path, step=step, rank=0).touch()
+    others = [tmp_path / "batch-\u00b2-0", tmp_path / "batch--3-0"]
+    for other in others:
+        other.touch()
     remove_shards(tmp_path, below=4)
-    assert [shard_path(tmp_path, step=4, rank=0)] == list(tmp_path.iterdir())
+    assert {shard_path(tmp_path, step=4, rank=0), *others} == {*tmp_path.iterdir()}
 
 
 # ---------------------------------------------------------------------------------------------------------- the runner

@@ -106,7 +106,8 @@ async def fetch_shard(
                 raise ShardUnavailable(f"{what}: HTTP {answer.status}")
             expected = answer.headers.get(DIGEST_HEADER)
             size = 0
-            with draft.open("wb") as stream:
+            draft.unlink(missing_ok=True)
+            with draft.open("xb") as stream:  # through no link: a trainer with a reference writes here too
                 async for piece in answer.content.iter_chunked(PIECE_BYTES):
                     size += len(piece)
                     if size > most_bytes:
@@ -127,5 +128,5 @@ def remove_shards(directory: Path, *, below: int) -> None:
     """Remove shards of steps before `below`, with their scores and drafts."""
     for path in directory.glob("batch-*-*"):
         step = path.name.split("-")[1]
-        if step.isdigit() and int(step) < below:
+        if step.isdecimal() and int(step) < below:
             path.unlink()

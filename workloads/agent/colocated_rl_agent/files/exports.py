@@ -291,8 +291,11 @@ def _version_in(name: str) -> WeightVersion | None:
 def _manifest(directory: Path) -> Manifest:
     try:
         return Manifest.model_validate_json(_read(directory / MANIFEST))
-    except (OSError, ValidationError) as error:
+    except OSError as error:
         raise ExportTorn(f"{directory / MANIFEST} can't be read: {error}") from error
+    except ValidationError as error:  # its own message quotes the file: it may be a link, and lead to the agent's keys
+        faults = (f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors(include_input=False))
+        raise ExportTorn(f"{directory / MANIFEST} can't be read: {'; '.join(faults)}") from None
 
 
 def _read(path: Path) -> bytes:
