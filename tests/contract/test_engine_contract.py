@@ -446,6 +446,7 @@ async def test_what_an_engine_dies_of_is_refused_at_the_gate(
         ({"input_ids": [5], "sampling_params": short, "return_logprob": True, "logprob_start_len": -2}, 400),
         ({"input_ids": [5], "sampling_params": short, "return_hidden_states": []}, 400),
         ({"input_ids": [5], "sampling_params": short, "lora_id": [None]}, 400),
+        ({"input_ids": [5], "sampling_params": short, "session_params": {"id": 5}}, 400),
         ({"text": "", "sampling_params": short}, 400),
         ({"input_ids": [5, tokens - 1], "sampling_params": {**short, "stop_token_ids": [10**6]}}, 200),
     ):

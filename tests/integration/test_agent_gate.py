@@ -343,6 +343,7 @@ async def test_body_that_is_no_object_is_a_400_that_says_so(scene: GateScene, pa
         ("/v1/chat/completions", {"top_logprobs": "1000000"}, "top_logprobs"),
         ("/generate", {"input_ids": None, "input_embeds": [[[0.1]], [[0.2]]]}, "input_embeds"),
         ("/generate", {"positional_embed_overrides": {"a": 1}}, "positional_embed_overrides"),
+        ("/generate", {"session_params": {"id": 5}}, "session_params"),
         *(("/generate", {name: [1]}, name) for name in OF_EACH_SAMPLE),
         *((path, {name: []}, name) for path in PROMPTS for name in ("return_hidden_states", "lora_id")),
         ("/generate", {"sampling_params": {"n": 2}}, "n and beam_width"),

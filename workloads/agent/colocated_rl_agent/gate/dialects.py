@@ -146,8 +146,9 @@ class Native:
         sampling, streams = sampling or {}, _streams(asked)
         if sampling.get("n", 1) != 1 or sampling.get("beam_width") not in (None, 1):
             raise GateRefusal(400, "n and beam_width must be 1: send each sample as a request of its own")
-        if asked.get("positional_embed_overrides") is not None:
-            raise GateRefusal(400, "positional_embed_overrides are not taken")
+        for name in ("positional_embed_overrides", "session_params"):
+            if asked.get(name) is not None:
+                raise GateRefusal(400, f"{name} are not taken")
         _spare_engine(asked, "logprob_start_len", least=-1)
         _spare_engine(asked, "top_logprobs_num", most=vocabulary)
         _require_borne(sampling, NATIVE)
