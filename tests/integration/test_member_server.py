@@ -395,6 +395,8 @@ async def test_oversized_target_ends_the_connection(tmp_path: Path) -> None:
         ({"Host": "[::1]:8080"}, 200),
         ({"Host": "10.1.2.3"}, 200),
         ({"Host": "job.localhost", "Origin": "http://localhost:8080"}, 200),
+        ({"Host": "localhost:8080", "Origin": "http://127.0.0.1:8888"}, 200),
+        ({"Host": "10.1.2.3:8080", "Origin": "http://10.1.2.3:8080"}, 200),
         ({"Host": "attacker.example"}, 403),
         ({"Host": "attacker.example:8080"}, 403),
         ({"Host": "127.0.0.1.attacker.example"}, 403),
@@ -403,6 +405,8 @@ async def test_oversized_target_ends_the_connection(tmp_path: Path) -> None:
         ({"Host": "[::1"}, 403),
         ({"Host": ""}, 403),
         ({"Host": "127.0.0.1:8080", "Origin": "https://attacker.example"}, 403),
+        ({"Host": "127.0.0.1:8080", "Origin": "http://203.0.113.5"}, 403),
+        ({"Host": "localhost:8080", "Origin": "http://[2001:db8::1]"}, 403),
         ({"Host": "127.0.0.1:8080", "Origin": "null"}, 403),
     ],
 )
