@@ -13,11 +13,15 @@ from rich.table import Table
 from rich.text import Text
 
 import colocated_rl_cli
+from colocated_rl_api import names
 from colocated_rl_api.facts import Problem
+from colocated_rl_api.rungs import Rung
 from colocated_rl_cli.__main__ import run
 from colocated_rl_cli.base.output import print_error, print_out, row_of, table
 from colocated_rl_cli.cluster.samples import listed, listed_one
 from colocated_rl_cli.draw.timeline import page
+from colocated_rl_cli.draw.view import frame
+from colocated_rl_cli.evidence.records import read_line
 from colocated_rl_cli.live import Terminal
 from colocated_rl_cli.support.bundle import Bundle
 
@@ -64,6 +68,22 @@ def test_a_live_view_shows_what_others_wrote_and_obeys_none_of_it(text: str) -> 
     shown = terminal.file
     assert isinstance(shown, io.StringIO)
     assert [] == OBEYED.findall(shown.getvalue())
+
+
+@pytest.mark.parametrize("name", ["[link=https://attacker.example]sums-gpu-0-0[/link]", "[/]", "[red]sums"])
+def test_a_live_view_obeys_no_markup_in_a_name(name: str) -> None:
+    """Names come from logs: one became a link behind another's words, and another ended the command."""
+    line = {"ts": 1.0, "event": "rung reached", "rung": Rung.SERVING, "role": names.ROLE_GPU, "pod": name}
+    terminal = Terminal(file=io.StringIO(), width=200, force_terminal=True)
+    terminal.print(frame({"spec": {"steps": 1}}, [line], now=2.0))
+    shown = terminal.file
+    assert isinstance(shown, io.StringIO)
+    assert name in shown.getvalue()
+
+
+@pytest.mark.parametrize("line", ['{"ts": 1, "event": ' + "[" * 100_000, '{"ts": ' + "1" * 5000 + "}"])
+def test_a_line_of_a_log_that_python_can_not_read_is_other_output(line: str) -> None:
+    assert read_line(line) is None
 
 
 @every_attack

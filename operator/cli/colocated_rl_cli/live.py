@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
+from typing import Any
 
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.live import Live
@@ -20,7 +21,12 @@ EVERY_S = 0.5
 
 
 class Terminal(Console):
-    """Prints the styled output of commands. Of what it is given, nothing but the style acts on it."""
+    """Prints the styled output of commands. Of what it is given, nothing but the style acts on it, and no markup in a
+    text: names come from logs.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(markup=False, **options)
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterator[Segment]:
         for segment in super().render(renderable, options):

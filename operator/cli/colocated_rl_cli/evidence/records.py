@@ -37,7 +37,7 @@ def read_line(text: str) -> dict[str, Any] | None:
         return None
     try:
         line: dict[str, Any] = json.loads(text)
-    except json.JSONDecodeError:
+    except (ValueError, RecursionError):
         return None
     return line if isinstance(line.get("ts"), int | float) else None
 
