@@ -24,7 +24,10 @@ ROWS = {"huggingFace": {"name": "us/rows", **MATH}}
 JUDGED = {"file": {"claimName": "c", "path": "p.jsonl", "reward": {"http": {"url": "http://judge/"}}}}
 METADATA = [
     NetworkPlace("169.254.169.254", port=80),
+    NetworkPlace("100.100.100.200", port=80),  # Alibaba Cloud
+    *(NetworkPlace("168.63.129.16", port=port) for port in (80, 32526)),  # Azure
     NetworkPlace("fd00:ec2::254", port=80),
+    NetworkPlace("fd20:ce::254", port=80),  # Google Cloud
     NetworkPlace("fe80::a9fe:a9fe", port=80),
 ]
 OUTSIDE = [

@@ -35,13 +35,18 @@ class Egress(StrEnum):
     """Names what pods of jobs may call. Admins of the cluster decide, by the chart."""
 
     OPEN = "Open"  # anything
-    NO_METADATA = "NoMetadata"  # all but link-local addresses, where clouds have what gives a node's identity away
-    NAMED = "Named"  # pods of the job and DNS; those that call what the job names, all but link-local addresses
+    NO_METADATA = "NoMetadata"  # all but the addresses at which clouds have what gives a node's identity away
+    NAMED = "Named"  # pods of the job and DNS; those that call what the job names, as NoMetadata
     OWN_PODS = "OwnPods"  # pods of the job; policies of admins open what else it calls, which may know names
 
 
-LINK_LOCAL = {"0.0.0.0/0": ["169.254.0.0/16"], "::/0": ["fe80::/10", "fd00:ec2::/32"]}
-"""Every address, and those of clouds' metadata services: the last is link-local on one cloud alone."""
+METADATA = {
+    "0.0.0.0/0": ["169.254.0.0/16", "100.100.100.200/32", "168.63.129.16/32"],
+    "::/0": ["fe80::/10", "fd00:ec2::/32", "fd20:ce::254/128"],
+}
+"""Every address, and those of clouds' metadata services: link-local ones, and others of Alibaba Cloud, Azure (a node's
+agent gets its certificates there), AWS and Google Cloud.
+"""
 
 
 def applied(job: Job, *, operator_namespace: str, egress: Egress = Egress.NO_METADATA) -> list[Object]:
@@ -222,8 +227,8 @@ def egress_policies(job: Job, egress: Egress) -> list[Object]:
     """Return the policies for what the job's pods may call: one of the rollout pod, one of all others.
 
     There are both in any case: another setting has to change what was made before. Policies know addresses and no
-    names, so pods that call an endpoint or a hub, or pods with addresses of nodes, may call any address but link-local
-    ones, unless policies of others are to say which: policies add up.
+    names, so pods that call an endpoint or a hub, or pods with addresses of nodes, may call any address but those of
+    METADATA, unless policies of others are to say which: policies add up.
     """
     rollout = {"key": names.ROLE_LABEL, "values": [names.ROLE_ROLLOUT]}
     return [
@@ -247,7 +252,7 @@ def egress_policies(job: Job, egress: Egress) -> list[Object]:
 def _egress_rules(job: Job, egress: Egress, *, calls_outside: bool) -> list[Object]:
     own: Object = {"to": [_pods({names.JOB_UID_LABEL: job.uid})]}
     dns = {"ports": [_tcp(DNS_PORT), _tcp(DNS_PORT) | {"protocol": "UDP"}]}
-    outside = {"to": [{"ipBlock": {"cidr": all_, "except": but}} for all_, but in LINK_LOCAL.items()]}
+    outside = {"to": [{"ipBlock": {"cidr": all_, "except": but}} for all_, but in METADATA.items()]}
     match egress:
         case Egress.OPEN:
             return [{}]
