@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import errno
+import io
 import os
+import pickle
 import re
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,7 +24,7 @@ from contract.trainer_in_process import RankInProcess
 from contract.trainer_ranks_in_process import UnwatchedTrainer, in_ranks
 from full_disk import no_file_above
 from safetensors.torch import load_file
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex, TensorStorageMetadata
 from traces import wait_until
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -34,7 +37,15 @@ from colocated_rl_trainer.protocol.rank import Refused
 from colocated_rl_trainer.state import export, tensor_file
 from colocated_rl_trainer.state.export import Writers, write_index
 from colocated_rl_trainer.state.group import GroupLost
-from colocated_rl_trainer.state.sharding import part_of, whole, write_parts
+from colocated_rl_trainer.state.sharding import (
+    METADATA,
+    CheckpointBroken,
+    part_of,
+    read_parts,
+    shapes_in,
+    whole,
+    write_parts,
+)
 from fakes.tiny_model import write_tiny_model
 
 Tensors = Mapping[str, torch.Tensor]
@@ -386,6 +397,50 @@ def test_checkpoint_is_gone_on_from_by_another_number_of_ranks(tmp_path: Path, a
     alone = RankInProcess(tmp_path, model)
     assert 2 == alone.step
     assert further == {name: tensor.flatten().tolist() for name, tensor in alone.loop._state.saved().items()}
+
+
+@dataclass(frozen=True)
+class Call:
+    """A pickle of it makes this file when it is read."""
+
+    file: Path
+
+    def __reduce__(self) -> tuple[Callable[..., object], tuple[object, ...]]:
+        return Path.touch, (self.file,)
+
+
+def make_a_call_of_its_description(directory: Path, call: Call) -> None:
+    (directory / METADATA).write_bytes(pickle.dumps(call))
+
+
+def make_a_call_of_a_tensor(directory: Path, call: Call) -> None:
+    """What is declared to be no tensor is a pickle, whatever is asked for."""
+    metadata, file = pickle.loads((directory / METADATA).read_bytes()), io.BytesIO()
+    torch.save(call, file)
+    (directory / "call").write_bytes(file.getvalue())
+    ((index, place),) = metadata.storage_data.items()
+    metadata.state_dict_metadata[index.fqn] = BytesStorageMetadata()
+    called = replace(place, relative_path="call", offset=0, length=len(file.getvalue()))
+    metadata.storage_data = {MetadataIndex(index.fqn): called}
+    (directory / METADATA).write_bytes(pickle.dumps(metadata))
+
+
+@pytest.mark.parametrize("change", [make_a_call_of_its_description, make_a_call_of_a_tensor])
+def test_a_checkpoint_of_others_calls_nothing(tmp_path: Path, change: Callable[[Path, Call], None]) -> None:
+    """spec.restoreFrom may name one that somebody else made. torch's own reader does what its pickles say."""
+    directory, call = tmp_path / "checkpoint", Call(tmp_path / "called")
+    directory.mkdir()
+    write_parts({"weight": torch.arange(3.0)}, directory)
+    found = torch.zeros(3)
+    read_parts({"weight": found}, directory)
+    assert ([0, 1, 2], {"weight": (3,)}) == (found.tolist(), shapes_in(directory))
+
+    change(directory, call)
+    with pytest.raises(Refused, match="something else in it than tensors"):
+        shapes_in(directory)
+    with pytest.raises(CheckpointBroken, match="something else in it than tensors"):
+        read_parts({"weight": found}, directory)
+    assert not call.file.exists()
 
 
 def save_and_say_what(trainer: UnwatchedTrainer) -> dict[str, int]:

@@ -13,22 +13,39 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import pickle
 import warnings
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.checkpoint import SavePlan, SavePlanner
+from torch.distributed.checkpoint import Metadata, SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
+
+from colocated_rl_trainer.protocol.rank import Refused
+
+METADATA = ".metadata"  # as torch names it
+DESCRIBES_TENSORS = {  # what torch's description of tensors is made of, of each module
+    "pathlib": {"PosixPath"},
+    "pathlib._local": {"PosixPath"},  # of Python 3.13
+    "torch": {"Size", *(name for name, value in vars(torch).items() if isinstance(value, torch.dtype))},
+    "torch.serialization": {"_get_layout"},
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+    "torch.distributed.checkpoint.metadata": {
+        *("ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta", "TensorProperties"),
+        *("TensorStorageMetadata", "_MEM_FORMAT_ENCODING"),
+    },
+}
 
 
 class CheckpointBroken(Exception):
@@ -164,15 +181,15 @@ def write_parts(parts: Mapping[str, Tensor], directory: Path) -> None:
 
 
 def shapes_in(directory: Path) -> Mapping[str, tuple[int, ...]]:
-    """Return the shape of each whole tensor that was written to `directory`, by name. Raises OSError."""
-    stored = dcp.FileSystemReader(directory).read_metadata().state_dict_metadata
+    """Return the shape of each whole tensor that was written to `directory`, by name. Raises OSError, Refused."""
+    stored = _Reader(directory).read_metadata().state_dict_metadata
     return {name: tuple(getattr(tensor, "size", ())) for name, tensor in stored.items()}
 
 
 def read_parts(parts: Mapping[str, Tensor], directory: Path) -> None:
     """Fill this rank's parts in place. Collective. Raises OSError or CheckpointBroken."""
     with _one_error():
-        dcp.load(dict(parts), storage_reader=dcp.FileSystemReader(directory))
+        dcp.load(dict(parts), storage_reader=_Reader(directory))
 
 
 @contextlib.contextmanager
@@ -190,6 +207,24 @@ def _mesh(device_type: str, ranks: int) -> DeviceMesh:
     # torch keeps what it worked out for a mesh by its name, rank and all: one of pretended ranks has to have its own
     names = ("pretended",) if dist.get_backend() == "fake" else None
     return init_device_mesh(device_type, (ranks,), mesh_dim_names=names)
+
+
+class _Description(pickle.Unpickler):
+    """Reads what describes tensors, and nothing else: a pickle may call anything, and a checkpoint may be others'."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if name not in DESCRIBES_TENSORS.get(module, ()):
+            raise Refused(f"the checkpoint's {METADATA} has something else in it than tensors: {module}.{name}")
+        return super().find_class(module, name)
+
+
+class _Reader(dcp.FileSystemReader):
+    """Reads tensors alone. What else a checkpoint could have (torch: BytesStorageMetadata) is a pickle of its own."""
+
+    def read_metadata(self, *_: Any, **__: Any) -> Metadata:
+        with (Path(self.path) / METADATA).open("rb") as stream:
+            read: Metadata = _Description(stream).load()
+        return read
 
 
 class _Writer(dcp.FileSystemWriter):
