@@ -68,7 +68,7 @@ def test_as_many_levels_as_the_bound_are_read() -> None:
 
 @pytest.mark.parametrize("value", ["{}", "[[]]", '{"%d": 0.5}', '"%d"'])
 def test_what_is_read_of_a_field_takes_little_memory(value: str) -> None:
-    """As many values as are read, each as short as it can be: a job may have four such fields."""
+    """A job may have four such fields, and each value is as short as it can be."""
     most = MOST_VALUES // (1 + value.count("[") + value.count("{")) - 3
     text = JOB % f"[{', '.join(value.replace('%d', str(number)) for number in range(most))}]"
     tracemalloc.start()

@@ -34,8 +34,9 @@ pods/POD/state.json, progress.json, metrics.txt   the members' own pages
 operator/                                         the operator's pods and logs, where asked for
 not-read.txt                                      what could not be read, and why
 
-Not in it: Secrets, prompts and responses, values of environment variables, and whatever else looked like a secret: each
-is replaced by [removed]. Look at it before you send it.
+Not in it: Secrets, values of environment variables, and whatever else looked like a secret: each is replaced by
+[removed]. Nor prompts and responses, unless a program of the job has printed them: see the logs of the containers rewards
+and gpu. Look at it before you send it.
 """
 
 
