@@ -26,7 +26,8 @@ from colocated_rl_api.job_status import ColocatedRLJobStatus
 from colocated_rl_api.ladder import MIXED, RESIDENT, Ladder
 from colocated_rl_api.member_wire import Goal, PodTarget, RolloutTarget
 from colocated_rl_api.rungs import Placement, Rung
-from colocated_rl_operator.clients.errors import ApiUnreachable
+from colocated_rl_api.seats import ROLLOUT_SEAT
+from colocated_rl_operator.clients.errors import ApiUnreachable, NotAdmitted
 from colocated_rl_operator.clients.kube import Kube
 from colocated_rl_operator.loop.claim import claim
 from colocated_rl_operator.loop.deletion import DELETE_TRIES, expire_again_s
@@ -1018,6 +1019,50 @@ async def test_refused_objects_stall_the_job_with_the_servers_words_and_are_trie
         await world.until(lambda: world.status.get("phase") == "Complete")
         assert {} == stalled(operator.metrics)
     assert ("False", "NotStalled") == condition(world, "Stalled")
+
+
+async def test_a_pod_that_a_quota_refuses_keeps_the_others_from_nothing(world: FakeWorld) -> None:
+    """Nobody made the keys of the pods beside it, which kubelet did not start for as long as the quota had no room."""
+    world.api.is_over_quota = lambda body: body["metadata"]["name"].startswith("sums-gpu-1-")
+    async with world.operator() as operator:
+        await world.until(lambda: {"gpu-0", ROLLOUT_SEAT} == {each.pod.seat for each in world.kubelet.members.values()})
+        await world.until(lambda: "ObjectRefused" in str(world.status.get("conditions")))
+        world.api.is_over_quota = lambda body: False
+        operator.context.wakeups.wake(world.body["metadata"]["uid"])
+        await world.until(lambda: world.status.get("phase") == "Complete")
+
+
+@pytest.mark.parametrize("world", [{"spares": 1}], indirect=True)
+async def test_a_pod_that_is_refused_cancels_no_deletion_beside_it(
+    world: FakeWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Calls for pods that were not answered yet were given up at the first refusal, and asked for again 30 s later."""
+    stay_in_rollout(world)
+    spare, refused, create, delete = pod_path("sums-gpu-1024-0"), asyncio.Event(), Kube.create_pod, Kube.delete_pod
+
+    async def create_and_note(self: Kube, namespace: str, body: dict[str, Any], **options: Any) -> dict[str, Any]:
+        try:
+            return await create(self, namespace, body, **options)
+        except NotAdmitted:
+            task = asyncio.current_task()
+            assert task is not None
+            task.add_done_callback(lambda _: refused.set())  # not before everybody else knows
+            raise
+
+    async def delete_afterwards(self: Kube, namespace: str, name: str, **options: Any) -> None:
+        refused.clear()
+        await refused.wait()
+        await delete(self, namespace, name, **options)
+
+    async with world.operator():
+        await world.until(lambda: world.status.get("phase") == "Rollout" and spare in world.api.objects)
+        world.api.is_over_quota = lambda body: body["metadata"]["name"].startswith("sums-gpu-1-")
+        world.api.remove(pod_path("sums-gpu-1-0"))
+        await world.until(lambda: "ObjectRefused" in str(world.status["conditions"]))
+        monkeypatch.setattr(Kube, "create_pod", create_and_note)
+        monkeypatch.setattr(Kube, "delete_pod", delete_afterwards)
+        change(world, spares=0)
+        await world.until(lambda: spare not in world.api.objects)
 
 
 async def test_a_job_that_queues_because_the_server_refused_its_pods_says_so(world: FakeWorld) -> None:

@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import logging
 import secrets
+from collections.abc import Sequence
 from dataclasses import replace
 from enum import Enum, auto
 
@@ -65,7 +66,7 @@ NO_CLAIMS = (
 
 async def apply_plan(state: JobState, seen: Observation, decided: Plan, doors: Doors) -> float | None:
     """Make the job's objects, then its pods, which need them all. Return after how many seconds to try again."""
-    changes: list[asyncio.Task[PodChange]] = []
+    changes: Sequence[PodChange] = ()
     try:
         makes_pods = any(isinstance(action, CreatePod) for action in decided.pods)
         if state.tried_of != seen.job.generation and not seen.members:
@@ -83,12 +84,13 @@ async def apply_plan(state: JobState, seen: Observation, decided: Plan, doors: D
             await _make_client_keys(seen.job, doors, has_begun=bool(state.status.lineage))
             state.objects_of, state.applied_at = objects, doors.clock()
         limit = asyncio.Semaphore(AT_ONCE)
-        async with asyncio.TaskGroup() as group:
-            changes = [group.create_task(_change_pod(state, seen.job, each, limit, doors)) for each in decided.pods]
+        changes, refused = await _change_pods(state, seen.job, decided.pods, limit, doors)
         await _make_keys(state, seen.job, limit, doors)
         if any(isinstance(action, DeletePod) for action in decided.pods):
             await list_again(state, doors.kube, doors.pods)
         await _taint_nodes(state, decided, doors)
+        if refused:
+            raise refused[0]
     except* VolumeLost as errors:
         set_stall(state, Stall(Reason.VOLUME_LOST, str(first(errors))), action="MakeNoPods")
     except* NotAdmitted as errors:
@@ -101,7 +103,7 @@ async def apply_plan(state: JobState, seen: Observation, decided: Plan, doors: D
         state.stall = None
     if state.stall is not None:
         return STALL_RETRY_S
-    if any(change.result() is PodChange.NAME_TAKEN for change in changes):
+    if PodChange.NAME_TAKEN in changes:
         return NAME_RETRY_S
     return _repair_in_s(state, seen, decided, doors)
 
@@ -366,6 +368,21 @@ class PodChange(Enum):
 
     DONE = auto()
     NAME_TAKEN = auto()  # by a pod that is ending, of a deleted job most likely
+
+
+async def _change_pods(
+    state: JobState, job: Job, actions: Sequence[PodAction], limit: asyncio.Semaphore, doors: Doors
+) -> tuple[Sequence[PodChange], Sequence[NotAdmitted]]:
+    """Change all pods at once. Return the outcomes and the refusals: a pod that is refused holds up no other.
+
+    Raises a group of all other errors, after every pod had its turn.
+    """
+    calls = (_change_pod(state, job, action, limit, doors) for action in actions)
+    outcomes = await asyncio.gather(*calls, return_exceptions=True)
+    refused = [each for each in outcomes if isinstance(each, NotAdmitted)]
+    if failed := [each for each in outcomes if isinstance(each, Exception) and each not in refused]:
+        raise ExceptionGroup("pods not changed", failed)
+    return [each for each in outcomes if isinstance(each, PodChange)], refused
 
 
 async def _change_pod(
