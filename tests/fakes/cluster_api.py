@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -49,6 +50,8 @@ class ClusterApi:
     records: dict[str, Body] = field(default_factory=dict)  # of starts, by name
     begins: Body = field(default_factory=lambda: {"phase": "Running"})  # status of a pod that is made
     is_ending: bool = False  # ends its watches at the next change
+    versions: dict[str, list[Body]] = field(default_factory=dict)  # the jobs of each list; one taken away is too old
+    before_watch: Callable[[], None] = lambda: None  # of jobs
     changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     def application(self) -> web.Application:
@@ -91,10 +94,21 @@ class ClusterApi:
         return web.json_response({"gitVersion": "v1.36.0"})
 
     async def _list_jobs(self, request: web.Request) -> web.StreamResponse:
+        name = request.query.get("fieldSelector", "").removeprefix("metadata.name=")
+
+        def jobs() -> list[Body]:
+            return [job for job in self.jobs.values() if name in ("", _name(job))]
+
         if "watch" in request.query:
-            name = request.query["fieldSelector"].removeprefix("metadata.name=")
-            return await self._watch(request, lambda: [job for job in self.jobs.values() if _name(job) == name])
-        return web.json_response({"items": list(self.jobs.values())})
+            self.before_watch()
+            before = self.versions.get(request.query.get("resourceVersion", ""))
+            if before is None and "resourceVersion" in request.query:
+                return web.json_response({"type": "ERROR", "object": {"kind": "Status", "code": 410}})
+            gone = [{"type": "DELETED", "object": job} for job in before or () if _name(job) not in self.jobs]
+            return await self._watch(request, jobs, gone)
+        version = str(len(self.asked))
+        self.versions[version] = jobs()
+        return web.json_response({"metadata": {"resourceVersion": version}, "items": jobs()})
 
     async def _list_pods(self, request: web.Request) -> web.StreamResponse:
         if "watch" in request.query:
@@ -136,10 +150,12 @@ class ClusterApi:
         job["spec"] |= (await request.json())["spec"]
         return web.json_response(job)
 
-    async def _watch(self, request: web.Request, objects: Any) -> web.StreamResponse:
-        """Send all objects, and all of them again at each change."""
+    async def _watch(self, request: web.Request, objects: Any, first: Sequence[Body] = ()) -> web.StreamResponse:
+        """Send the first events, then all objects, and all of them again at each change."""
         answer = web.StreamResponse()
         await answer.prepare(request)
+        for event in first:
+            await answer.write(json.dumps(event).encode() + b"\n")
         while True:
             self.changed.clear()
             for one in objects():

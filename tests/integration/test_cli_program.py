@@ -782,6 +782,26 @@ def test_top_ends_when_its_job_was_deleted_while_nobody_watched(kubectl: Played,
         assert Exit.FINE == screen.process.wait(DEADLINE_S)
 
 
+@pytest.mark.parametrize("is_too_old", [False, True], ids=["told by the watch", "version too old for a watch"])
+def test_top_ends_when_its_job_is_deleted_as_its_watch_begins(
+    kubectl: Played, api: ClusterApi, *, is_too_old: bool
+) -> None:
+    """A watch from now on says nothing of a job that was deleted since it was read: top never ended."""
+
+    def delete() -> None:
+        api.jobs.clear()
+        if is_too_old:
+            api.versions.clear()
+
+    api.before_watch = delete
+    command = [sys.executable, "-m", "colocated_rl_cli", "top", "sums"]
+    with subprocess.Popen(command, env=kubectl.environment, stdin=subprocess.DEVNULL) as process:
+        try:
+            assert Exit.FINE == process.wait(DEADLINE_S)
+        finally:
+            process.kill()
+
+
 def test_top_says_when_it_is_not_up_to_date_and_goes_on_when_the_server_is_back(
     kubectl: Played, api: ClusterApi
 ) -> None:

@@ -118,16 +118,27 @@ class JobWatch:
             await asyncio.sleep(RETRY_S)
 
     async def _watch_job(self) -> None:
+        """Read the job and follow it from there, so that no change is missed between the two.
+
+        It is listed, because a version that an object had long ago may be too old for a watch.
+        """
         query, what = {"fieldSelector": f"metadata.name={self._name}"}, f"job {self._api.namespace}/{self._name}"
-        try:
-            await self._api.job(self._name)
-        except ObjectMissing:  # since the watch before, and this one would not tell
+        found = await self._api.get(self._api.jobs, what=what, query=query)
+        for job in found["items"]:
+            self._note(job)
+        if not found["items"]:
             self._ended.set()
             return
-        async for kind, job in self._api.watch(self._api.jobs, query, what=what):
-            self.job, self.trouble = job, None
-            if kind == "DELETED" or is_over(job):
+        since = {"resourceVersion": found["metadata"]["resourceVersion"]}
+        async for kind, job in self._api.watch(self._api.jobs, query | since, what=what):
+            self._note(job)
+            if kind == "DELETED":
                 self._ended.set()
+
+    def _note(self, job: Mapping[str, Any]) -> None:
+        self.job, self.trouble = job, None
+        if is_over(job):
+            self._ended.set()
 
     async def _watch_pods(self, group: asyncio.TaskGroup) -> None:
         query, what = {"labelSelector": f"{names.JOB_NAME_LABEL}={self._name}"}, f"pods of job {self._name}"
