@@ -27,6 +27,7 @@ JOB_NAME_LABEL = f"{GROUP}/job-name"
 JOB_UID_LABEL = f"{GROUP}/job-uid"
 ROLE_LABEL = f"{GROUP}/role"
 REPLICA_LABEL = f"{GROUP}/replica"  # of its role, from "0"; pods with devices only
+SEAT_LABEL = f"{GROUP}/seat"  # "gpu-0", "rollout": the disruption budget knows by it which pods are of the group
 SPARE_LABEL = f"{GROUP}/spare"  # "true": a pod of spec.spares
 READER_LABEL = f"{GROUP}/reader-of"  # job of a pod that reads its store for people: the command line makes it
 PROFILE_LABEL = f"{GROUP}/profile"  # spec.profile, by which the chart's policy judges the pod

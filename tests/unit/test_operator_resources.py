@@ -474,7 +474,10 @@ def test_evictions_leave_all_pods_of_a_job_but_one(spec: dict[str, Any], stay: i
     budget = next(each for each in belongings.applied(job, operator_namespace="o") if "Budget" in each["kind"])
     pods = [resources.pod(job, seat, 0, IMAGES)["metadata"]["labels"] for seat in job.seats.all]
     assert (stay, stay + 1) == (budget["spec"]["minAvailable"], len(pods))
-    assert all(budget["spec"]["selector"]["matchLabels"].items() <= labels.items() for labels in pods)
+    selector = budget["spec"]["selector"]
+    assert all(selector["matchLabels"].items() <= labels.items() for labels in pods)
+    [seats] = selector["matchExpressions"]
+    assert ("In", sorted(seats["values"])) == (seats["operator"], sorted(labels[seats["key"]] for labels in pods))
 
 
 @pytest.mark.parametrize("seat", [gpu_seat(0), ROLLOUT_SEAT])

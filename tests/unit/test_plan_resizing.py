@@ -5,6 +5,7 @@ Spares hold room for it.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -522,20 +523,37 @@ def test_a_job_that_rests_or_ends_leaves_no_spare() -> None:
     assert "sums-gpu-1024-0" in plan(remember(seen)).targets
 
 
+def is_counted(budget: Mapping[str, Any], labels: Mapping[str, str]) -> bool:
+    """Return whether the disruption controller counts a pod with these labels."""
+    selector = budget["spec"]["selector"]
+    [seats] = selector["matchExpressions"]
+    assert "In" == seats["operator"]
+    return selector["matchLabels"].items() <= labels.items() and labels.get(seats["key"]) in seats["values"]
+
+
+def test_pods_that_wait_to_join_the_group_are_counted_by_no_budget() -> None:
+    """They were, as soon as they were ready, and until they joined as many more pods could be evicted at once."""
+    job = make_job(replicas=3).sized(2)
+    assert ("gpu-2",) == job.waiting_seats
+    for replicas, counted in ((2, False), (3, True)):
+        job = job.sized(replicas)
+        budget = disruption_budget(job)
+        assert replicas == budget["spec"]["minAvailable"], "of as many GPU pods and the rollout pod"
+        labels = pod(job, "gpu-2", 0, PodImages("agent", "rollout", "gpu", "Never"))["metadata"]["labels"]
+        assert counted == is_counted(budget, labels)
+
+
 def test_spares_are_of_the_trainers_pods_and_counted_by_no_budget() -> None:
     job = make_job(replicas=1, spares=2)
     assert ("gpu-1024", "gpu-1025") == job.spare_seats
     assert ("trainer-1024",) == make_job(spares=1, rollout=OWN_ROLLOUT).spare_seats
-    budget = disruption_budget(job)["spec"]
-    assert (1, [{"key": "rl.colocate.dev/spare", "operator": "DoesNotExist"}]) == (
-        budget["minAvailable"],
-        budget["selector"]["matchExpressions"],
-    )
     labels = [
         pod(job, seat, 0, PodImages("agent", "rollout", "gpu", "Never"))["metadata"]["labels"]
         for seat in ("gpu-0", SPARE)
     ]
     assert [None, "true"] == [each.get("rl.colocate.dev/spare") for each in labels]
+    assert 1 == disruption_budget(job)["spec"]["minAvailable"]
+    assert [True, False] == [is_counted(disruption_budget(job), each) for each in labels]
     assert {"gpu"} == {each["rl.colocate.dev/role"] for each in labels}, "an affinity of the job's is theirs too"
     assert [["ReadWriteOnce"], ["ReadWriteMany"]] == [
         claims(make_job(replicas=1, spares=spares))[1]["spec"]["accessModes"] for spares in (0, 1)

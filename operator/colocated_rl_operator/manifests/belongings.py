@@ -206,7 +206,8 @@ def disruption_budget(job: Job) -> Object:
     """Return the budget by which evictions take one pod of the job at a time: the next once its successor is ready.
 
     A number of pods that stay, not of pods that may go: for the latter Kubernetes asks the pods' owner for its scale,
-    which a job does not have. A pod that is not ready may always go. Spares may, too: the budget does not count them.
+    which a job does not have. A pod that is not ready may always go. So may spares, and pods that wait to join the
+    group, because only its seats count: else as many more could go at once as there are of those.
     """
     return {
         "apiVersion": "policy/v1",
@@ -216,7 +217,7 @@ def disruption_budget(job: Job) -> Object:
             "minAvailable": len(job.seats.all) - 1,
             "selector": {
                 "matchLabels": {names.JOB_UID_LABEL: job.uid},
-                "matchExpressions": [{"key": names.SPARE_LABEL, "operator": "DoesNotExist"}],
+                "matchExpressions": [{"key": names.SEAT_LABEL, "operator": "In", "values": [*job.seats.all]}],
             },
             "unhealthyPodEvictionPolicy": "AlwaysAllow",
         },

@@ -185,7 +185,7 @@ def seated(
     at any price only where a rule asks for that: a usual answer must not leave a small cluster's job without a place.
     """
     shared, spec = template["metadata"], dict(template["spec"])
-    labels = {names.ATTEMPT_LABEL: str(attempt), names.PROFILE_LABEL: job.spec.profile}
+    labels = {names.ATTEMPT_LABEL: str(attempt), names.PROFILE_LABEL: job.spec.profile, names.SEAT_LABEL: seat}
     labels |= {names.SPARE_LABEL: "true"} if is_spare(seat) else {}
     if seat != ROLLOUT_SEAT:
         labels[names.REPLICA_LABEL] = seat.rpartition("-")[2]
