@@ -129,15 +129,30 @@ class RunningJob:
 
     # ------------------------------------------------------------------------------------------------------- waiting
     def wait_for_step(self, step: int, *, deadline_s: float) -> None:
-        wait_for(f"step {step} of {self.name}", lambda: self.step >= step, deadline_s=deadline_s, explain=self.describe)
+        self.wait_for(f"step {step}", lambda: self.step >= step, deadline_s=deadline_s)
 
     def wait_for_condition(self, kind: str, *, deadline_s: float) -> None:
-        wait_for(
-            f"{kind} of {self.name}",
-            lambda: self.condition(kind) == "True",
-            deadline_s=deadline_s,
-            explain=self.describe,
-        )
+        self.wait_for(kind, lambda: self.condition(kind) == "True", deadline_s=deadline_s)
+
+    def wait_for(self, what: str, look: Callable[[], T | None], *, deadline_s: float) -> T:
+        """Return the first thing that `look` finds. Fails at the deadline, and as soon as the job has failed."""
+
+        def found_or_failed() -> T | None:
+            found = look()
+            if not found and (failure := self._failure()):
+                raise AssertionError(f"{self.name} failed before {what}: {failure}\n{self.describe()}")
+            return found
+
+        return wait_for(f"{what} of {self.name}", found_or_failed, deadline_s=deadline_s, explain=self.describe)
+
+    def _failure(self) -> str | None:
+        """Return why the job has failed; None if it has not, or if the operator has not seen its newest spec yet."""
+        job = self.get()
+        status = job.get("status", {})
+        if status.get("observedGeneration") != job["metadata"]["generation"]:
+            return None  # a retry may be asked for
+        conditions = status.get("conditions", [])
+        return next((c["message"] for c in conditions if (c["type"], c["status"]) == ("Failed", "True")), None)
 
     def describe(self) -> str:
         """Return the output that a person would look at first."""

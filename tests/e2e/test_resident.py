@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from e2e.conftest import HUB_MODEL, NAMESPACE, apply, hub_in_a_pod
-from e2e.running_job import KubectlCall, RunningJob, wait_for
+from e2e.running_job import KubectlCall, RunningJob
 
 from colocated_rl_api import names
 from colocated_rl_api.ladder import SCORED_RESIDENT
@@ -54,7 +54,7 @@ def test_a_resident_job_completes_and_releases_nothing(job: RunningJob) -> None:
         seen.append(job.status)
         return job.condition("Complete") == "True"
 
-    wait_for("the job to complete", look, deadline_s=STEPS_S, explain=job.describe)
+    job.wait_for("Complete", look, deadline_s=STEPS_S)
     assert {"Resident"} == {status["placement"] for status in seen}
     assert {None, *map(str, SCORED_RESIDENT.rungs), str(Rung.UNKNOWN)} >= {status.get("rung") for status in seen}
     assert {"Switching", "Rollout", "Both", "Nobody"} >= {status["gpuHolder"] for status in seen}

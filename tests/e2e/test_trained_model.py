@@ -10,7 +10,7 @@ from itertools import pairwise
 
 import pytest
 from e2e.conftest import apply
-from e2e.running_job import KubectlCall, RunningJob, wait_for
+from e2e.running_job import KubectlCall, RunningJob
 
 COMPLETE_S = 1200  # two steps of 16 samples and switches of 270 MB, on two slow cores
 Collected = dict[int, list[int]]
@@ -32,7 +32,7 @@ def job(kubectl: KubectlCall, collected: Collected) -> Iterator[RunningJob]:
             collected.setdefault(samples.get("trained", 0), []).append(samples.get("completed", 0))
         return running.condition("Complete") == "True"
 
-    wait_for("its end", is_complete, deadline_s=COMPLETE_S, explain=running.describe)
+    running.wait_for("Complete", is_complete, deadline_s=COMPLETE_S)
     yield running
     running.delete()
 
