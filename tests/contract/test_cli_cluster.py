@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tarfile
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -23,7 +24,8 @@ from contract.test_chart_rendering import CHART, rendered
 
 from builders import make_manifest
 from colocated_rl_api import names
-from colocated_rl_cli.base.errors import Exit
+from colocated_rl_cli.base.errors import Exit, NotReached
+from colocated_rl_cli.cluster.kubectl import Login
 from setup.layout import CHECKOUT
 
 pytestmark = pytest.mark.cluster
@@ -238,3 +240,51 @@ def test_kubectl_finds_it_as_a_plugin_and_completes_its_words(kubectl: Kubectl, 
     example = CHECKOUT.root / "crds/examples/minimal.yaml"
     assert f"{example}: fine: minimal\n" == kubectl_says("crlj", "validate", example)
     assert ["explain", ":4"] == kubectl_says("__complete", "crlj", "exp").split()[:2]
+
+
+# ----------------------------------------------------------------------------------------------------------- in a pod
+IN_POD = {"KUBERNETES_SERVICE_HOST": "10.0.0.1"}
+
+
+@pytest.fixture
+def login(tmp_path: Path) -> Login:
+    """Return the login of a pod without a kubeconfig, by the real kubectl, which asks no server for it."""
+    for name, content in (("token", "secret"), ("namespace", "of-the-pod")):
+        (tmp_path / name).write_text(content)
+    environment = {"PATH": os.environ["PATH"], "HOME": str(tmp_path), **IN_POD}
+    return Login(None, None, (str(CHECKOUT.localcluster), "kubectl"), environment, tmp_path)
+
+
+async def test_the_namespace_is_the_pods_own_where_no_context_names_one(login: Login, tmp_path: Path) -> None:
+    """There was no answer without -n: kubectl has no context to show there, though it logs in."""
+    assert "of-the-pod" == await login.namespace()
+    chosen = replace(login, environment=login.environment | {"POD_NAMESPACE": "told"})
+    assert "told" == await chosen.namespace(), "as kubectl has it"
+    for context, namespace in ((kubeconfig(), "of-the-pod"), (kubeconfig("named"), "named")):
+        file = tmp_path / "kubeconfig"
+        file.write_text(json.dumps(context))
+        assert namespace == await replace(login, kubeconfig=str(file)).namespace()
+
+
+async def test_where_kubectl_can_not_log_in_a_pods_namespace_helps_nobody(login: Login, tmp_path: Path) -> None:
+    with pytest.raises(NotReached, match="no such context"):
+        await replace(login, context="other").namespace()
+    with pytest.raises(NotReached, match="knows no cluster"):
+        await replace(login, kubeconfig=str(tmp_path / "missing")).namespace()
+    with pytest.raises(NotReached, match="knows no cluster"):
+        await replace(login, environment={"HOME": str(tmp_path)}).namespace()
+    (tmp_path / "token").unlink()
+    with pytest.raises(NotReached, match="knows no cluster"):
+        await login.namespace()
+
+
+def kubeconfig(namespace: str | None = None) -> Document:
+    context = {"cluster": "one", "user": "one"} | ({"namespace": namespace} if namespace else {})
+    return {
+        "kind": "Config",
+        "apiVersion": "v1",
+        "current-context": "one",
+        "clusters": [{"name": "one", "cluster": {"server": "https://localhost"}}],
+        "users": [{"name": "one", "user": {}}],
+        "contexts": [{"name": "one", "context": context}],
+    }

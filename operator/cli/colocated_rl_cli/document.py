@@ -29,8 +29,9 @@ needs Python 3.11 or newer and kubectl, and neither torch nor the operator's lib
     pip install ./operator ./operator/cli    # in a checkout
 
 It reaches the cluster through kubectl, so kubectl's contexts, exec plugins and proxies work; `KUBECTL` names another
-kubectl. Members' pages listen on their pods' loopback. They are reached through the API server's port-forward, so the
-right to `pods/portforward` decides who sees samples; no port is opened on your machine.
+kubectl. In a pod without a kubeconfig it has the rights of the pod's ServiceAccount, and looks in the pod's namespace.
+Members' pages listen on their pods' loopback. They are reached through the API server's port-forward, so the right to
+`pods/portforward` decides who sees samples; no port is opened on your machine.
 
 ## Rights
 """

@@ -24,6 +24,7 @@ from colocated_rl_cli.base.errors import NotReached
 START_DEADLINE_S = 20.0
 ANSWER_DEADLINE_S = 20.0
 END_DEADLINE_S = 5.0
+SERVICE_ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")  # of a pod, where kubectl looks for it
 MAX_OUTPUT_CHARACTERS = 2000
 
 # Runs a program for as long as standard input is open. This process holds the other end, which closes however it ends.
@@ -32,12 +33,16 @@ _TIED = '"$@" </dev/null & trap "kill $!" EXIT; exec >&- 2>&-; read -r _'
 
 @dataclass(frozen=True)
 class Login:
-    """A login names the cluster and the user, in kubectl's own flags; None means as in the kubeconfig."""
+    """A login names the cluster and the user, in kubectl's own flags; None means as in the kubeconfig.
+
+    service_account: what a pod has of its ServiceAccount, with which kubectl logs in where there is no kubeconfig.
+    """
 
     kubeconfig: str | None = None
     context: str | None = None
     program: tuple[str, ...] = ("kubectl",)
     environment: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
+    service_account: Path = SERVICE_ACCOUNT
 
     @classmethod
     def of(cls, environment: Mapping[str, str], *, kubeconfig: str | None, context: str | None) -> Login:
@@ -60,7 +65,10 @@ class Login:
         return [f"{flag}={value}" for flag, value in flags.items() if value is not None]
 
     async def namespace(self) -> str:
-        """Return the context's namespace, or `default` if it names none. Raises NotReached."""
+        """Return the context's namespace; if it names none, as kubectl does, that of this pod or `default`.
+
+        Raises NotReached.
+        """
         words = ("config", "view", "--minify", "--output=jsonpath={..namespace}")
         process = await asyncio.create_subprocess_exec(
             *self.command(*words), stdin=DEVNULL, stdout=PIPE, stderr=PIPE, env=self.environment
@@ -71,7 +79,8 @@ class Login:
         except TimeoutError as error:
             process.kill()
             raise NotReached(f"kubectl config view gave no answer in {ANSWER_DEADLINE_S:.0f} s") from error
-        if process.returncode != 0:
+        of_pod = self._namespace_of_pod()
+        if process.returncode != 0 and (of_pod is None or self.kubeconfig or self.context):
             if self.context is not None:
                 raise NotReached(
                     f"kubectl has no such context: {_decoded(error_output)}; kubectl config get-contexts lists them"
@@ -80,7 +89,15 @@ class Login:
                 f"kubectl knows no cluster to ask ({_decoded(error_output)}): name its file in KUBECONFIG or with "
                 "--kubeconfig, or choose one: kubectl config use-context NAME"
             )
-        return output.decode().strip() or "default"
+        return output.decode().strip() or of_pod or "default"
+
+    def _namespace_of_pod(self) -> str | None:
+        """Return the namespace that kubectl uses in a pod by itself; None outside of one, or without a token."""
+        token, namespace = self.service_account / "token", self.service_account / "namespace"
+        if not (self.environment.get("KUBERNETES_SERVICE_HOST") and token.is_file()):
+            return None
+        named = self.environment.get("POD_NAMESPACE")
+        return named or (namespace.read_text().strip() if namespace.is_file() else None) or "default"
 
 
 @asynccontextmanager
