@@ -364,6 +364,24 @@ def test_tools_are_rendered_by_the_template_that_the_model_has_for_them(tmp_path
         assert expected == chat.text(prompt_of(read_chat(body, chat), chat))
 
 
+@pytest.mark.parametrize("template", [b"{% if tools %}", b"\xff"], ids=["no template", "no text"])
+def test_a_broken_template_for_tools_costs_requests_with_tools_alone(tmp_path: Path, template: bytes) -> None:
+    """The model was unusable: its job generated nothing, though no prompt had a tool."""
+    model = write_model(tmp_path)
+    (model / "additional_chat_templates").mkdir()
+    (model / "additional_chat_templates" / "tool_use.jinja").write_bytes(template)
+    chat = Chat(model)
+    assert chat.prompt_ids("Hi")
+    asked_for = {"model": "m", "messages": [{"role": "user", "content": "Hi"}]}
+    body, _ = read_body(ChatBody, json.dumps(asked_for).encode(), model="m")
+    assert prompt_of(read_chat(body, chat), chat)
+    with_tools = {**asked_for, "tools": [{"type": "function", "function": {"name": "find"}}]}
+    body, _ = read_body(ChatBody, json.dumps(with_tools).encode(), model="m")
+    with pytest.raises(RequestRefused, match=r"tool_use.* can't be read: ") as refused:
+        read_chat(body, chat)
+    assert (400, "tools") == (refused.value.status, refused.value.param)
+
+
 @pytest.mark.parametrize("streams", [False, True])
 def test_calls_are_found_also_where_the_tokenizer_has_their_tags_special(tmp_path: Path, streams: bool) -> None:
     """Some Hermes models have: their calls came as text without tags, and no client called a tool."""

@@ -353,6 +353,8 @@ def _form_of(body: Body, *, may_call: bool, asked_bytes: int) -> Form:
 def read_chat(body: ChatBody, chat: Chat) -> Conversation:
     """Return the input from which the prompt is rendered. Raises RequestRefused."""
     _check_stops(body, chat)
+    if body.tools and chat.tools_fault:
+        raise RequestRefused(400, chat.tools_fault, param="tools", code="unsupported_value")
     if body.tools and not reads_calls_of(chat.tools_template):
         message = f"the model's chat template takes no tools, or has them called in another form than {FORM}"
         raise RequestRefused(400, message, param="tools", code="unsupported_value")

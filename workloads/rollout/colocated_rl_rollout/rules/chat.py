@@ -29,6 +29,7 @@ READING_ERRORS = TemplateError, SyntaxError, ValueError, RecursionError, MemoryE
 """jinja raises these about a template, Python's compiler about the module that jinja makes of it."""
 MAX_TEXT_BYTES = 16 * 1024 * 1024  # of the template, and of each file of settings
 DEFAULT, TOOL_USE = "default", "tool_use"  # of several templates: that of all conversations, and of those with tools
+TEMPLATE_FILES = {DEFAULT: "chat_template.jinja", TOOL_USE: f"additional_chat_templates/{TOOL_USE}.jinja"}
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
 
 
@@ -50,9 +51,10 @@ class Unrenderable(Exception):
 class Chat:
     """Hold the tokenizer and chat template of one model. Raises ModelUnusable.
 
-    tools_template: the text of the one that conversations with tools get. end_ids: tokens that end a response.
-    vocabulary: all ids are below it. special_ids: tokens that stand for no text; tags of tool calls are text, though
-    some tokenizers have them special. byte_ids: tokens that stand for one byte, where the tokenizer has them.
+    tools_template: the text of the one that conversations with tools get. tools_fault: why none can be rendered; "" if
+    it can. end_ids: tokens that end a response. vocabulary: all ids are below it. special_ids: tokens that stand for no
+    text; tags of tool calls are text, though some tokenizers have them special. byte_ids: tokens that stand for one
+    byte, where the tokenizer has them.
     """
 
     def __init__(self, model: Path) -> None:
@@ -66,9 +68,17 @@ class Chat:
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self._special = {name: text for name in SPECIAL_TOKENS if (text := _token_text(config.get(name))) is not None}
-        template, self.tools_template = _template_texts(model, config)
-        self._render = _renderer(template)
-        self._render_tools = self._render if self.tools_template == template else _renderer(self.tools_template)
+        template = _template_text(model, config, DEFAULT)
+        if template is None:
+            raise ModelUnusable(f"{model}: no chat template: add chat_template.jinja beside the tokenizer")
+        self._render = self._render_tools = _renderer(template)
+        self.tools_template, self.tools_fault = template, ""
+        try:
+            for_tools = _template_text(model, config, TOOL_USE)
+            if for_tools is not None and for_tools != template:
+                self.tools_template, self._render_tools = for_tools, _renderer(for_tools, of=f" {TOOL_USE}")
+        except ModelUnusable as error:  # of no matter to conversations without tools
+            self.tools_fault = str(error)
         self.vocabulary: int = self._tokenizer.get_vocab_size(with_added_tokens=True)
         added = self._tokenizer.get_added_tokens_decoder()
         special = {token.content: number for number, token in added.items() if token.special}
@@ -171,7 +181,7 @@ class _GenerationBlocks(Extension):
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
-def _renderer(template: str) -> Callable[[Mapping[str, Any]], str]:
+def _renderer(template: str, *, of: str = "") -> Callable[[Mapping[str, Any]], str]:
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlocks, loopcontrols]
     )
@@ -181,7 +191,7 @@ def _renderer(template: str) -> Callable[[Mapping[str, Any]], str]:
     try:
         return environment.from_string(template).render
     except READING_ERRORS as error:
-        raise ModelUnusable(f"the model's chat template can't be read: {error}") from error
+        raise ModelUnusable(f"the model's chat template{of} can't be read: {error}") from error
 
 
 def _to_json(
@@ -199,24 +209,20 @@ def _raise(message: str) -> None:
     raise TemplateError(message)
 
 
-def _template_texts(model: Path, config: dict[str, Any]) -> tuple[str, str]:
-    """Return the template of conversations without tools, and of those with them, chosen as transformers does."""
-    more = model / "additional_chat_templates"
-    found: dict[str, str] = {}
-    for name, path in {DEFAULT: model / "chat_template.jinja", TOOL_USE: more / f"{TOOL_USE}.jinja"}.items():
-        try:
-            if path.exists():
-                found[name] = _read_text(path)
-        except (OSError, ValueError) as error:
-            raise ModelUnusable(f"{path} can't be read: {error}") from error
-    if DEFAULT not in found:
-        written = config.get("chat_template")
-        listed = written if isinstance(written, list) else [{"name": DEFAULT, "template": written}]
-        texts = {str(entry.get("name")): entry.get("template") for entry in listed}
-        found = {name: text for name, text in texts.items() if isinstance(text, str)} | found
-    if DEFAULT not in found:
-        raise ModelUnusable(f"{model}: no chat template: add chat_template.jinja beside the tokenizer")
-    return found[DEFAULT], found.get(TOOL_USE, found[DEFAULT])
+def _template_text(model: Path, config: dict[str, Any], name: str) -> str | None:
+    """Return the template of that name, chosen as transformers does, or None. Raises ModelUnusable."""
+    path = model / TEMPLATE_FILES[name]
+    try:
+        if path.exists():
+            return _read_text(path)
+    except (OSError, ValueError) as error:
+        raise ModelUnusable(f"{path} can't be read: {error}") from error
+    if (model / TEMPLATE_FILES[DEFAULT]).exists():
+        return None
+    written = config.get("chat_template")
+    listed = written if isinstance(written, list) else [{"name": DEFAULT, "template": written}]
+    text = {str(entry.get("name")): entry.get("template") for entry in listed}.get(name)
+    return text if isinstance(text, str) else None
 
 
 def _token_text(value: Any) -> str | None:
