@@ -7,6 +7,8 @@ committed, whatever the process still had in memory.
 from __future__ import annotations
 
 import asyncio
+import errno
+import fcntl
 import os
 import shutil
 import sqlite3
@@ -1112,6 +1114,24 @@ def test_samples_of_a_job_that_still_runs_are_refused(tmp_path: Path) -> None:
     with pytest.raises(StoreFailed, match="its job still runs; suspend or delete it first"):
         Store(tmp_path / "own", job_uid=JOB, former=FormerJob(checkpoint(tmp_path, 1), samples=tmp_path / "first"))
     running.close()
+
+
+@pytest.mark.parametrize("code", [errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK])
+def test_samples_on_a_volume_without_locks_are_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    """A job could not begin from samples whose volume knows no locks, as some of object stores and networks."""
+    counts, flock = three_steps(tmp_path), fcntl.flock
+
+    def refuse_to_share(file: Any, operation: int) -> None:
+        if operation & fcntl.LOCK_SH:
+            raise OSError(code, os.strerror(code))
+        flock(file, operation)
+
+    monkeypatch.setattr(fcntl, "flock", refuse_to_share)
+    store = Store(tmp_path / "own", job_uid=JOB, former=FormerJob(checkpoint(tmp_path, 1), samples=tmp_path / "first"))
+    assert counts == +store.counts
+    store.close()
 
 
 @pytest.mark.parametrize("harm", ["absent", "damaged"])

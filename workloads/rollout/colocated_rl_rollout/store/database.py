@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import fcntl
 import os
 import shutil
@@ -27,6 +28,7 @@ from colocated_rl_rollout.store.backup import back_up, damage_of, is_damage
 from colocated_rl_rollout.store.tables import ADDED_COLUMNS, SCHEMA, SCHEMA_VERSION
 
 BUSY_MS = 10_000
+NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)  # of volumes without: some of object stores and networks
 BACKUP_EVERY_S = 60.0  # and no sooner: nothing is committed meanwhile
 
 Statement = tuple[str, Sequence[Sequence[Any]]]
@@ -101,17 +103,19 @@ def hold(path: Path) -> int:
 def unused(lock: Path) -> Iterator[None]:
     """Raise StoreFailed while a job's controller has its store, as far as this node can tell."""
     try:
-        handle = os.open(lock, os.O_RDONLY | os.O_CLOEXEC)
+        file = lock.open("rb")
     except FileNotFoundError:  # a copy
         yield
         return
-    try:
-        fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise StoreFailed(f"{lock} is held: its job still runs; suspend or delete it first") from error
+        except OSError as error:
+            if error.errno not in NO_LOCKS:
+                raise
         yield
-    except BlockingIOError as error:
-        raise StoreFailed(f"{lock} is held: its job still runs; suspend or delete it first") from error
-    finally:
-        os.close(handle)
 
 
 def copy_database(source: Path, target: Path) -> None:
