@@ -123,8 +123,15 @@ async def test_what_is_no_token_is_a_problem_and_not_the_end_of_the_controller(t
         assert HALF == await asked
 
 
-@pytest.mark.parametrize("trouble", [answers_with("busy", 503), answers_with("", 429), answers_with("", 500), hangs_up])
+PAGE = "<p>" * MAX_REPLY_BYTES  # for people: an error with a long traceback, for instance
+
+
+@pytest.mark.parametrize(
+    "trouble",
+    [answers_with("busy", 503), answers_with("", 429), answers_with("", 500), answers_with(PAGE, 500), hangs_up],
+)
 async def test_what_may_pass_is_tried_again(trouble: Answer) -> None:
+    """An error that came as a long page failed its sample at once."""
     judge = ScriptedJudge([trouble, trouble, GOOD])
     async with endpoint(judge) as made:
         asked = asyncio.create_task(made.score("", {}, ""))
@@ -158,6 +165,7 @@ async def test_pauses_grow_and_are_as_long_as_it_asks_for(monkeypatch: pytest.Mo
     ("trouble", "timeout_s", "message"),
     [
         (answers_with("busy", 503), 60, "/score: it answers 503 and 4 bytes"),
+        (answers_with(PAGE, 502), 60, "/score: it answers 502 and more than 65536 bytes"),
         (answers_with("who are you?", 401), 60, "/score: it answers 401 and 12 bytes"),
         (answers_with("", 404), 60, "/score: it answers 404 and 0 bytes"),
         (
@@ -216,7 +224,7 @@ async def test_a_response_that_gets_no_answer_while_others_do_fails_after_so_man
         (answers_with('{"reward": 1, "figures": {"my secret": 1}}'), "RewardGarbled", "42 bytes: figures: string_pat"),
         (answers_with('{"reward": 1, "figures": {"format": null}}'), "RewardGarbled", "42 bytes: figures: float_type"),
         (answers_with("[" * 50_000), "RewardGarbled", "should answer"),
-        (answers_with("x" * (MAX_REPLY_BYTES + 1)), "RewardGarbled", "answers with more than"),
+        (answers_with("x" * (MAX_REPLY_BYTES + 1)), "RewardGarbled", "answers 200 and more than 65536 bytes"),
     ],
 )
 async def test_what_will_not_pass_fails_the_sample_at_once(answer: Answer, reason: str, message: str) -> None:

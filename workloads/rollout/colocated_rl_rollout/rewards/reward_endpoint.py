@@ -149,17 +149,18 @@ def _token_in(path: Path) -> str:
 
 
 async def _read(answer: aiohttp.ClientResponse) -> bytes:
-    """Read the body. Raises RewardFailed when it is too long."""
+    """Read the body, of one that is too long only the beginning."""
     body = bytearray()
     async for chunk in answer.content.iter_any():
         body += chunk
         if len(body) > MAX_REPLY_BYTES:
-            raise RewardFailed("RewardGarbled", f"{answer.url} answers with more than {MAX_REPLY_BYTES} bytes")
+            break
     return bytes(body)
 
 
 def _reward_in(answer: aiohttp.ClientResponse, body: bytes, *, url: str) -> RewardAnswer:
-    answered = f"{answer.status} and {len(body)} bytes"
+    is_too_long = len(body) > MAX_REPLY_BYTES  # as pages for people are, with which many servers report an error
+    answered = f"{answer.status} and {f'more than {MAX_REPLY_BYTES}' if is_too_long else len(body)} bytes"
     if answer.status in REFUSES_SAMPLE:
         raise RewardFailed("RewardRefused", f"{url} answers {answered}")
     if 300 <= answer.status < 400:
@@ -168,6 +169,8 @@ def _reward_in(answer: aiohttp.ClientResponse, body: bytes, *, url: str) -> Rewa
         asked_for = answer.headers.get("Retry-After", "")
         delay_s = float(asked_for) if asked_for.isascii() and asked_for.isdigit() else 0.0
         raise _TryAgain(f"it answers {answered}", delay_s)
+    if is_too_long:
+        raise RewardFailed("RewardGarbled", f"{url} answers {answered}")
     try:
         given = _EndpointAnswer.model_validate_json(body)
     except pydantic.ValidationError as error:
