@@ -8,9 +8,13 @@ import traceback
 from types import SimpleNamespace
 
 import pytest
+import yaml
 
+from colocated_rl_api.job import ColocatedRLJob
+from colocated_rl_api.parts import size_in_bytes
 from colocated_rl_rollout.tasks.environments import EpisodeGivenUp, answer_of, fault, figures_of
 from colocated_rl_rollout.tasks.task_wire import FIGURES_AT_MOST, RewardAnswer
+from setup.layout import CHECKOUT
 
 SECRET = "what was generated\nTraceback of nothing"
 
@@ -59,3 +63,16 @@ def test_a_failure_without_a_place_is_reported_by_its_type() -> None:
     error = SimpleNamespace(type="ProviderError", message=SECRET, status_code=400, traceback=None)
     assert "ProviderError (HTTP 400)" == fault(SimpleNamespace(errors=[error], traces=[]))
     assert "it failed without an error" == fault(SimpleNamespace(errors=[], traces=[]))
+
+
+def test_the_example_has_memory_for_the_episodes_of_rollout_and_as_many_of_an_evaluation() -> None:
+    """It had memory for those of rollout alone. An episode takes what the page measured."""
+    page = (CHECKOUT.root / "docs/environments.md").read_text()
+    measured = re.search(r"An episode of the example takes (\d+) MB for its program and (\d+) MB for its tools", page)
+    assert measured is not None
+    manifest = yaml.safe_load((CHECKOUT.root / "examples/gpu/environment-4b.yaml").read_text())
+    job = ColocatedRLJob.model_validate(manifest)
+    rollout = job.spec.rollout
+    episodes = 2 * rollout.concurrency * rollout.group_size
+    taken = episodes * sum(map(int, measured.groups())) * 1_000_000
+    assert taken < size_in_bytes(rollout.prompts.resources.limits["memory"])
