@@ -123,6 +123,20 @@ def test_a_change_may_vanish_where_the_engine_has_fewer_bits(export: str, engine
         assert 0 == require_changes(old, new, held, held, before=None, dtype=engine), "a change is not judged"
 
 
+def test_h52_tensors_of_which_the_engine_knows_no_name_are_no_update() -> None:
+    """Engines served their first weights for ever beside a trainer that exported under the name of its wrapper."""
+    old, new = (dict.fromkeys(NAMES, value) for value in (1, 2))
+    wrapped_old, wrapped = (
+        {f"module.{name}": digest for name, digest in exported(values).items()} for values in (old, new)
+    )
+    for before in (exported(old), wrapped_old):
+        with pytest.raises(
+            UpdateDoubted, match=r"none of the 12 .* as module\.model\.embed_tokens\.weight: the engine"
+        ):
+            require_changes(before, wrapped, loaded(old), loaded(old), before=None, dtype="bfloat16")
+    assert 0 == require_changes(exported(old), wrapped, {}, {}, before=None, dtype="bfloat16"), "none is known"
+
+
 def test_a_parameter_is_judged_beside_one_whose_change_may_vanish() -> None:
     old, new = (
         {"a": TensorDigest("F32", version), "b": TensorDigest("BF16", version)} for version in ("before", "after")

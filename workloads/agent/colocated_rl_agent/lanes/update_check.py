@@ -7,6 +7,8 @@ checksums that SGLang computes of each parameter in memory:
 * A parameter whose tensors differ between two exports has another checksum after the update, both than before the
   switch and than just before the update, when released memory held anything.
 * A parameter whose tensors are equal in both exports has the checksum that it had.
+* Some parameter has the name of an exported tensor. An engine ignores all tensors of a trainer that exports them under
+  names of its own, a wrapper's prefix for instance, and would serve the initial weights for ever.
 
 Engines fuse and split tensors. The parts of a fused parameter are found by name. Of a parameter that is split over
 ranks, each rank's part has to change where it has changed for certain (`files/tensor_parts.py`), and some rank's where
@@ -59,6 +61,11 @@ def require_changes(
     old, new: exports that the engine held and holds. held: checksums with `old`. before: just before the update, if
     memory was released meanwhile. found: after the update. dtype: of the engine; "quantized" if it quantizes.
     """
+    if found and not any(_sources(name, new.keys()) for name in found):
+        raise UpdateDoubted(
+            f"none of the {len(found)} parameters in its memory has the name of an exported tensor, as {min(new)}: the "
+            "engine ignored them all; the trainer has to export tensors under the names of the model's own files"
+        )
     judged, wrong = 0, list[str]()
     for name, checksums in found.items():
         sources = _sources(name, old.keys() | new.keys())
