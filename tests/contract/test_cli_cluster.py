@@ -258,7 +258,7 @@ def login(tmp_path: Path) -> Login:
 async def test_the_namespace_is_the_pods_own_where_no_context_names_one(login: Login, tmp_path: Path) -> None:
     """There was no answer without -n: kubectl has no context to show there, though it logs in."""
     assert "of-the-pod" == await login.namespace()
-    chosen = replace(login, environment=login.environment | {"POD_NAMESPACE": "told"})
+    chosen = replace(login, environment={**login.environment, "POD_NAMESPACE": "told"})
     assert "told" == await chosen.namespace(), "as kubectl has it"
     for context, namespace in ((kubeconfig(), "of-the-pod"), (kubeconfig("named"), "named")):
         file = tmp_path / "kubeconfig"

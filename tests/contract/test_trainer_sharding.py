@@ -400,8 +400,8 @@ def test_checkpoint_is_gone_on_from_by_another_number_of_ranks(tmp_path: Path, a
 
 
 @dataclass(frozen=True)
-class Call:
-    """A pickle of it makes this file when it is read."""
+class Touch:
+    """Makes this file when a pickle of it is read."""
 
     file: Path
 
@@ -409,12 +409,12 @@ class Call:
         return Path.touch, (self.file,)
 
 
-def make_a_call_of_its_description(directory: Path, call: Call) -> None:
+def make_a_call_of_its_description(directory: Path, call: Touch) -> None:
     (directory / METADATA).write_bytes(pickle.dumps(call))
 
 
-def make_a_call_of_a_tensor(directory: Path, call: Call) -> None:
-    """What is declared to be no tensor is a pickle, whatever is asked for."""
+def make_a_call_of_a_tensor(directory: Path, call: Touch) -> None:
+    """torch unpickles whatever is declared to be no tensor, even if a tensor is asked for."""
     metadata, file = pickle.loads((directory / METADATA).read_bytes()), io.BytesIO()
     torch.save(call, file)
     (directory / "call").write_bytes(file.getvalue())
@@ -426,9 +426,9 @@ def make_a_call_of_a_tensor(directory: Path, call: Call) -> None:
 
 
 @pytest.mark.parametrize("change", [make_a_call_of_its_description, make_a_call_of_a_tensor])
-def test_a_checkpoint_of_others_calls_nothing(tmp_path: Path, change: Callable[[Path, Call], None]) -> None:
+def test_a_checkpoint_of_others_calls_nothing(tmp_path: Path, change: Callable[[Path, Touch], None]) -> None:
     """spec.restoreFrom may name one that somebody else made. torch's own reader does what its pickles say."""
-    directory, call = tmp_path / "checkpoint", Call(tmp_path / "called")
+    directory, call = tmp_path / "checkpoint", Touch(tmp_path / "called")
     directory.mkdir()
     write_parts({"weight": torch.arange(3.0)}, directory)
     found = torch.zeros(3)

@@ -83,14 +83,7 @@ async def apply_plan(state: JobState, seen: Observation, decided: Plan, doors: D
             await _apply_objects(state, seen, doors)
             await _make_client_keys(seen.job, doors, has_begun=bool(state.status.lineage))
             state.objects_of, state.applied_at = objects, doors.clock()
-        limit = asyncio.Semaphore(AT_ONCE)
-        changes, refused = await _change_pods(state, seen.job, decided.pods, limit, doors)
-        await _make_keys(state, seen.job, limit, doors)
-        if any(isinstance(action, DeletePod) for action in decided.pods):
-            await list_again(state, doors.kube, doors.pods)
-        await _taint_nodes(state, decided, doors)
-        if refused:
-            raise refused[0]
+        changes = await _change_pods(state, seen.job, decided, doors)
     except* VolumeLost as errors:
         set_stall(state, Stall(Reason.VOLUME_LOST, str(first(errors))), action="MakeNoPods")
     except* NotAdmitted as errors:
@@ -370,19 +363,24 @@ class PodChange(Enum):
     NAME_TAKEN = auto()  # by a pod that is ending, of a deleted job most likely
 
 
-async def _change_pods(
-    state: JobState, job: Job, actions: Sequence[PodAction], limit: asyncio.Semaphore, doors: Doors
-) -> tuple[Sequence[PodChange], Sequence[NotAdmitted]]:
-    """Change all pods at once. Return the outcomes and the refusals: a pod that is refused holds up no other.
+async def _change_pods(state: JobState, job: Job, decided: Plan, doors: Doors) -> Sequence[PodChange]:
+    """Change all pods at once, then what follows from that. A pod that is refused holds up nothing else.
 
-    Raises a group of all other errors, after every pod had its turn.
+    Raises NotAdmitted if one was refused, at the end; a group of other errors after every pod had its turn.
     """
-    calls = (_change_pod(state, job, action, limit, doors) for action in actions)
+    limit = asyncio.Semaphore(AT_ONCE)
+    calls = (_change_pod(state, job, action, limit, doors) for action in decided.pods)
     outcomes = await asyncio.gather(*calls, return_exceptions=True)
     refused = [each for each in outcomes if isinstance(each, NotAdmitted)]
     if failed := [each for each in outcomes if isinstance(each, Exception) and each not in refused]:
         raise ExceptionGroup("pods not changed", failed)
-    return [each for each in outcomes if isinstance(each, PodChange)], refused
+    await _make_keys(state, job, limit, doors)
+    if any(isinstance(action, DeletePod) for action in decided.pods):
+        await list_again(state, doors.kube, doors.pods)
+    await _taint_nodes(state, decided, doors)
+    if refused:
+        raise refused[0]
+    return [each for each in outcomes if isinstance(each, PodChange)]
 
 
 async def _change_pod(

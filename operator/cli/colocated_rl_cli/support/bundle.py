@@ -35,8 +35,8 @@ operator/                                         the operator's pods and logs, 
 not-read.txt                                      what could not be read, and why
 
 Not in it: Secrets, values of environment variables, and whatever else looked like a secret: each is replaced by
-[removed]. Nor prompts and responses, unless a program of the job has printed them: see the logs of the containers rewards
-and gpu. Look at it before you send it.
+[removed]. Nor prompts and responses, unless a program of the job has printed them: see the logs of the containers
+rewards and gpu. Look at it before you send it.
 """
 
 

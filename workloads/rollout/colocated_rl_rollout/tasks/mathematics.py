@@ -27,7 +27,7 @@ class Endless(TimeoutError):
 
 @contextmanager
 def limited() -> Iterator[None]:
-    """Raises Endless in what takes more than PROCESSOR_S of this process."""
+    """Limit the processor time of what is done meanwhile to PROCESSOR_S. Raises Endless."""
     from math_verify.errors import TimeoutException  # no Exception: math-verify and sympy catch any
 
     def interrupt(*_: object) -> NoReturn:

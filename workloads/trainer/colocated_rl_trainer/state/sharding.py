@@ -182,14 +182,14 @@ def write_parts(parts: Mapping[str, Tensor], directory: Path) -> None:
 
 def shapes_in(directory: Path) -> Mapping[str, tuple[int, ...]]:
     """Return the shape of each whole tensor that was written to `directory`, by name. Raises OSError, Refused."""
-    stored = _Reader(directory).read_metadata().state_dict_metadata
+    stored = _TensorReader(directory).read_metadata().state_dict_metadata
     return {name: tuple(getattr(tensor, "size", ())) for name, tensor in stored.items()}
 
 
 def read_parts(parts: Mapping[str, Tensor], directory: Path) -> None:
     """Fill this rank's parts in place. Collective. Raises OSError or CheckpointBroken."""
     with _one_error():
-        dcp.load(dict(parts), storage_reader=_Reader(directory))
+        dcp.load(dict(parts), storage_reader=_TensorReader(directory))
 
 
 @contextlib.contextmanager
@@ -218,7 +218,7 @@ class _Description(pickle.Unpickler):
         return super().find_class(module, name)
 
 
-class _Reader(dcp.FileSystemReader):
+class _TensorReader(dcp.FileSystemReader):
     """Reads tensors alone. What else a checkpoint could have (torch: BytesStorageMetadata) is a pickle of its own."""
 
     def read_metadata(self, *_: Any, **__: Any) -> Metadata:
