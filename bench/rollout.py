@@ -108,11 +108,12 @@ def in_turns(job: SimulatedJob, say: Callable[[str], None]) -> None:
         say(f"  {case}  {'   '.join(figures)}   {together.took_s / one_by_one.took_s:5.3f}")
 
 
-def held(job: SimulatedJob) -> list[tuple[int, int]]:
-    """Memory of this process and the store's files after each step, KiB."""
+def held(job: SimulatedJob, *, settle: Callable[[Store], None] = lambda _: None) -> list[tuple[int, int]]:
+    """Memory of this process and the store's files after each step, KiB. settle: called before each is measured."""
     seen: list[tuple[int, int]] = []
 
     def watch(store: Store) -> None:
+        settle(store)
         resident = int(Path("/proc/self/statm").read_text(encoding="utf-8").split()[1]) * os.sysconf("SC_PAGE_SIZE")
         seen.append((resident >> 10, sum(path.stat().st_size for path in store.path.parent.glob("store*")) >> 10))
 
