@@ -341,11 +341,12 @@ def test_the_page_of_a_job_is_behind_the_port_that_kubectl_forwards(
     [forward] = under("docs/samples.md", "In a browser")
     forward = forward.replace("sums-rollout-0", job.rollout_pod).replace(" 8080", f" {port}:8080")
     asks = f"curl --silent --fail --retry 30 --retry-all-errors --retry-delay 1 http://127.0.0.1:{port}"
+    step = job.step
     answer = terminal(f"{forward} >&2 & trap 'kill $!' EXIT\n{asks}/v1/batches && {asks}/")
     batches, document = json.JSONDecoder().raw_decode(answer)
     steps = [batch["step"] for batch in batches["batches"]]
     assert [*range(1, len(steps) + 1)] == steps
-    assert len(steps) >= job.step
+    assert len(steps) >= step
     climbs = [batch["climb"] for batch in batches["batches"] if batch["climb"] and batch["climb"]["tookS"]]
     assert any("Trained" in climb["tookS"] and (climb["mismatch"] or 0) > 0 for climb in climbs), climbs
     assert answer[document:].startswith("<!doctype html>")
