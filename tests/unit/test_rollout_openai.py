@@ -26,6 +26,7 @@ from colocated_rl_rollout.gateway.openai_replies import (
 from colocated_rl_rollout.gateway.openai_requests import (
     MEMBERS_AT_MOST,
     ONLY,
+    PARTS_AT_MOST,
     WITHOUT_EFFECT,
     ChatBody,
     CompletionRequest,
@@ -237,6 +238,15 @@ def test_an_object_without_end_is_refused(chat: Chat) -> None:
 
 
 @pytest.mark.parametrize("body", ["[1]", '"a"', "null", '{"reward": 1, "reward": 2, "group": "a"}', '{"reward": NaN}'])
+@pytest.mark.parametrize("part", ["{}", "[]"])
+def test_a_request_of_very_many_parts_is_refused_before_it_is_read(part: str) -> None:
+    """One of 8 MB took 400 MB for as long as it waited for an engine, and thirty could wait."""
+    parts = ",".join([part] * (PARTS_AT_MOST + 1))
+    for sent in (f'{{"x": [{parts}]}}', f'{{"arguments": "[{parts}]"}}'):
+        with pytest.raises(RequestRefused, match=f"more than {PARTS_AT_MOST} of"):
+            read_body(ChatBody, sent.encode(), model="m")
+
+
 def test_a_reward_that_is_none_is_refused_in_words(body: str) -> None:
     with pytest.raises(RequestRefused, match=r"not a JSON object|stands twice|NaN is no number"):
         read_reward(body.encode())

@@ -31,6 +31,7 @@ from colocated_rl_rollout.tasks.task_wire import Figures, RewardValue
 
 MESSAGES_AT_MOST = 4096
 MEMBERS_AT_MOST = 4096  # of one object
+PARTS_AT_MOST = 2**19  # objects and lists of one request: an empty one takes 50 times the memory of its text
 TOKENS_AT_MOST = 2**31 - 1
 CHARACTERS_OF_A_TOKEN = 8  # of what a client sends, twice as many as texts have: what is longer counts for more tokens
 SEVERAL = "each completion is a request of its own: send several requests"
@@ -312,6 +313,8 @@ def _read_object(text: bytes) -> dict[str, Any]:
     def none(number: str) -> float:
         raise RequestRefused(400, f"the body is not JSON: {number} is no number there")
 
+    if text.count(b"{") + text.count(b"[") > PARTS_AT_MOST:  # also in texts: arguments of calls are read as JSON
+        raise RequestRefused(400, f"the body has more than {PARTS_AT_MOST} of {{ and [: make it shorter")
     try:
         sent = json.loads(text, object_pairs_hook=once, parse_constant=none)
     except (ValueError, RecursionError) as error:
