@@ -144,8 +144,8 @@ test-page: ## the page of a job in Chromium, from the rollout controller's own p
 	@$(BESIDE_DEV) page/requirements.txt python -m pytest page
 
 .PHONY: mutants
-mutants: setup-dev ## small changes of the pure core that no fast test notices; ONLY=plan.py, SINCE=COMMIT for what changed, WITHIN_S=600, AT_ONCE=1; no part of test
-	@$(BESIDE_DEV) mutants/requirements.txt python -m mutants $(if $(ONLY),--only $(ONLY)) $(if $(SINCE),--since $(SINCE)) $(if $(WITHIN_S),--within $(WITHIN_S)) $(if $(AT_ONCE),--at-once $(AT_ONCE))
+mutants: setup-dev ## small changes of what changed in the pure core, and which of them no fast test notices; ONLY=plan.py, WITHIN_S=600, AT_ONCE=1; no part of test
+	@$(BESIDE_DEV) mutants/requirements.txt python -m mutants $(if $(ONLY),--only $(ONLY)) $(if $(WITHIN_S),--within $(WITHIN_S)) $(if $(AT_ONCE),--at-once $(AT_ONCE))
 
 .PHONY: explore
 explore: setup-dev ## every state of a job within BOUNDS="--pods 3 --deaths 1 --of agent", and its number; no part of test

@@ -61,7 +61,7 @@ def mutant(was: str, now: str) -> Mutant:
     before, found, after = RULES.partition(was)
     assert found
     line = before.count("\n") + 1
-    return Mutant(FILE, was, now, line, line, before + now + after)
+    return Mutant(FILE, "", was, now, line, line, before + now + after)
 
 
 def test_a_mutant_survives_if_no_test_notices_it(tmp_path: Path) -> None:

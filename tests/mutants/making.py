@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Set
 from itertools import pairwise
 
 import cosmic_ray.plugins
@@ -11,6 +11,7 @@ from cosmic_ray.ast import ast_nodes, get_ast
 from cosmic_ray.mutating import mutate_code
 from cosmic_ray.operators.operator import Operator
 
+from mutants.definitions import REST, definitions_at, start_line
 from mutants.work import Mutant
 
 Position = tuple[int, int]  # line from 1, column from 0
@@ -19,35 +20,36 @@ Position = tuple[int, int]  # line from 1, column from 0
 UNLIKELY = ("RShift", "LShift", "BitAnd", "BitOr", "BitXor", "Pow", "FloorDiv", "Mod", "Is", "IsNot")
 
 
-def mutants_of(file: str, text: str, changed: set[int] | None) -> Iterator[Mutant]:
-    """Make the mutants of a file that a person might write. changed: lines to which to keep; None for all."""
-    tree, lines = ast.parse(text), text.splitlines(keepends=True)
+def mutants_of(file: str, text: str, definitions: Set[str]) -> Iterator[Mutant]:
+    """Make the mutants of some definitions of a file that a person might write."""
+    tree, lines, names = ast.parse(text), text.splitlines(keepends=True), definitions_at(text)
     is_outside, statements = outside_code(tree), [node for node in ast.walk(tree) if isinstance(node, ast.stmt)]
     ranges = sorted(((start_line(node), end_of(node)[0]) for node in statements), key=lambda each: each[1] - each[0])
     begins = [start_line(node) - 1 for node in tree.body]
     for begin, end in pairwise([*begins, len(lines)]):  # by itself, because the whole text is read for each mutant
         part = "".join(lines[begin:end])
-        for operator, occurrence, start, stop in mutations_of(part):
+        for operator, occurrence, start in mutations_of(part):
             at = start[0] + begin, start[1]
-            if is_outside(operator, at) or (changed is not None and not changed & {*range(at[0], stop[0] + begin + 1)}):
+            name = names.get(at[0], REST)
+            if name not in definitions or is_outside(operator, at):
                 continue
             mutated = mutate_code(part, operator, occurrence)
             if not is_code(mutated):
                 continue  # as `not x := y`
             whole = "".join([*lines[:begin], mutated, *lines[end:]])
             first, last = next(each for each in ranges if each[0] <= at[0] <= each[1])
-            yield Mutant(file, *difference(text, whole), first, last, whole)
+            yield Mutant(file, name, *difference(text, whole), first, last, whole)
 
 
-def mutations_of(text: str) -> Iterator[tuple[Operator, int, Position, Position]]:
+def mutations_of(text: str) -> Iterator[tuple[Operator, int, Position]]:
     nodes = list(ast_nodes(get_ast(text)))
     for name in filter(is_likely, cosmic_ray.plugins.operator_names()):
         operator_class = cosmic_ray.plugins.get_operator(name)
         if not operator_class.arguments():  # else it has to be told what to change
             operator = operator_class()
             positions = (position for node in nodes for position in operator.mutation_positions(node))
-            for occurrence, (start, stop) in enumerate(positions):
-                yield operator, occurrence, start, stop
+            for occurrence, (start, _) in enumerate(positions):
+                yield operator, occurrence, start
 
 
 def is_likely(operator_name: str) -> bool:
@@ -93,12 +95,6 @@ def ranges_for_mypy(tree: ast.Module) -> Iterator[tuple[Position, Position]]:
         found = [getattr(node, name, None) for name in ("annotation", "returns")]
         found += [node.value] if isinstance(node, ast.keyword) and node.arg == "frozen" else []
         yield from ((start_of(each), end_of(each)) for each in found if isinstance(each, ast.expr))
-
-
-def start_line(node: ast.stmt) -> int:
-    """Return the first line of a statement, or that of its first decorator."""
-    line: int = min(each.lineno for each in (node, *getattr(node, "decorator_list", ())))
-    return line
 
 
 def start_of(node: ast.expr) -> Position:

@@ -13,6 +13,7 @@ class Mutant(NamedTuple):
     """A Mutant is a changed file. first, last: lines of the innermost statement that is changed."""
 
     file: str  # from the root of the repository
+    definition: str  # that is changed: its qualified name
     was: str
     now: str
     first: int

@@ -1,28 +1,151 @@
-"""Mutants are made of the lines that changed, wherever the command is started."""
+"""Mutants of what changes in the core are tried again: `make mutants` does it, and these tests ask for it."""
 
 from __future__ import annotations
 
-import subprocess
+import json
 from pathlib import Path
 
-from mutants.changed import lines_since
+from mutants.definitions import REST, definitions_at, fingerprints_of
+from mutants.record import Change, Definition, Tried, by_definition, read_accepted, read_record, record, untried
+from mutants.targets import TARGETS
+from mutants.work import Mutant
+
+from setup.layout import CHECKOUT
+
+# Definitions as they were before there was a record, by their fingerprints. None may be added.
+NOT_YET_TRIED = frozenset(
+    [
+        "991493313cb6366f",
+        "f3c1138b7d117baf",
+        "b401d7f95db8627f",
+        "5e331496d69f789f",
+        "a762694a1864bc67",
+        "34ecf20fc30c4023",
+        "4ef828213e97e7f3",
+        "8767067c3c8dfe51",
+        "6392ba3c18d8a11d",
+        "0b6d6b5f8affd1a7",
+        "4971824d587d522a",
+        "e51293648223dc75",
+        "15585fcd0332a243",
+        "5f6574004ef25d6b",
+        "af4aeca21c46e8fe",
+        "5b61e9c35c5ed358",
+        "2dc2ca7c75cc0eda",
+        "4c84e22f938efb98",
+        "91e07fb47e8c5dde",
+        "d06e8aaebe4301bb",
+        "5298169d9169cc9b",
+        "18dc0a4d80389feb",
+        "068fac393a9eab5b",
+        "91ca952e877e180a",
+        "60f18dff6ae63804",
+        "c588c88d6ac80d71",
+        "fe49f8d958a945a0",
+        "9b1fe1b756578e43",
+        "a433a4b6bc90b5a6",
+        "76c6fa5d10ec4024",
+        "7660a878af669f55",
+        "80c5395313d4bf51",
+        "b173aa5f7fb5740c",
+        "363a944f9cfce207",
+        "f1978e1337d97a6a",
+        "55f28579a4dc8aa0",
+        "556cf120ee13bf51",
+    ]
+)
+
+FILE = """\
+from time import time
+
+LIMIT = 3
 
 
-def test_lines_are_those_that_a_commit_did_not_have(tmp_path: Path) -> None:
-    """`make mutants SINCE=COMMIT` tried none: git was asked in tests/, where no file of the core is."""
+class Clock:
+    ends: float = 1.0
 
-    def git(*words: str) -> None:
-        identity = ("-c", "user.name=t", "-c", "user.email=t@example.com")
-        subprocess.run(["git", *identity, *words], cwd=tmp_path, check=True, capture_output=True)
+    @property
+    def late(self):
+        return time() > self.ends
 
-    file = tmp_path / "core/plan.py"
-    file.parent.mkdir()
-    file.write_text("a\nb\nc\nd\n")
-    git("init", "--quiet")
-    git("add", ".")
-    git("commit", "--quiet", "--message=first")
-    file.write_text("a\nB\nc\nd\ne\nf\n")
-    assert {2, 5, 6} == lines_since("HEAD", "core/plan.py", root=tmp_path)
-    file.write_text("a\nd\n")
-    assert set() == lines_since("HEAD", "core/plan.py", root=tmp_path)
-    assert set() == lines_since("HEAD", "core/other.py", root=tmp_path)
+    @late.setter
+    def late(self, value):
+        self.ends = value
+
+
+def count(start):
+    def less():
+        return start - 1
+    return less() if start else None
+"""
+
+
+def changed(was: str, now: str) -> set[str]:
+    before, after = fingerprints_of(FILE), fingerprints_of(FILE.replace(was, now))
+    assert was in FILE
+    return {name for name in before.keys() | after.keys() if before.get(name) != after.get(name)}
+
+
+def test_mutants_of_each_definition_were_tried_since_it_changed() -> None:
+    found = {definition: fingerprint for file in TARGETS for definition, fingerprint in untried(file).items()}
+    names = [f"{name} in {file}" for (file, name), fingerprint in found.items() if fingerprint not in NOT_YET_TRIED]
+    assert not names, f"`make mutants` (ONLY=plan.py: of one file) tries and records {', '.join(names)}"
+    assert set() == NOT_YET_TRIED - {*found.values()}, "these are recorded: they can go from the list"
+
+
+def test_each_accepted_mutant_is_of_a_definition_that_there_is() -> None:
+    there = {Definition(file, name) for file in TARGETS for name in fingerprints_of((CHECKOUT.root / file).read_text())}
+    assert set() == read_accepted().keys() - there
+
+
+def test_a_change_of_code_is_one_of_the_definition_around_it() -> None:
+    assert {"count"} == changed("start - 1", "start - 2")
+    assert {"count"} == changed("else None", "else 0")
+    assert {"Clock.late"} == changed("= value", "= -value")  # one name with what reads it
+    assert {"Clock.late"} == changed("@property", "@cached")
+    assert {"count", "counted"} == changed("def count", "def counted")
+    assert {"LIMIT"} == changed("LIMIT = 3", "LIMIT = 4")
+    assert {"Clock.ends"} == changed("1.0", "2.0")
+    assert {"Clock"} == changed("Clock:", "Clock(Base):")
+    assert {REST} == changed("LIMIT = 3", "LIMIT = 3\nassert LIMIT")
+
+
+def test_words_form_and_imports_are_no_change() -> None:
+    assert set() == changed("    ends: float", "    # of the clock\n    ends : float")
+    assert set() == changed("class Clock:\n", 'class Clock:\n    """A Clock."""\n\n')
+    assert set() == changed("count(start):\n", 'count(\n    start,\n):\n    """Count."""\n')
+    assert set() == changed("import time", "import sleep, time")
+
+
+def test_lines_are_of_definitions_with_their_decorators() -> None:
+    names = definitions_at(FILE)
+    lines = FILE.splitlines()
+    assert {"Clock.late"} == {names[lines.index(line) + 1] for line in ("    @property", "    @late.setter")}
+    assert "count" == names[lines.index("        return start - 1") + 1]
+    assert "Clock" == names[lines.index("class Clock:") + 1]
+    assert 1 not in names, "an import defines nothing"
+
+
+def test_a_definition_is_complete_once_each_of_its_mutants_was_tried() -> None:
+    late, count, simple = Definition("core.py", "late"), Definition("core.py", "count"), Definition("core.py", "simple")
+    first, second, third, fourth = (
+        Mutant(*definition, was, now, 1, 1, "")
+        for definition, was, now in ((late, ">", ">="), (count, "1", "2"), (late, ">", "<"), (count, "1", "0"))
+    )
+    tried = [(first, True), (second, True), (third, False)]
+    found = by_definition([late, count, simple], [first, second, third, fourth], iter(tried))
+    expected = [
+        Tried(simple, set(), is_complete=True),
+        Tried(late, {Change(">", ">=")}, is_complete=True),
+        Tried(count, {Change("1", "2")}, is_complete=False),
+    ]
+    assert expected == [*found]
+
+
+def test_what_was_tried_is_recorded_and_what_is_gone_is_not(tmp_path: Path) -> None:
+    path = tmp_path / "tried.json"
+    held, ladder = "operator/colocated_rl_api/holders.py", "operator/colocated_rl_api/ladder.py"
+    record(Definition(ladder, "Ladder"), "1", path)
+    path.write_text(json.dumps(read_record(path) | {held: {"gone": "2"}, "gone.py": {"gone": "3"}}))
+    record(Definition(held, "holder_of"), "4", path)
+    assert {held: {"holder_of": "4"}, ladder: {"Ladder": "1"}} == read_record(path)

@@ -801,7 +801,7 @@ def test_a_pod_that_came_back_to_its_bad_device_is_left_there() -> None:
     assert [again.name] == gone(plan(remember(first))), "it was there before the job avoided the node for another pod"
 
 
-@pytest.mark.parametrize("cause", ["MemberSilent", "PodEvicted"])
+@pytest.mark.parametrize("cause", ["MemberSilent", "PodEvicted", ""], ids=["silent", "evicted", "nobody knows why"])
 def test_a_bad_device_on_a_node_that_was_left_for_something_else_is_left_for_another(cause: str) -> None:
     """The node is back, and its pod: it has not come back to a bad device."""
     seen = changed(climbing(Rung.SERVING, Rung.SERVING), 1, facts=None, silent_since=100.0 - SILENCE_S)

@@ -98,6 +98,15 @@ def test_a_pod_stands_where_its_kind_does() -> None:
     assert Rung.UNKNOWN is MIXED.standing(trainers_alone, V1)
 
 
+@pytest.mark.parametrize("other", [V0, WeightVersion(2, 1), WeightVersion(1, 2)], ids=str)
+def test_weights_of_another_version_count_for_nothing_even_those_of_a_later_step(other: WeightVersion) -> None:
+    """A step that was rolled back leaves weights behind that are of a later one."""
+    beside = facts_at(Rung.OFFLOADED, V1, ladder=MIXED).model_copy(update={"export": other})
+    starting = EngineFacts(name="engine-0", state=EngineState.STARTING, incarnation="e2", starts_on=other)
+    for facts in beside, apart_at(Rung.OFFLOADED, export=other), apart_at(Rung.OFFLOADED, engines=(starting,)):
+        assert Rung.EXPORTED is MIXED.standing(facts, V1)
+
+
 @pytest.mark.parametrize(
     ("state", "starts_on", "rung"),
     [
