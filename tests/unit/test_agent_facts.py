@@ -429,7 +429,7 @@ def asks_to_save(version: WeightVersion = V1, *, goal: Goal = Goal.CLIMB, saves:
         ({}, asks_to_save(WeightVersion(1, 2)), STOP),
         ({"ranks": (make_rank(V0),)}, asks_to_save(V0), STOP),
         ({"keep_after": NOW + 1}, asks_to_save(), STOP),
-        ({}, asks_to_save(saves=False), do.Wait(until=NOW + ORDER_S)),
+        ({}, asks_to_save(saves=False), do.Wait(until=NOW + 3.0)),
         ({"now": NOW + ORDER_S}, asks_to_save(saves=False), STOP),
         ({"now": NOW + ORDER_S}, asks_to_save(), do.Save(1)),
         ({"ranks": (replace(STANDS, saved=1),)}, asks_to_save(saves=False), STOP),

@@ -88,7 +88,7 @@ def test_a_step_is_saved_by_the_whole_group_while_a_pod_of_it_ends(told: dict[st
         decided.wait.reason,
         decided.wait.message,
     )
-    assert 100.0 + NOTICE_S == decided.wake_at
+    assert 130.0 == decided.wake_at
     made = [each for each in decided.pods if isinstance(each, CreatePod)]
     assert [CreatePod("gpu-1", 1)] * (told is DELETED) == made, "its successor starts meanwhile"
 
@@ -117,16 +117,17 @@ def test_the_successor_joins_once_the_step_is_saved(told: dict[str, Any]) -> Non
 @pytest.mark.parametrize(
     "then",
     [
-        {"now": 100.0 + NOTICE_S},
+        {"after": NOTICE_S},
+        {"after": NOTICE_S + 60},
         {"facts": None},
         {"ranks": {"exit_code": -9, "state": TrainerState.ABSENT, "step": None, "exported": None}},
     ],
-    ids=["time is over", "the pod is gone", "its trainers are gone"],
+    ids=["time is over", "time is long over", "the pod is gone", "its trainers are gone"],
 )
 def test_the_successor_joins_without_a_checkpoint_when_there_is_no_more_time(then: dict[str, Any]) -> None:
     seen = with_successor(changed(resting(), 1, **DELETED))
     assert not plan(later(seen, NOTICE_S - 1)).raises
-    decided = plan(later(seen, NOTICE_S) if "now" in then else changed(seen, 1, **then))
+    decided = plan(later(seen, then["after"]) if "after" in then else changed(seen, 1, **then))
     assert decided.climb is not None
     assert (Cause.POD_REPLACED, 2) == (decided.climb.cause, decided.climb.lineage)
     assert [] == asked_to_save(decided)
@@ -172,6 +173,7 @@ BAD = Notice(FailureCause.BAD_DEVICE, "condition GPUHealthy is False")
         (resting(), DELETED | {"facts": None}),
         (resting(), {}),
         (replace(resting(), climb=replace(make_climb(2, epoch=5), group="others")), DELETED),
+        (replace(resting(), climb=replace(make_climb(2, epoch=5), group="0")), DELETED),
     ],
     ids=[
         "a step is under way",
@@ -181,7 +183,8 @@ BAD = Notice(FailureCause.BAD_DEVICE, "condition GPUHealthy is False")
         "a node with bad devices",
         "nobody hears it",
         "nobody ends",
-        "it is of no group",
+        "it is of another group",
+        "it is of yet another group",
     ],
 )
 def test_nothing_is_saved_that_is_not_whole_or_not_needed(seen: Observation, changes: dict[str, Any]) -> None:
