@@ -24,15 +24,18 @@ import openai
 import pytest
 from pydantic import BaseModel
 from safetensors.torch import load_file, save_file
+from waiting import until
 
 import fakes
 from colocated_rl_agent.drivers.base import CallRefused
 from colocated_rl_agent.drivers.sglang import SGLang
 from colocated_rl_agent.files.exports import verify_export
+from colocated_rl_agent.gate.call import Call
 from colocated_rl_agent.gate.data_port import DataPort
-from colocated_rl_agent.gate.dialects import EngineReply
-from colocated_rl_agent.gate.entrance import Backend
+from colocated_rl_agent.gate.dialects import Dialect, EngineReply, Request
+from colocated_rl_agent.gate.entrance import Backend, Entrance
 from colocated_rl_agent.gate.gate import Gate
+from colocated_rl_agent.gate.running import Running
 from colocated_rl_agent.lanes.probe import ProbeDisagrees, require_agreement
 from colocated_rl_agent.planner.views import (
     CUDA_GRAPH,
@@ -43,6 +46,7 @@ from colocated_rl_agent.planner.views import (
 from colocated_rl_api.member_wire import Endpoint
 from colocated_rl_api.rungs import WeightVersion
 from colocated_rl_api.weights import Probe
+from colocated_rl_rollout.engines import engines
 from colocated_rl_rollout.engines.engine_client import GenerateRequest
 from colocated_rl_rollout.rules.resume import read_answer
 from colocated_rl_rollout.rules.samples import Finish
@@ -53,6 +57,7 @@ from fakes.engine_model import VOCABULARY, write_engine_export
 from fakes.gateway import TOOLS_TEMPLATE, controller_running
 from fakes.rollout import JobOnDisk, make_spec
 from fakes.sse import events
+from fakes.tasks import are_up, task_processes
 from fakes.weights import write_export
 
 CALL_S = 60.0
@@ -368,15 +373,20 @@ async def test_bad_request_in_a_stream_is_an_error_with_its_code(engine: Observe
 
 
 class Hearing(Gate):
-    """Counts the requests of which it has received something."""
+    """Keeps what it was asked, and the replies of which it has received something."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.begun: set[int] = set()
+        self.asked: list[dict[str, Any]] = []
+        self.begun: set[EngineReply] = set()
+
+    async def _run(self, call: Call, dialect: Dialect, asked: Request, entrance: Entrance) -> Running:
+        self.asked.append(json.loads(asked.body))
+        return await super()._run(call, dialect, asked, entrance)
 
     def _hold(self, reply: EngineReply, before: int) -> None:
         super()._hold(reply, before)
-        self.begun.add(id(reply))
+        self.begun.add(reply)
 
 
 @pytest.fixture
@@ -573,6 +583,46 @@ async def test_gateway_answers_what_openais_helpers_ask(client: openai.AsyncOpen
     pieces = [piece async for piece in await client.chat.completions.create(**asked, stream=True)]
     text = "".join(piece.choices[0].delta.content or "" for piece in pieces if piece.choices)
     assert (choice.message.content or "") == text
+
+
+async def test_f91_after_a_switch_the_engine_gets_what_was_interrupted_and_so_many_requests_at_once(
+    engine: ObservedSGLang, hearing: Hearing, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may have one less at once than were interrupted, and the time until it may have more is never over."""
+    job = JobOnDisk.write(tmp_path, make_spec(maxResponseTokens=400))
+    groups, backend = job.spec.rollout.concurrency, Backend(engine.url, "incarnation", OLD, engine.abort)
+    data = DataPort(hearing.serve, admits=job.tls.admits).listening("127.0.0.1", 0, job.tls.data_context)
+    async with data as port, task_processes(job.spec.rollout.prompts, tmp_path) as processes:
+        await are_up(processes)
+        gates = [Endpoint(pod="job-gpu-0-0", address="127.0.0.1", port=port)]
+        async with controller_running(job, gates, processes=processes) as (controller, operator, _):
+            hearing.open(backend)
+            await until(lambda: len(hearing.begun) >= MAX_RUNNING)
+            hearing.close()
+            await engine.abort_all()
+            await hearing.settled()
+            await operator.send(1, gates, concurrency=2 * groups)
+            new = groups * job.spec.rollout.group_size
+            facts = await operator.until(
+                lambda facts: facts.samples.get("admitted", 0) >= new and "running" not in facts.samples
+            )
+            begun, interrupted = [asked["input_ids"] for asked in hearing.asked], facts.samples["interrupted"]
+            assert interrupted > 1
+            await until(lambda: not controller._engines._sent)
+            monkeypatch.setattr(engines, "BURST", interrupted - 1)
+            monkeypatch.setattr(engines, "PACE_S", 10 * CALL_S)
+            hearing.asked.clear()
+            hearing.begun.clear()
+            hearing.open(backend)
+            await until(lambda: len(hearing.begun) >= interrupted - 1)
+            facts = await operator.until(lambda facts: facts.samples.get("interrupted", 0) <= 1)
+            hearing.close()
+            await engine.abort_all()
+    assert 1 == facts.samples.get("interrupted"), "the pace lets no more of them go on"
+    assert new <= facts.samples["admitted"], "they wait"
+    assert len(hearing.asked) == interrupted - 1
+    for asked in hearing.asked:
+        assert any(asked["input_ids"][: len(ids)] == ids for ids in begun), "it goes on"
 
 
 @pytest.mark.parametrize(("prompt_tokens", "limit"), [(5000, 8), (4090, 40)])

@@ -5,7 +5,11 @@ It ends once it was looked into, however quick it is: a complete job has no engi
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Iterator
+from datetime import UTC, datetime
+from itertools import pairwise
 
 import pytest
 from e2e.conftest import apply
@@ -57,6 +61,39 @@ def test_f94_a_batch_that_is_full_waits_out_its_time_in_rollout(job: RunningJob)
     for step in range(2, max(sealed) + 1):
         began = min(moment for moment in opened if moment > sealed[step - 1])
         assert sealed[step] - began >= least_s - CLOCK_S, f"step {step}"
+
+
+def test_f91_what_a_switch_interrupted_reaches_the_engines_first(job: RunningJob) -> None:
+    """Their own logs tell: a response that goes on has less left than a whole one.
+
+    Requests may overtake others on their way, so nothing new may come among the first half of those that go on. Where
+    an engine was lost, its requests go on in the middle.
+    """
+    limit, came = job.get()["spec"]["rollout"]["maxResponseTokens"], received(job)
+    opened = [line.ts for line in job.rollout_lines("gate open")]
+    lost = [line.ts for line in job.agent_lines("engine lost")]
+    seen = 0
+    for since, until in pairwise([*opened, math.inf]):
+        if not any(since <= moment < until for moment in lost):
+            goes_on = [tokens < limit for moment, tokens in came if since <= moment < until]
+            interrupted = sum(goes_on)
+            assert all(goes_on[: (interrupted + 1) // 2]), "".join(".x"[each] for each in goes_on)
+            seen += interrupted
+    assert seen, "no switch interrupted anything"
+
+
+def received(job: RunningJob) -> list[tuple[float, int]]:
+    """Return when requests for samples came to engines, and how many tokens each could have; in that order."""
+    found = []
+    for line in job.kubectl("logs", job.gpu_pods[0], "-c", GPU_CONTAINER).splitlines():
+        _, start, rest = line.partition('{"timestamp": ')
+        if start and '"event": "request.received"' in rest:
+            logged = json.loads(start + rest)
+            sampling = logged["obj"]["sampling_params"]
+            if "stop_token_ids" in sampling:  # the agent's own requests have none
+                moment = datetime.fromisoformat(logged["timestamp"]).replace(tzinfo=UTC).timestamp()
+                found.append((moment, int(sampling["max_new_tokens"])))
+    return sorted(found)
 
 
 def test_it_completes_without_a_restart(job: RunningJob) -> None:
