@@ -191,7 +191,7 @@ class FakeEngine:
 
     def abort(self, rid: str, everything: bool) -> None:
         for sample in self.samples.values():
-            if everything or (rid and sample.rid.startswith(rid)):  # a prefix is enough (H4)
+            if everything or (rid in self.samples and sample.rid.startswith(rid)):  # those that begin so, too (H4)
                 sample.abort_asked = True
                 sample.deaf = sample.deaf or sample.parked
 
