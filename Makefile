@@ -217,6 +217,10 @@ bench-loss-at-size: setup-dev ## the same for 2 to 1,024 pods: the real plan on 
 bench-gate: setup-dev ## what a gate costs; with ROUTER=PYTHON of an environment that has sglang-router, beside that
 	@PYTHONPATH=tests python -m bench.gate $(if $(ROUTER),--router $(ROUTER))
 
+.PHONY: bench-interruption
+bench-interruption: setup ## how long the real engine takes to end a job's requests and to be idle, by how it is told
+	@PYTHONPATH=tests python -m bench.interruption
+
 .PHONY: bench-trainer
 bench-trainer: ## what the trainer's exports, moves and steps cost beside plain copies and beside trl
 	@$(SETUP) --only dev --only peers

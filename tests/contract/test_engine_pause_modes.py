@@ -1,7 +1,8 @@
-"""These tests show what the engine's pause modes `abort` and `retract` leave to do again after a switch.
+"""These tests show what a switch could spare of the requests in an engine, and what it would do again all the same.
 
-The agent aborts, and the rollout controller sends the tokens again. `retract` would keep requests in the engine over a
-switch; it keeps none of their cache, so all of their tokens are prefilled again in either case.
+The agent aborts all, and the rollout controller sends the tokens again. Pause mode `retract` would keep requests in the
+engine over a switch; it keeps none of their cache, so all of their tokens are prefilled again in either case. Somebody
+else's requests could go on, beside an abort that names those of the job; but then nothing proves the engine idle.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ pytestmark = pytest.mark.slow
 OLD, NEW = WeightVersion(0, 1), WeightVersion(1, 1)
 CALL_S = 120.0
 REQUESTS, PROMPT_TOKENS, BEFORE, LIMIT = 3, 200, 8, 400
+ENDLESS = 3000  # tokens, which take the engine many times as long as all that is done meanwhile
 NEW_TOKENS = re.compile(r"Prefill batch.*?#new-token: (\d+)")
 
 
@@ -43,10 +45,12 @@ class Scene:
         """Tokens that the engine has prefilled in its life, by its log."""
         return sum(map(int, NEW_TOKENS.findall(self.process.output.read_text())))
 
-    async def generate(self, ids: list[int], begun: asyncio.Event | None = None) -> dict[str, Any]:
+    async def generate(
+        self, ids: list[int], begun: asyncio.Event | None = None, *, limit: int = LIMIT, rid: str | None = None
+    ) -> dict[str, Any]:
         """The last chunk of an answer. begun: set once some tokens are there."""
-        limits = {"max_new_tokens": LIMIT, "ignore_eos": True, "stream_interval": 1}
-        body = {"stream": True, "input_ids": ids, "sampling_params": limits}
+        limits = {"max_new_tokens": limit, "ignore_eos": True, "stream_interval": 1}
+        body = {"stream": True, "input_ids": ids, "sampling_params": limits, "rid": rid}
         last: dict[str, Any] = {}
         async with self.session.post(f"{self.client.url}/generate", json=body) as answer:
             async for event in events(answer.content):
@@ -56,9 +60,16 @@ class Scene:
                         begun.set()
         return last
 
-    async def begin(self, prompts: list[list[int]]) -> list[asyncio.Task[dict[str, Any]]]:
+    async def begin(
+        self, prompts: list[list[int]], *, limit: int = LIMIT, owner: str | None = None
+    ) -> list[asyncio.Task[dict[str, Any]]]:
+        """Requests that have some tokens. owner: their ids begin with it; without one the engine gives them ids."""
         begun = [asyncio.Event() for _ in prompts]
-        tasks = [asyncio.create_task(self.generate(*each)) for each in zip(prompts, begun, strict=True)]
+        rids = [f"{owner}-{number}" if owner else None for number in range(len(prompts))]
+        tasks = [
+            asyncio.create_task(self.generate(ids, event, limit=limit, rid=rid))
+            for ids, event, rid in zip(prompts, begun, rids, strict=True)
+        ]
         await asyncio.gather(*(event.wait() for event in begun))
         return tasks
 
@@ -124,3 +135,20 @@ async def test_requests_that_come_back_after_an_abort_are_prefilled_as_far(scene
     await scene.update(OLD)
     await asyncio.gather(*(scene.generate(ids + more) for ids, more in zip(prompts(), partial, strict=True)))
     await until(lambda: REQUESTS * PROMPT_TOKENS + sum(map(len, partial)) == scene.prefilled - before)
+
+
+async def test_f87_requests_of_somebody_else_can_go_on_and_then_keep_the_engine_from_being_idle(scene: Scene) -> None:
+    """They end by themselves, or are interrupted too: released while it is busy, an engine dies (H2)."""
+    [other] = await scene.begin(prompts()[:1], owner="other", limit=ENDLESS)
+    own = await scene.begin(prompts(), owner="own")
+    await asyncio.gather(*(scene.client.abort(f"own-{number}") for number in range(REQUESTS)))
+    assert {"abort"} == {ending(await task) for task in own}
+    assert 400 == await scene.post("/flush_cache?timeout=0.2")
+    assert not other.done()
+    await scene.client.abort("other-0")
+    assert "abort" == ending(await other)
+    await scene.client.flush()
+
+
+def ending(answer: dict[str, Any]) -> str:
+    return str(answer["meta_info"]["finish_reason"]["type"])

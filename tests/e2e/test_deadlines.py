@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from e2e.conftest import CommandLine, apply
-from e2e.running_job import KubectlCall, RunningJob, wait_for
+from e2e.running_job import KubectlCall, RunningJob
 
 from colocated_rl_api import names
 
@@ -45,7 +45,7 @@ def wait_for_answer(job: RunningJob, cause: str, *, rule: int) -> None:
         failures = job.status.get("failures", {})
         return expected == (failures.get("cause"), failures.get("action"), failures.get("rule"))
 
-    wait_for(f"an answer to {cause} by rule {rule}", is_answered, deadline_s=ANSWERED_S, explain=job.describe)
+    job.wait_for(f"an answer to {cause} by rule {rule}", is_answered, deadline_s=ANSWERED_S)
 
 
 def test_f81_past_the_deadline_of_a_rung_the_rule_for_that_rung_is_applied(
