@@ -4,7 +4,7 @@ The agent starts the trainer's command through the runner with the environment o
 opens `SOCKET` and answers:
 
 * `GET /v1/state`: where it stands, at any time, also during a step.
-* `POST /v1/onload` `{}`: state to the device. Never asked for in a resident job.
+* `POST /v1/onload` `{}`: state to the device. Asked for once in a resident job, before the first step or export.
 * `POST /v1/offload` `{}`: state to host memory, device to the residue. Never asked for in a resident job.
 * `POST /v1/score` `ScoreRequest`: the reference's log-probabilities of the next batch. Only asked for in a job with a
   reference, and there before each step, of a trainer that reports `canScore`. Collective.
@@ -16,6 +16,11 @@ opens `SOCKET` and answers:
   could not be kept counts as mirrored, and `mirrorFault` says why: the next step does not wait for it.
 * `POST /v1/finish` `FinishRequest`: leave an export as the job's model, on or off the device; durable when it answers.
   Asked of rank 0 alone, after the last step is saved, where the trainer reports `canFinish`. Not collective.
+
+Bodies are declared as `application/json`. Fields are added within a version of the protocol: a trainer ignores those
+that it does not know, as agents do. Its group, but nobody else, may use the socket, and its group may read and write
+what it exports: agent and trainer have different users. SIGTERM ends it at once: exports and checkpoints are whole or
+torn, so nothing needs cleaning up.
 
 Each answers 200 with `TrainerStatus` when the effect holds. Every request is idempotent: asked again for an effect that
 holds, it answers at once; asked again while it is under way, it waits for that one. Otherwise it answers a

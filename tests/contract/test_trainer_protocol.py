@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -14,14 +15,27 @@ from pathlib import Path
 import pytest
 from documents.blocks import blocks
 
-from colocated_rl_trainer.conformance.checks import CHECKS, SCORING, Check, refuses_a_shard_that_is_torn
-from colocated_rl_trainer.conformance.ranks import Launch, RankProcess, TrainerGroup, TrainerKind
+from colocated_rl_trainer.conformance import checks
+from colocated_rl_trainer.conformance.checks import (
+    CHECKS,
+    SCORING,
+    Broken,
+    Check,
+    answers_its_state_during_a_step,
+    exports_what_is_whole_named_and_readable,
+    goes_on_from_its_checkpoint_when_it_is_killed,
+    ignores_what_it_does_not_know_in_a_request,
+    refuses_a_shard_that_is_torn,
+    trains_a_batch_that_leaves_ranks_without_a_sample,
+)
+from colocated_rl_trainer.conformance.ranks import Launch, RankProcess, TrainerGroup, TrainerKind, UnexpectedStatus
 from fakes.tiny_model import write_tiny_model
 from setup.layout import CHECKOUT
 
 ANSWER_S = 300.0
 RANKS = 2
 TOY = str(CHECKOUT.root / "tests/fakes/toy_trainer.py")
+BROKEN_TRAINER = str(CHECKOUT.root / "tests/fakes/broken_trainer.py")
 COMMANDS = {
     "toy": [sys.executable, TOY],
     "own": [sys.executable, str(CHECKOUT.root / "examples/own_trainer/trainer.py")],
@@ -36,7 +50,10 @@ def trainer(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     folder = tmp_path_factory.mktemp("t")
     name = request.param
     config = GRPO_CONFIG if name == "grpo" else {}
-    kind = TrainerKind(name, COMMANDS[name], write_tiny_model(folder / "model"), config)
+    (model := folder / "model").mkdir()
+    if name != "toy":  # whose weights are of no model
+        write_tiny_model(model)
+    kind = TrainerKind(name, COMMANDS[name], model, config)
     with TrainerGroup(kind, folder, size=RANKS) as group:
         group.wait_loaded()
         group.onload()
@@ -73,7 +90,7 @@ FINDS_FAKES = {"PYTHONPATH": f"{CHECKOUT.root / 'tests'}:{os.environ.get('PYTHON
 def conformance(
     folder: Path, *command: str, ranks: int = RANKS, options: Sequence[str] = ()
 ) -> subprocess.CompletedProcess[str]:
-    (folder / "model").mkdir()
+    (folder / "model").mkdir(exist_ok=True)
     model = ["--model", str(folder / "model")]
     return subprocess.run(
         [
@@ -127,18 +144,55 @@ def processes_with(variable: str) -> list[str]:
     ],
 )
 def test_defect_is_seen_and_named(tmp_path: Path, defect: str, broken: str) -> None:
-    answer = conformance(tmp_path, sys.executable, str(CHECKOUT.root / "tests/fakes/broken_trainer.py"), defect)
+    answer = conformance(tmp_path, sys.executable, BROKEN_TRAINER, defect)
 
     assert (1, "") == (answer.returncode, answer.stderr)
     assert broken in answer.stdout
     assert "held    says who it is and where it stands" in answer.stdout
 
 
+@pytest.mark.parametrize(
+    ("defect", "check", "broken"),
+    [
+        ("CountsItsFirstStepTooSoon", answers_its_state_during_a_step, "step 1 is reported as finished while it is "),
+        ("AnswersOneRequestAtATime", answers_its_state_during_a_step, "GET /v1/state got no answer in 1 s of a step"),
+        ("KnowsEveryField", ignores_what_it_does_not_know_in_a_request, "that is not in the protocol is answered 400"),
+        ("ExportsWithoutConfig", exports_what_is_whole_named_and_readable, "config.json', 'tokenizer_config.json'] of"),
+        ("ExportsItsWrapper", exports_what_is_whole_named_and_readable, "its own first is module.model.embed_tokens"),
+        ("ProbesWithLosses", exports_what_is_whole_named_and_readable, "a log-probability of the probe is 2.5, and "),
+        ("NeedsASample", trains_a_batch_that_leaves_ranks_without_a_sample, "500 Failed: ValueError at "),
+        ("LosesItsMomentumOffTheDevice", goes_on_from_its_checkpoint_when_it_is_killed, "leads elsewhere: "),
+        ("NeverCopiesBackToTheHost", goes_on_from_its_checkpoint_when_it_is_killed, "leads elsewhere: "),
+    ],
+)
+def test_defect_is_seen_by_its_check(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, defect: str, check: Check, broken: str
+) -> None:
+    """Each of them conformed."""
+    monkeypatch.setenv("PYTHONPATH", FINDS_FAKES["PYTHONPATH"])
+    if defect == "AnswersOneRequestAtATime":
+        monkeypatch.setattr(checks, "STATE_S", 1.0)  # it would need all of it
+    (model := tmp_path / "model").mkdir()
+    if defect in ("ExportsWithoutConfig", "ExportsItsWrapper"):
+        write_tiny_model(model)
+    kind = TrainerKind(defect, [sys.executable, BROKEN_TRAINER, defect], model, {})
+    with TrainerGroup(kind, tmp_path, size=RANKS) as group:
+        group.wait_loaded()
+        group.onload()
+        with pytest.raises((Broken, UnexpectedStatus), match=re.escape(broken)):
+            check(group)
+
+
+def test_trainer_that_relies_on_all_that_a_job_gives_it_conforms(tmp_path: Path) -> None:
+    """The suite left out two columns of each batch, and did not declare its bodies as JSON."""
+    answer = conformance(tmp_path, sys.executable, BROKEN_TRAINER, "ReliesOnAllThatAJobGives")
+
+    assert (0, "") == (answer.returncode, answer.stderr), answer.stdout
+
+
 def test_what_needs_a_rank_that_has_ended_is_not_made(tmp_path: Path) -> None:
     """Sixteen refused connections hid the one line that mattered."""
-    answer = conformance(
-        tmp_path, sys.executable, str(CHECKOUT.root / "tests/fakes/broken_trainer.py"), "ReturnsNothing"
-    )
+    answer = conformance(tmp_path, sys.executable, BROKEN_TRAINER, "ReturnsNothing")
 
     lines = answer.stdout.splitlines()
     assert 1 == len([line for line in lines if line.startswith("BROKEN")])
@@ -216,7 +270,7 @@ def test_what_can_not_be_started_is_reported_in_a_line(
 
 def test_trainer_may_end_over_a_torn_shard_whenever_that_is_seen(tmp_path: Path) -> None:
     """The suite reported a trainer as broken if it had ended between two requests, which was most of the time."""
-    command = [sys.executable, str(CHECKOUT.root / "tests/fakes/broken_trainer.py"), "EndsOverATornShard"]
+    command = [sys.executable, BROKEN_TRAINER, "EndsOverATornShard"]
     started: list[EndsUnseen] = []
 
     def launch(environment: dict[str, str], log: Path) -> Launch:

@@ -90,7 +90,9 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--config", type=_object, default={}, help="JSON file: what spec.trainer.config would be")
     parser.add_argument("--ranks", type=_count, default=2, help="of the group, each as in a pod of its own (2)")
     parser.add_argument("--reference", action="store_true", help="as in a job with spec.reference: it has to score")
-    parser.add_argument("--device", default="cpu", help="of each rank: cpu or cuda:N (cpu)")
+    parser.add_argument(
+        "--device", default="cpu", help="of all ranks: cpu or cuda:N (cpu); NCCL takes one rank on a device: --ranks 1"
+    )
     parser.add_argument("command", nargs="+", help="the trainer, after --: what spec.trainer.command would be")
     return parser.parse_args(arguments)
 

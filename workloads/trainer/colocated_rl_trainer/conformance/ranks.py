@@ -92,7 +92,7 @@ class TrainerProcess:
         connection.sock.settimeout(ANSWER_S)
         with contextlib.closing(connection):
             connection.sock.connect(str(self.socket))
-            connection.request(method, path, body)
+            connection.request(method, path, body, {"Content-Type": "application/json"} if body is not None else {})
             try:
                 answer = connection.getresponse()
                 return answer.status, json.loads(answer.read())

@@ -55,15 +55,21 @@ def write_shards(
             seed=0,
             has_reference=any(sample.reference_logp is not None for sample in samples),
         )
-        mine = [sample for sample, rank in zip(samples, ranks, strict=True) if rank == shard]
+        numbers = [number for number, rank in enumerate(ranks) if rank == shard]
+        mine = [samples[number] for number in numbers]
         files.append(folder / f"step-{step}-shard-{shard}-of-{shards}.safetensors")
         scored = {"reference_logp": _by_token(mine, [sample.reference_logp or () for sample in mine])}
-        write_shard(files[-1], header, columns(mine, rewards) | (scored if header.has_reference else {}))
+        write_shard(files[-1], header, columns(mine, rewards, numbers) | (scored if header.has_reference else {}))
     return files
 
 
-def columns(samples: Sequence[Example], rewards: Mapping[int, Sequence[float]]) -> dict[str, tuple[str, Values]]:
-    """Return type and values of each column by name. rewards: of each whole group."""
+def columns(
+    samples: Sequence[Example], rewards: Mapping[int, Sequence[float]], numbers: Sequence[int] | None = None
+) -> dict[str, tuple[str, Values]]:
+    """Return type and values of each column that every batch has, by name.
+
+    rewards: of each whole group. numbers: of the samples, from 0 if absent.
+    """
     lengths = [len(sample.prompt) + len(sample.response) for sample in samples]
     return {
         "tokens": ("int32", [token for s in samples for token in (*s.prompt, *s.response)]),
@@ -84,6 +90,8 @@ def columns(samples: Sequence[Example], rewards: Mapping[int, Sequence[float]]) 
         "group_std": ("float32", [statistics.pstdev(rewards[s.group]) for s in samples]),
         "group_count": ("float32", [float(len(rewards[s.group])) for s in samples]),
         "truncated": ("uint8", [0 for _ in samples]),
+        "sample": ("int64", range(len(samples)) if numbers is None else numbers),
+        "prompt_tokens": ("int32", [len(s.prompt) for s in samples]),
     }
 
 
