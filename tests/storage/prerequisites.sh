@@ -10,6 +10,9 @@ lacks() {
 if ! { command -v mkfs.xfs && command -v xfs_growfs; } >/dev/null; then
   lacks "not on PATH: mkfs.xfs, xfs_growfs: \`apt-get install --no-install-recommends xfsprogs\`"
 fi
+if ! { command -v rclone && command -v fusermount3; } >/dev/null; then
+  lacks "not on PATH: rclone, fusermount3: \`apt-get install --no-install-recommends rclone fuse3\`"
+fi
 if [ "$(id -u)" != 0 ]; then
   lacks "not root: root alone may mount"
 fi
