@@ -41,7 +41,7 @@ async def abort_each(client: SGLang, rids: list[str]) -> None:
 
 
 @dataclass(frozen=True)
-class Took:
+class TimeToEnd:
     """Seconds from the first abort until the job's requests have ended, and until the engine has proved to be idle."""
 
     ended_s: float
@@ -62,7 +62,7 @@ async def generate(client: SGLang, session: aiohttp.ClientSession, rid: str, tok
             begun.set()
 
 
-async def measured(client: SGLang, session: aiohttp.ClientSession, abort: Abort, *, others: int) -> Took:
+async def measured(client: SGLang, session: aiohttp.ClientSession, abort: Abort, *, others: int) -> TimeToEnd:
     """Interrupt the job's requests once each has a token. others: requests of somebody else."""
 
     def begin(rid: str, tokens: int) -> tuple[asyncio.Task[None], asyncio.Event]:
@@ -78,19 +78,19 @@ async def measured(client: SGLang, session: aiohttp.ClientSession, abort: Abort,
     await asyncio.gather(*(task for task, _ in own))
     ended_s = time.monotonic() - started
     await client.flush()
-    took = Took(ended_s, time.monotonic() - started)
+    took = TimeToEnd(ended_s, time.monotonic() - started)
     await asyncio.gather(*(task for task, _ in foreign))
     return took
 
 
-async def run(url: str) -> dict[str, list[Took]]:
+async def run(url: str) -> dict[str, list[TimeToEnd]]:
     """Take TURNS of each kind, in turn, so that all see the same machine."""
     kinds = {
         "all that the engine has": partial(measured, abort=abort_all, others=0),
         "each by its id": partial(measured, abort=abort_each, others=0),
         "each by its id, one of somebody else goes on": partial(measured, abort=abort_each, others=1),
     }
-    took: dict[str, list[Took]] = defaultdict(list)
+    took: dict[str, list[TimeToEnd]] = defaultdict(list)
     timeout, connector = aiohttp.ClientTimeout(total=2 * CALL_S), aiohttp.TCPConnector(limit=0)
     async with aiohttp.ClientSession(timeout=timeout, connector=connector) as session:
         client = SGLang(session, url=url, admin_key=ADMIN_KEY, call_s=CALL_S)

@@ -214,7 +214,7 @@ async def test_h23_h59_chunks_are_cumulative_and_only_the_last_one_has_spans(eng
 
 
 async def test_h4_abort_by_id_ends_every_request_whose_id_begins_so(engine: ObservedSGLang) -> None:
-    """But only by the id of a request."""
+    """An id that is none of a request's ends nothing."""
     first = await engine.until_running(engine.stream(input_ids=PROMPT, rid="a" * 31, sampling_params=LONG))
     second = await engine.until_running(engine.stream(input_ids=PROMPT, rid="a" * 32, sampling_params=LONG))
     await engine.abort("a" * 30)

@@ -1,4 +1,4 @@
-"""What takes longer than `spec.switch` allows ends as the rules of its job say, with a real engine and a real trainer.
+"""A rung that takes longer than `spec.switch` allows ends as its job's rules say: a real engine and a real trainer.
 
 The operator's deadline of a rung, because a gate stays shut; then the agent's, because a trainer stands still. Each has
 a rule that does something else than what is usual, and the job goes on.
