@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from statistics import median
+from uuid import uuid4
 
 import aiohttp
 
@@ -22,12 +23,13 @@ from colocated_rl_agent.drivers.sglang import SGLang
 from colocated_rl_api.rungs import WeightVersion
 from engines import ADMIN_KEY, engine_process
 from fakes.engine_model import write_engine_export
-from fakes.sse import events
+from fakes.sse import json_events
 
 VERSION = WeightVersion(0, 1)
-REQUESTS, PROMPT_TOKENS, OWN_TOKENS, OTHERS_TOKENS = 64, 64, 400, 600
+REQUESTS, PROMPT_TOKENS = 64, 64
+OWN_TOKENS, OTHERS_TOKENS = 1500, 600  # more than the job's requests get until all of them have one
 CALL_S, TURNS = 60.0, 5
-FLAGS = ("--max-total-tokens", "65536", "--max-running-requests", str(REQUESTS + 1))
+FLAGS = ("--max-total-tokens", "131072", "--max-running-requests", str(REQUESTS + 1))
 
 Abort = Callable[[SGLang, list[str]], Awaitable[object]]
 
@@ -48,8 +50,8 @@ class TimeToEnd:
     idle_s: float
 
 
-async def generate(client: SGLang, session: aiohttp.ClientSession, rid: str, tokens: int, begun: asyncio.Event) -> None:
-    """Ask for so many tokens, and read all that come. begun: set with the first."""
+async def generate(client: SGLang, session: aiohttp.ClientSession, rid: str, tokens: int, begun: asyncio.Event) -> str:
+    """Ask for so many tokens, read all that come, and return why no more came. begun: set with the first."""
     number = sum(rid.encode())
     body = {
         "rid": rid,
@@ -57,29 +59,38 @@ async def generate(client: SGLang, session: aiohttp.ClientSession, rid: str, tok
         "input_ids": [5 + (number * 31 + place * (number + 1)) % 90 for place in range(PROMPT_TOKENS)],
         "sampling_params": {"max_new_tokens": tokens, "ignore_eos": True},
     }
+    ending = None
     async with session.post(f"{client.url}/generate", json=body) as answer:
-        async for _ in events(answer.content):
+        async for event in json_events(answer.content):
             begun.set()
+            ending = event["meta_info"]["finish_reason"]
+    return str(ending and ending["type"])
 
 
 async def measured(client: SGLang, session: aiohttp.ClientSession, abort: Abort, *, others: int) -> TimeToEnd:
-    """Interrupt the job's requests once each has a token. others: requests of somebody else."""
+    """Interrupt the job's requests once each has a token. others: requests of somebody else, which begin last."""
 
-    def begin(rid: str, tokens: int) -> tuple[asyncio.Task[None], asyncio.Event]:
-        begun = asyncio.Event()
-        return asyncio.create_task(generate(client, session, rid, tokens, begun)), begun
+    async def begin(rids: list[str], tokens: int) -> list[asyncio.Task[str]]:
+        begun = [asyncio.Event() for _ in rids]
+        tasks = [
+            asyncio.create_task(generate(client, session, rid, tokens, event))
+            for rid, event in zip(rids, begun, strict=True)
+        ]
+        await asyncio.gather(*(event.wait() for event in begun))
+        return tasks
 
-    rids = [f"own-{number:02}" for number in range(REQUESTS)]
-    foreign = [begin(f"other-{number:02}", OTHERS_TOKENS) for number in range(others)]
-    own = [begin(rid, OWN_TOKENS) for rid in rids]
-    await asyncio.gather(*(begun.wait() for _, begun in own + foreign))
+    rids = [uuid4().hex for _ in range(REQUESTS)]  # new ones: the engine aborts an id again 2 s after its answer
+    own = await begin(rids, OWN_TOKENS)
+    foreign = await begin([uuid4().hex for _ in range(others)], OTHERS_TOKENS)
     started = time.monotonic()
     await abort(client, rids)
-    await asyncio.gather(*(task for task, _ in own))
+    ends = await asyncio.gather(*own)
     ended_s = time.monotonic() - started
     await client.flush()
     took = TimeToEnd(ended_s, time.monotonic() - started)
-    await asyncio.gather(*(task for task, _ in foreign))
+    others_ends = await asyncio.gather(*foreign)
+    if {*ends} != {"abort"} or {*others_ends} - {"length"}:
+        raise AssertionError(f"the job's requests alone should be interrupted: {ends}, of somebody else: {others_ends}")
     return took
 
 

@@ -56,7 +56,7 @@ from fakes.engine import VOCABULARY as FAKE_VOCABULARY
 from fakes.engine_model import VOCABULARY, write_engine_export
 from fakes.gateway import TOOLS_TEMPLATE, controller_running
 from fakes.rollout import JobOnDisk, make_spec
-from fakes.sse import events
+from fakes.sse import events, json_events
 from fakes.tasks import are_up, task_processes
 from fakes.weights import write_export
 
@@ -123,10 +123,8 @@ class ObservedSGLang(SGLang):
     async def stream(self, **request: Any) -> AsyncIterator[dict[str, Any]]:
         async with self.session.post(f"{self.url}/generate", json={"stream": True, **request}) as answer:
             assert answer.status == 200
-            async for event in events(answer.content):
-                if event == b"[DONE]":
-                    return
-                yield json.loads(event)
+            async for event in json_events(answer.content):
+                yield event
 
     async def generate(self, **request: Any) -> dict[str, Any]:
         """The last chunk."""
@@ -477,7 +475,7 @@ async def test_what_the_rollout_controller_asks_through_a_gate_is_understood(eng
     request = dataclasses.replace(request, stops=[stop], seed=7)
     async with engine.session.post(f"{gate}/generate", data=request.body(stream=True), headers=JSON) as answer:
         assert answer.status == 200
-        chunks = [json.loads(event) async for event in events(answer.content) if event != b"[DONE]"]
+        chunks = [event async for event in json_events(answer.content)]
     tokens, ending = read_answer(chunks[-1])
     assert Finish.STOP is ending
     assert 0 < len(tokens) < len(whole)

@@ -8,7 +8,6 @@ else's requests could go on, beside an abort that names those of the job; but th
 from __future__ import annotations
 
 import asyncio
-import json
 import re
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
@@ -23,7 +22,7 @@ from colocated_rl_agent.drivers.sglang import SGLang
 from colocated_rl_api.rungs import WeightVersion
 from engines import ADMIN_KEY, EngineProcess, engine_process
 from fakes.engine_model import write_engine_export
-from fakes.sse import events
+from fakes.sse import json_events
 
 pytestmark = pytest.mark.slow
 OLD, NEW = WeightVersion(0, 1), WeightVersion(1, 1)
@@ -53,11 +52,9 @@ class Scene:
         body = {"stream": True, "input_ids": ids, "sampling_params": limits, "rid": rid}
         last: dict[str, Any] = {}
         async with self.session.post(f"{self.client.url}/generate", json=body) as answer:
-            async for event in events(answer.content):
-                if event != b"[DONE]":
-                    last = json.loads(event)
-                    if begun and len(last["output_ids"]) >= BEFORE:
-                        begun.set()
+            async for last in json_events(answer.content):
+                if begun and len(last["output_ids"]) >= BEFORE:
+                    begun.set()
         return last
 
     async def begin(

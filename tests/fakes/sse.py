@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import AsyncIterator
+from typing import Any
 
 import aiohttp
 
@@ -15,3 +17,10 @@ async def events(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
     async for piece in content.iter_any():
         for event in reader.feed(piece):
             yield event
+
+
+async def json_events(content: aiohttp.StreamReader) -> AsyncIterator[dict[str, Any]]:
+    """Yield what an engine streams, but the mark of its end."""
+    async for event in events(content):
+        if event != b"[DONE]":
+            yield json.loads(event)
