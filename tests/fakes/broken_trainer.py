@@ -191,13 +191,17 @@ class DiffersByPod(ToyLoop):
         return probe
 
 
+def copy_files(origin: Path, pattern: str, directory: Path) -> None:
+    for file in origin.glob(pattern):
+        shutil.copy(file, directory)
+
+
 class ExportsWithoutConfig(ToyLoop):
     """It writes the weights of the model alone."""
 
     def export(self, directory: Path) -> Probe | None:
         if self._settings.writes_weights:
-            for file in self._settings.model.glob("*.safetensors"):
-                shutil.copy(file, directory)
+            copy_files(self._settings.model, "*.safetensors", directory)
         return None
 
 
@@ -206,8 +210,7 @@ class ExportsItsWrapper(ToyLoop):
 
     def export(self, directory: Path) -> Probe | None:
         if self._settings.writes_weights:
-            for file in self._settings.model.glob("*.json"):
-                shutil.copy(file, directory)
+            copy_files(self._settings.model, "*.json", directory)
             tensors = load_file(self._settings.model / "model.safetensors")
             save_file({f"module.{name}": tensor for name, tensor in tensors.items()}, directory / "model.safetensors")
         return None
