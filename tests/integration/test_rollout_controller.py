@@ -1375,7 +1375,7 @@ async def test_a_job_goes_on_from_a_former_one_in_the_order_of_its_prompts(
     async with running(second, processes) as scene:
         facts = await scene.operator.until(lambda facts: facts.began_at is not None)
         assert (1, 1) == (facts.began_at, facts.trained_step)
-        assert before.samples.items() <= facts.samples.items() if with_samples else not facts.samples
+        assert begun(facts) == (begun(before) if with_samples else {})
         await scene.target(trained_step=1)
         await scene.open(V1)
         await scene.sealed(2)
@@ -1384,6 +1384,11 @@ async def test_a_job_goes_on_from_a_former_one_in_the_order_of_its_prompts(
     assert prompts[1] == prompts[2]
     assert not set(prompts[0]) & set(prompts[1]), "none comes twice, and none is left out"
     assert with_samples == (again.groups == sealed[1].groups)
+
+
+def begun(facts: RolloutFacts) -> dict[str, int]:
+    """The samples by state, but for those that wait for their first engine: a store makes them on its own."""
+    return {state: count for state, count in facts.samples.items() if state != "admitted"}
 
 
 def prompts_of(batch: Batch) -> list[tuple[int, ...]]:
