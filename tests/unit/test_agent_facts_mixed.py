@@ -89,6 +89,9 @@ def test_weights_that_another_pod_wrote_are_compared_while_trainers_leave_the_de
     off = beside(TrainerState.OFFLOADED)
     assert Rung.EXPORTED is MIXED.standing(off.facts(), V1)
     assert (do.Wait(), do.VerifyExport(V1)) == next_actions(off, target(Rung.UPDATED), BESIDE)
+    for other in (None, WeightVersion(V1.step, V1.lineage + 1)):
+        seen = next_actions(replace(off, whole=other), target(Rung.UPDATED), BESIDE)
+        assert (do.Wait(), do.VerifyExport(V1)) == seen, "whatever was compared before"
     assert (do.Resume(TAGS[:1]), do.Wait()) == next_actions(replace(off, whole=V1), target(Rung.UPDATED), BESIDE)
 
 

@@ -191,5 +191,6 @@ def test_a_part_compares_the_weights_that_it_starts_on_with_their_manifest_first
     assert OF_POD | {do.VerifyExport(V1)} == done(joins, ladder=ladder)
     later = replace(joins, verify_after=5.0)
     assert [do.Wait(until=5.0)] == [*shares_of([], later, CLIMB, ladder)]
+    assert OF_POD | {do.VerifyExport(V1)} == done(replace(later, now=5.0), ladder=ladder)
     assert OF_POD | {do.StartEngine(V1)} == done(replace(joins, whole=V1), ladder=ladder)
     assert OF_POD | {do.StartEngine(V1)} == done(joins, ladder=ROLLOUT_ONLY), "its model has no manifest"

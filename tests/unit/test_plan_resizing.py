@@ -40,6 +40,7 @@ from colocated_rl_operator.planner.notices import Notice
 from colocated_rl_operator.planner.observation import Climb, Member, Observation, PodPhase, RefusedPod, remember
 from colocated_rl_operator.planner.plan import Plan, plan
 from colocated_rl_operator.planner.reasons import Cause, Waiting
+from colocated_rl_operator.planner.size import size_at_boundary
 from colocated_rl_operator.planner.status import report
 
 V2 = WeightVersion(2, 1)
@@ -302,6 +303,17 @@ def test_trainers_on_devices_of_their_own_are_as_many_as_there_is_room_for() -> 
     seen = make_observation(job, [*pods, None], climb=climb, rollout=rollout_facts(sealed=2, trained=2, epoch=5))
     assert not plan(later(without(seen, "engine-0"), 30)).raises, "the number of engines is fixed"
     assert 1 == climb_of(plan(later(without(seen, "trainer-1"), 30))).replicas
+
+
+def test_trainers_on_devices_of_their_own_join_one_by_one_however_many_pods_an_engine_has() -> None:
+    climb = replace(make_climb(2, epoch=5, cause=Cause.NEXT_STEP), replicas=2)
+    spanning = OWN_ROLLOUT | {"replicas": 2, "engine": {"pods": 2}}
+    job = make_job(steps=5, replicas=3, rollout=spanning).led_by(climb)
+    facts = trainers_at(Rung.SERVING, V2, epoch=5)
+    facts = facts.model_copy(update={"trainers": tuple(_saved(facts, 2))})
+    rollout = rollout_facts(sealed=3, trained=2, epoch=5)
+    seen = make_observation(job, [facts, facts, None, None], climb=climb, rollout=rollout, trained_step=2)
+    assert 3 == size_at_boundary(with_pod(seen, make_member("trainer-2", facts=BLANK)))
 
 
 def test_a_pod_that_is_made_in_a_group_of_several_knows_that_it_has_peers() -> None:

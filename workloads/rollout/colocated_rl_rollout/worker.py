@@ -4,9 +4,10 @@
 it does what it may do now: admit, seal, send. It keeps no state of its own: the store and the gates determine the next
 action, so a restart resumes where the last process was.
 
-While all gates are closed nothing is sent: samples wait in the store. Interrupted samples go first, and among them
-those whose tokens would be too old soonest. Once a batch is sealed the engines are about to change hands: their
-requests may end, and nothing is sent that would only be prefilled.
+While all gates are closed nothing is sent: samples wait in the store. Samples of the group whose tokens would be too
+old soonest go first, and of these the interrupted before those that never began; a group without tokens goes last.
+Once a batch is sealed the engines are about to change hands: their requests may end, and nothing is sent that would
+only be prefilled.
 """
 
 from __future__ import annotations
