@@ -1136,7 +1136,7 @@ async def test_tokens_beyond_the_limit_are_context_where_the_job_says_so(
 async def test_a_group_that_keeps_failing_is_given_up_and_reported(job: JobOnDisk, processes: TaskProcesses) -> None:
     async with running(job, processes) as scene:
         for gate in scene.gates:
-            gate.faults.extend([GateFault.REJECTED] * 30)
+            gate.faults.extend([GateFault.REJECTED] * 100_000)  # more than there is time for
         await scene.target()
         await scene.open(V0)
         facts = await scene.operator.until(lambda facts: facts.problem)
