@@ -66,8 +66,9 @@ def test_f94_a_batch_that_is_full_waits_out_its_time_in_rollout(job: RunningJob)
 def test_f91_what_a_switch_interrupted_reaches_the_engines_first(job: RunningJob) -> None:
     """Their own logs tell: a response that goes on has less left than a whole one.
 
-    Requests may overtake others on their way, so nothing new may come among the first half of those that go on. Where
-    an engine was lost, its requests go on in the middle.
+    A group with older tokens goes before others with all its samples, also those that were cut before their first
+    token, and two engines log at their own pace: so nothing new may come among the first half of those that go on.
+    Where an engine was lost, its requests go on in the middle.
     """
     limit, came = job.get()["spec"]["rollout"]["maxResponseTokens"], received(job)
     opened = [line.ts for line in job.rollout_lines("gate open")]
