@@ -8,6 +8,8 @@ import sqlite3
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import closing
 
+import pytest
+
 from bench.rollout import held
 from bench.simulated_engines import Rates
 from bench.simulated_job import SimulatedJob
@@ -26,6 +28,8 @@ def settle(store: Store) -> None:
     ctypes.CDLL(None).malloc_trim(0)
 
 
+@pytest.mark.slow
+@pytest.mark.release
 def test_a_hundred_thousand_samples_leave_no_more_than_the_first_twenty_thousand() -> None:
     """Twenty-odd seconds: most of it is what engines and clock are simulated with."""
     assert 100_000 <= JOB.steps * JOB.samples
