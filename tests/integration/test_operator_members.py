@@ -556,13 +556,15 @@ async def test_damaged_keys_change_nothing_and_end_no_connection(authority: Auth
     async with keyed(authority, tmp_path) as it:
         good = it.keyring.keys
         broken = [{"certificate": "none"}, {"key": good(GPU_POD).key}, {"token": "short"}, {"authorities": "none"}]
-        for damage in broken:
+
+        async def outdated_after(epoch: int, damage: dict[str, Any]) -> int:
+            it.keyring.keys = lambda who: good(who).model_copy(update=damage)  # type: ignore[method-assign, assignment]
             it.door.members.keep(UID, [it.member.address], token_name=str(damage))
-            it.keyring.keys = lambda who, damage=damage: good(who).model_copy(update=damage)  # type: ignore[method-assign, misc]
-            await it.door.members.renew()
-            it.door.members.send(UID, {POD: make_target(len(it.member.targets) + 1)})
-            await it.door.until(lambda: it.door.answer().highest_epoch == len(it.member.targets))
-            assert 1 == it.door.members.outdated
+            it.door.members.send(UID, {POD: make_target(epoch)})
+            await it.door.until(lambda: it.door.answer().highest_epoch == epoch)  # behind the keys
+            return it.door.members.outdated
+
+        assert [1, 1, 1, 1] == [await outdated_after(*each) for each in enumerate(broken, 1)]
         assert await it.admits(it.keyring.operator_context())
 
 

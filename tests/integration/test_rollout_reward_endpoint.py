@@ -180,14 +180,21 @@ async def test_pauses_grow_and_are_as_long_as_it_asks_for(monkeypatch: pytest.Mo
 async def test_while_it_answers_nobody_a_response_waits_for_it_and_it_is_a_problem(
     trouble: Answer, timeout_s: int, message: str
 ) -> None:
-    judge = ScriptedJudge([*[trouble] * 5, GOOD])
+    has_looked = asyncio.Event()
+
+    async def good_later(request: web.Request) -> web.StreamResponse:
+        await has_looked.wait()
+        return await GOOD(request)
+
+    judge = ScriptedJudge([*[trouble] * 5, good_later])
     async with endpoint(judge, timeoutSeconds=timeout_s, attempts=2) as made:
         asked = asyncio.create_task(made.score("", {}, ""))
-        await until(lambda: len(judge.asked) == 5)
+        await until(lambda: len(judge.asked) > 5)
         assert made.problem is not None
         assert message in made.problem.message
         assert made.problem.message.endswith("; it is asked again")
         made._reward = made._reward.model_copy(update={"timeout_seconds": 60})  # on a slow machine 1 s may be too short
+        has_looked.set()
         assert HALF == await asked
         assert made.problem is None
 
