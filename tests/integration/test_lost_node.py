@@ -117,7 +117,7 @@ def test_an_elastic_job_goes_on_without_the_node_and_with_both_pods_once_it_is_b
 
 
 @pytest.mark.slow
-@pytest.mark.release
+@pytest.mark.release  # a minute and a half
 def test_a_job_goes_on_in_the_room_of_its_spare_which_comes_back_with_the_node(
     cluster: Cluster, kubectl: KubectlCall
 ) -> None:
