@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import yaml
 from cluster import Cluster, kubernetes_release
 from contract.api_server import ApiServer, Kubectl
 
+import quick_yaml
 from colocated_rl_api import names
 from setup.layout import CHECKOUT
 
@@ -36,7 +36,7 @@ def kubectl(plain_cluster: Cluster) -> Kubectl:
 def api(plain_cluster: Cluster, kubectl: Kubectl) -> Iterator[ApiServer]:
     """The API server, with the CRD of this checkout."""
     kubectl("apply", "--server-side", "--force-conflicts", "-f", CRD_FILE)
-    name = yaml.safe_load(CRD_FILE.read_text())["metadata"]["name"]
+    name = quick_yaml.load(CRD_FILE.read_text())["metadata"]["name"]
     # what kubectl goes by, the server's lists of kinds and of their fields, has a new one some time after it is served;
     # and `wait` fails at one that has no conditions yet
     plain_cluster.wait_for("jobs are listed", lambda: plain_cluster.kubectl("explain", names.SHORT_NAME), 60)

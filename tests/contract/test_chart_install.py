@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import yaml
 from cluster import Cluster
 from contract.api_server import ApiServer, Document, Kubectl
 from contract.test_chart_rendering import NAMESPACE as RENDERED
@@ -17,6 +16,7 @@ from contract.test_chart_rendering import rendered
 from contract.test_chart_rights import GARBAGE_COLLECTION, JOBS, Right, granted
 from documents.blocks import under
 
+import quick_yaml
 from colocated_rl_api import names
 from setup.layout import CHECKOUT
 
@@ -167,7 +167,7 @@ def test_people_of_a_namespace_may_do_the_same_with_its_jobs(
 
 
 def test_jobs_and_crd_outlive_upgrade_uninstall_and_reinstall(kubectl: Kubectl, release: None) -> None:
-    job = yaml.safe_load((CHECKOUT.root / "crds/examples/minimal.yaml").read_text())
+    job = quick_yaml.load((CHECKOUT.root / "crds/examples/minimal.yaml").read_text())
     # its model is not there: nothing of it runs
     kubectl("-n", TEAM, "apply", "-f", "-", stdin=json.dumps(job))
     name = f"{names.SHORT_NAME}/{job['metadata']['name']}"
@@ -206,7 +206,7 @@ def images(kubectl: Kubectl) -> list[str]:
 def rendered_of(output: str) -> list[Document]:
     """Return the manifest in what `helm install --dry-run` prints, without hooks and notes."""
     manifest = output.partition("\nMANIFEST:\n")[2].partition("\nNOTES:\n")[0]
-    return [body for body in yaml.safe_load_all(manifest) if body]
+    return quick_yaml.load_all(manifest)
 
 
 def test_chart_installs_and_upgrades_as_the_pages_say(kubectl: Kubectl, release: None, tmp_path: Path) -> None:
@@ -240,7 +240,7 @@ def test_chart_installs_and_upgrades_as_the_pages_say(kubectl: Kubectl, release:
 
 
 def test_a_job_whose_operator_is_gone_for_good_is_released_as_the_runbook_says(kubectl: Kubectl, release: None) -> None:
-    job = yaml.safe_load((CHECKOUT.root / "crds/examples/minimal.yaml").read_text())
+    job = quick_yaml.load((CHECKOUT.root / "crds/examples/minimal.yaml").read_text())
     name = job["metadata"]["name"]
     kubectl("-n", TEAM, "apply", "-f", "-", stdin=json.dumps(job))
     kubectl("-n", TEAM, "wait", f"crlj/{name}", "--for=jsonpath={.status.phase}", f"--timeout={DEADLINE_S}s")
@@ -288,7 +288,7 @@ def used(requests: list[Document]) -> set[Right]:
 
 def test_every_right_is_used_and_none_is_missing(plain_cluster: Cluster, kubectl: Kubectl, release: None) -> None:
     """One short job uses every right; those that the operator has only for other users are named."""
-    job = yaml.safe_load((CHECKOUT.root / "crds/examples/minimal.yaml").read_text())
+    job = quick_yaml.load((CHECKOUT.root / "crds/examples/minimal.yaml").read_text())
     one = ("-n", TEAM, f"{names.SHORT_NAME}/{job['metadata']['name']}")
     before = len(requests_of_operators(plain_cluster))  # of some that lost their rights before they ended
     kubectl("-n", TEAM, "apply", "-f", "-", stdin=json.dumps(job))

@@ -16,6 +16,7 @@ import yaml
 from contract.api_server import COMMAND_S, ApiServer, Document, Helm, Kubectl
 from documents.values import documented
 
+import quick_yaml
 from builders import make_job
 from colocated_rl_api import names
 from colocated_rl_operator.clients import authority
@@ -39,7 +40,7 @@ helm = Helm(CHECKOUT.localcluster)
 
 def render(*words: str | Path) -> list[Document]:
     text = helm("template", "rl", CHART, "--namespace", NAMESPACE, *words)
-    return [document for document in yaml.safe_load_all(text) if document]
+    return quick_yaml.load_all(text)
 
 
 def rendered(file: Path, *words: str) -> list[Document]:
@@ -192,7 +193,7 @@ def test_two_installations_of_one_name_have_no_object_in_common(watched: str) ->
 
     def made(team: str) -> set[tuple[str, str, str]]:
         text = helm("template", "rl", CHART, "--namespace", f"rl-{team}", "--set", values + watched.replace("$", team))
-        found = [each for each in yaml.safe_load_all(text) if each]
+        found = quick_yaml.load_all(text)
         return {(each["kind"], each["metadata"].get("namespace", ""), each["metadata"]["name"]) for each in found}
 
     assert set() == made("a") & made("b")
@@ -256,7 +257,7 @@ def test_names_of_the_longest_release_are_names() -> None:
         "monitoring.monitors=true,monitoring.rules=true,monitoring.dashboard=true",
     )
     text = helm("template", "r" * 53, CHART, *words)
-    objects = [document for document in yaml.safe_load_all(text) if document]
+    objects = quick_yaml.load_all(text)
     found = [document["metadata"] for document in objects]
     assert 63 >= max(len(each["metadata"]["name"]) for each in objects if each["apiVersion"] not in LONG_NAMES)
     assert 253 >= max(len(each["name"]) for each in found)
@@ -267,7 +268,7 @@ def test_names_of_the_longest_release_are_names() -> None:
 def test_server_takes_the_names_of_any_release(api: ApiServer, release: str) -> None:
     """A release's may begin with a digit and have dots: its Service was refused, and the job that `helm test` makes."""
     text = helm("template", release, CHART, "--namespace", "default", "--set", "monitoring.monitors=true")
-    objects = [document for document in yaml.safe_load_all(text) if document]
+    objects = quick_yaml.load_all(text)
     places = {"Service": "/api/v1/namespaces/default/services", names.KIND: JOBS}
     for kind, place in places.items():
         made = one(objects, kind)
@@ -276,11 +277,11 @@ def test_server_takes_the_names_of_any_release(api: ApiServer, release: str) -> 
         assert made["metadata"]["name"][0].isalpha()  # of a Service, servers before 1.34 want that too
 
 
-class NoKeyTwice(yaml.SafeLoader):
+class NoKeyTwice(yaml.CSafeLoader):
     """This loader rejects a repeated key, as YAML demands and most readers do not."""
 
 
-def _mapping(loader: yaml.SafeLoader, node: yaml.MappingNode) -> dict[Any, Any]:
+def _mapping(loader: yaml.CSafeLoader, node: yaml.MappingNode) -> dict[Any, Any]:
     keys = [key.value for key, _ in node.value]
     assert sorted(set(keys)) == sorted(keys), f"twice, at {node.start_mark}"
     return loader.construct_mapping(node, deep=True)
@@ -400,7 +401,7 @@ def test_pod_monitor_finds_every_member_and_says_whose_it_is(seat: str) -> None:
 def test_rules_and_dashboard_are_the_files_and_runbooks_are_where_the_values_say() -> None:
     objects = monitored()
     texts = ((CHART / f"rules/{file}.yaml").read_text() for file in ("alerts", "recorded"))
-    alerts, recorded = (yaml.safe_load(text.replace("colocated-rl-system", NAMESPACE)) for text in texts)
+    alerts, recorded = (quick_yaml.load(text.replace("colocated-rl-system", NAMESPACE)) for text in texts)
     assert {"groups": alerts["groups"] + recorded["groups"]} == one(objects, "PrometheusRule")["spec"]
     dashboard = one(objects, "ConfigMap")["data"]["colocated-rl.json"]
     assert json.loads((CHART / "dashboards/colocated-rl.json").read_text()) == json.loads(dashboard)
@@ -413,7 +414,7 @@ def test_rules_and_dashboard_are_the_files_and_runbooks_are_where_the_values_say
 def test_each_of_several_operators_is_missed(namespace: str) -> None:
     """While any operator of the cluster led, nobody was told that the one of this release did not."""
     text = helm("template", "rl", CHART, "--namespace", namespace, "--set", "monitoring.rules=true")
-    objects = [each for each in yaml.safe_load_all(text) if each]
+    objects = quick_yaml.load_all(text)
     missed, *_others = one(objects, "PrometheusRule")["spec"]["groups"][0]["rules"]
     assert f'absent(colocated_rl_operator_leader{{namespace="{namespace}"}} == 1)' == missed["expr"]
     assert namespace == missed["labels"]["namespace"], "else Alertmanager takes two of them for one"
@@ -424,10 +425,10 @@ def test_bundle_is_the_chart_and_kubectl_takes_it(kubectl: Kubectl, api: ApiServ
     """Plain `kubectl apply` takes it, which keeps a copy of each object in an annotation of at most 256 KiB."""
     script = (CHECKOUT.root / "charts/bundle.sh", CHECKOUT.localcluster, "helm")
     text = subprocess.run(script, capture_output=True, text=True, timeout=COMMAND_S, check=True).stdout
-    namespace, *objects = [document for document in yaml.safe_load_all(text) if document]
+    namespace, *objects = quick_yaml.load_all(text)
     assert ("Namespace", "colocated-rl-system") == (namespace["kind"], namespace["metadata"]["name"])
     chart = helm("template", "colocated-rl", CHART, "--namespace", "colocated-rl-system", "--no-hooks")
-    assert [document for document in yaml.safe_load_all(chart) if document] == objects
+    assert quick_yaml.load_all(chart) == objects
     assert max(len(json.dumps(each)) for each in objects) < 256 * 1024
     make_namespace(kubectl, "colocated-rl-system")
     kubectl("apply", "--dry-run=server", "--validate=strict", "-f", "-", stdin=text)
@@ -437,7 +438,7 @@ def test_bundle_is_of_the_namespace_that_is_named_whatever_it_looks_like() -> No
     words = (CHECKOUT.root / "charts/bundle.sh", CHECKOUT.localcluster, "helm")
     environment = {**os.environ, "NAMESPACE": "2026"}
     done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=COMMAND_S, check=True)
-    namespace, *objects = [document for document in yaml.safe_load_all(done.stdout) if document]
+    namespace, *objects = quick_yaml.load_all(done.stdout)
     assert "2026" == namespace["metadata"]["name"]
     assert {"2026"} == {each["metadata"]["namespace"] for each in objects if "namespace" in each["metadata"]}
 

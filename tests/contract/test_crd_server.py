@@ -6,9 +6,9 @@ import json
 from typing import Any
 
 import pytest
-import yaml
 from contract.api_server import Answer, ApiServer, Document, Kubectl
 
+import quick_yaml
 from builders import make_job
 from colocated_rl_api import names
 from colocated_rl_operator import crd
@@ -50,7 +50,7 @@ STATUS: Document = {
 
 @pytest.fixture
 def job(api: ApiServer) -> Any:
-    manifest = yaml.safe_load((CHECKOUT.root / "crds/examples/minimal.yaml").read_text())
+    manifest = quick_yaml.load((CHECKOUT.root / "crds/examples/minimal.yaml").read_text())
     answer = api.request("POST", JOBS, manifest)
     assert answer.is_accepted, answer.message
     yield answer.body
@@ -181,7 +181,7 @@ def test_kubectl_explain_has_a_sentence_for_every_field(kubectl: Kubectl, api: A
 
 
 def test_typo_is_refused_by_kubectl_with_the_field(kubectl: Kubectl, api: ApiServer) -> None:
-    manifest = yaml.safe_load((CHECKOUT.root / "crds/examples/minimal.yaml").read_text())
+    manifest = quick_yaml.load((CHECKOUT.root / "crds/examples/minimal.yaml").read_text())
     manifest["spec"]["rollout"]["batchsize"] = 3
     assert 'unknown field "spec.rollout.batchsize"' in kubectl.refusal(
         "apply", "--dry-run=server", "-f", "-", stdin=json.dumps(manifest)
@@ -190,7 +190,7 @@ def test_typo_is_refused_by_kubectl_with_the_field(kubectl: Kubectl, api: ApiSer
 
 def test_crd_of_this_checkout_replaces_one_with_stored_jobs(kubectl: Kubectl, api: ApiServer, job: Document) -> None:
     """A field that gets a default later appears in stored jobs, without a write."""
-    later = yaml.safe_load((CHECKOUT.root / crd.CRD_FILE).read_text())
+    later = quick_yaml.load((CHECKOUT.root / crd.CRD_FILE).read_text())
     spec = later["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"]["spec"]
     spec["properties"]["addedLater"] = {"type": "integer", "default": 5, "minimum": 0, "maximum": 9}
     name = f"{names.SHORT_NAME}/{job['metadata']['name']}"

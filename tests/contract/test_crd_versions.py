@@ -13,10 +13,10 @@ import time
 from collections.abc import Callable, Iterator
 
 import pytest
-import yaml
 from contract.api_server import COMMAND_S, ApiServer, Document, Kubectl
 from documents.blocks import under
 
+import quick_yaml
 from builders import make_manifest
 from colocated_rl_api import names
 from colocated_rl_operator.crd import CRD_FILE
@@ -37,7 +37,7 @@ SOON_S = 60
 
 def definition(*, served: tuple[str, ...], stored: str) -> Document:
     """The CRD with these versions. The later one has a field more, which has a default."""
-    crd: Document = yaml.safe_load((CHECKOUT.root / CRD_FILE).read_text())
+    crd: Document = quick_yaml.load((CHECKOUT.root / CRD_FILE).read_text())
     crd["metadata"]["name"], crd["spec"]["group"] = CRD, GROUP
     crd["spec"]["names"] = {"plural": PLURAL, "singular": KIND.lower(), "kind": KIND, "listKind": f"{KIND}List"}
     [usual] = crd["spec"]["versions"]

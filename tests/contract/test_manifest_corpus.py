@@ -12,12 +12,12 @@ import re
 from collections.abc import Iterator
 
 import pytest
-import yaml
 from contract.api_server import Answer, ApiServer, Document
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+import quick_yaml
 from colocated_rl_api import names
 from colocated_rl_api.job import ColocatedRLJob, ColocatedRLJobSpec, Rollout
 from colocated_rl_cli.base.yaml_text import read
@@ -54,7 +54,7 @@ def dry_run(api: ApiServer, case: Case) -> Answer:
 def test_good_manifest_is_accepted_by_both_with_the_same_defaults(api: ApiServer, case: Case) -> None:
     answer = dry_run(api, case)
     assert answer.is_accepted, answer.message
-    read = ColocatedRLJob.read(yaml.safe_load(case.text))
+    read = ColocatedRLJob.read(quick_yaml.load(case.text))
     stored = read_stored(answer.body)
     assert complete(read) == explicit(stored)
     assert read.spec == stored.spec
@@ -69,7 +69,7 @@ def test_bad_manifest_is_refused_by_both_with_a_message_that_names_the_field(api
     assert case.field in answer.fields or f'unknown field "{case.field}"' in answer.message
 
     with pytest.raises(ValidationError) as refusal:
-        ColocatedRLJob.read(yaml.safe_load(case.text))
+        ColocatedRLJob.read(quick_yaml.load(case.text))
     [error] = refusal.value.errors()
     assert case.models in error["msg"]
     path = path_of(error["loc"])
@@ -82,7 +82,7 @@ def test_bad_manifest_is_refused_by_both_with_a_message_that_names_the_field(api
 
 def test_flags_of_a_version_of_an_engine_are_not_in_the_schema(api: ApiServer) -> None:
     """They are judged by `kubectl crlj validate` and the operator: see tests/unit/test_engine_flags.py."""
-    manifest = yaml.safe_load(MINIMAL)
+    manifest = quick_yaml.load(MINIMAL)
     args = ["--port", "--quantization=fp8", "--tp-size 8"]
     manifest["spec"]["rollout"]["engine"] = {"args": args}
     answer = api.request("POST", f"{JOBS}?{DRY_RUN}", manifest)
@@ -147,7 +147,7 @@ def test_the_command_line_judges_metadata_as_the_server_does(api: ApiServer, met
 
 
 # ------------------------------------------------------------------------------------------------------ immutability
-FULL = yaml.safe_load((CHECKOUT.root / "crds/examples/full.yaml").read_text())
+FULL = quick_yaml.load((CHECKOUT.root / "crds/examples/full.yaml").read_text())
 MAY_CHANGE = {
     "steps": 7,
     "suspend": True,
@@ -293,20 +293,20 @@ def test_change_that_cannot_be_honoured_is_refused(api: ApiServer, stored_job: D
 
 
 def test_a_job_keeps_what_it_went_on_from(api: ApiServer) -> None:
-    with stored(api, yaml.safe_load(GOOD["restore-from"].text)) as job:
+    with stored(api, quick_yaml.load(GOOD["restore-from"].text)) as job:
         answer = api.request("PUT", f"{JOBS}/job?{DRY_RUN}", changed(job, "restoreFrom.step", 41))
     assert ["spec.restoreFrom"] == answer.fields
 
 
 def test_a_job_keeps_its_recording(api: ApiServer) -> None:
-    with stored(api, yaml.safe_load(GOOD["train-only"].text)) as job:
+    with stored(api, quick_yaml.load(GOOD["train-only"].text)) as job:
         answer = api.request("PUT", f"{JOBS}/job?{DRY_RUN}", changed(job, "recorded.claimName", "another"))
     assert ["spec.recorded"] == answer.fields
 
 
 @pytest.mark.parametrize("path", ["rollout.replicas", "rollout.gpus.count"])
 def test_a_job_keeps_its_engine_pods(api: ApiServer, path: str) -> None:
-    with stored(api, yaml.safe_load(GOOD["own-devices"].text)) as job:
+    with stored(api, quick_yaml.load(GOOD["own-devices"].text)) as job:
         answer = api.request("PUT", f"{JOBS}/job?{DRY_RUN}", changed(job, path, 7))
     assert [f"spec.{field_of(path)}"] == answer.fields
 
@@ -329,7 +329,7 @@ def test_a_job_keeps_its_placement(api: ApiServer, stored_job: Document) -> None
 )
 def test_pods_of_a_reference_may_change_while_there_are_none(api: ApiServer, path: str, value: object) -> None:
     """Its scores are those of spec.model on any devices."""
-    job = yaml.safe_load(GOOD["reference-own-devices"].text)
+    job = quick_yaml.load(GOOD["reference-own-devices"].text)
     job["spec"]["suspend"] = True
     resting = changed_later(api, job, {"phase": "Suspended"}, path, value)
     assert resting.is_accepted, resting.message
@@ -340,7 +340,7 @@ def test_pods_of_a_reference_may_change_while_there_are_none(api: ApiServer, pat
 
 def test_where_the_reference_computes_never_changes(api: ApiServer) -> None:
     """Batches that are sealed have its scores already, or wait for the trainers to score them."""
-    job = yaml.safe_load(GOOD["reference-own-devices"].text)
+    job = quick_yaml.load(GOOD["reference-own-devices"].text)
     job["spec"]["suspend"] = True
     answer = changed_later(api, job, {"phase": "Suspended"}, "reference", {"placement": "WithTrainer"})
     assert ["spec.reference.placement"] == answer.fields

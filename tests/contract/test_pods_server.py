@@ -14,6 +14,7 @@ from cluster import Cluster
 from contract.api_server import ApiServer, Document, Kubectl
 from documents.blocks import under
 
+import quick_yaml
 from builders import OWN_ROLLOUT, make_job
 from colocated_rl_api.job import ColocatedRLJobSpec
 from colocated_rl_api.seats import ROLLOUT_SEAT, gpu_seat
@@ -144,17 +145,17 @@ def dry_run(api: ApiServer, body: Document) -> str:
     ],
 )
 def test_pods_with_everything_that_a_template_may_say_are_admitted(api: ApiServer, file: str, seat: str) -> None:
-    spec = yaml.safe_load((CHECKOUT.root / file).read_text())["spec"]
+    spec = quick_yaml.load((CHECKOUT.root / file).read_text())["spec"]
     assert "" == dry_run(api, rendered("templated", seat, **spec))
 
 
 @pytest.mark.parametrize("seat", ["trainer-0", "engine-3", "reference-0", ROLLOUT_SEAT])
 def test_pods_with_a_template_of_their_role_are_admitted(api: ApiServer, seat: str) -> None:
-    assert "" == dry_run(api, rendered("pools", seat, **yaml.safe_load(GOOD["pod-templates-by-role"].text)["spec"]))
+    assert "" == dry_run(api, rendered("pools", seat, **quick_yaml.load(GOOD["pod-templates-by-role"].text)["spec"]))
 
 
 def test_what_an_admin_lets_pods_have_of_their_node_their_namespace_has_to_let_in_too(api: ApiServer) -> None:
-    spec = yaml.safe_load(GOOD["pod-templates-of-the-node"].text)["spec"]
+    spec = quick_yaml.load(GOOD["pod-templates-of-the-node"].text)["spec"]
     body = rendered("noded", **spec)
     refused = dry_run(api, body)
     assert 'violates PodSecurity "restricted:latest": host namespaces (hostNetwork=true)' in refused
@@ -169,7 +170,7 @@ def test_what_an_admin_lets_pods_have_of_their_node_their_namespace_has_to_let_i
 def test_a_volume_of_a_file_server_is_for_namespaces_that_enforce_less_than_restricted(
     api: ApiServer, seat: str
 ) -> None:
-    body = rendered("filed", seat, **yaml.safe_load(GOOD["pod-templates-nfs"].text)["spec"])
+    body = rendered("filed", seat, **quick_yaml.load(GOOD["pod-templates-nfs"].text)["spec"])
     assert 'violates PodSecurity "restricted:latest": restricted volume types' in dry_run(api, body)
     body["metadata"]["namespace"] = BASELINE_NAMESPACE
     place = f"/api/v1/namespaces/{BASELINE_NAMESPACE}/pods?dryRun=All&fieldValidation=Strict"
@@ -273,7 +274,7 @@ def test_a_pod_whose_cpus_are_limited_is_guaranteed_and_others_may_use_what_is_i
 
 @pytest.mark.parametrize("example", GPU_EXAMPLES, ids=lambda case: case.name)
 def test_every_pod_of_the_jobs_for_gpu_nodes_is_accepted(api: ApiServer, example: Case) -> None:
-    manifest = yaml.safe_load(example.text)
+    manifest = quick_yaml.load(example.text)
     spec = ColocatedRLJobSpec.model_validate(manifest["spec"])
     job = replace(make_job(manifest["metadata"]["name"]), spec=spec)
     for seat in job.seats.all:

@@ -32,6 +32,7 @@ from contract.api_server import Helm, Kubectl
 from documents.blocks import under
 from real_world import CANDIDATE, DEADLINE_S, LEASE, LEASE_PATH, SECRETS, RealWorld, open_real_world
 
+import quick_yaml
 from builders import make_job, make_manifest
 from colocated_rl_api import names
 from colocated_rl_api.bounded_json import REFUSED
@@ -774,7 +775,7 @@ async def test_a_job_of_a_namespace_that_is_named_runs_by_the_rights_of_the_char
     rights = Helm(CHECKOUT.localcluster)(
         "template", "colocated-rl", CHECKOUT.root / "charts/colocated-rl", "--namespace", OPERATORS, *sets, *files
     )
-    assert {"ServiceAccount", "Role", "RoleBinding"} == {body["kind"] for body in yaml.safe_load_all(rights)}
+    assert {"ServiceAccount", "Role", "RoleBinding"} == {body["kind"] for body in quick_yaml.load_all(rights)}
     await asyncio.to_thread(kubectl, "apply", "-f", "-", stdin=rights)
     try:
         token = await asyncio.to_thread(kubectl, "-n", OPERATORS, "create", "token", "colocated-rl")
@@ -1254,7 +1255,7 @@ async def passes_for_nobody(
 # ------------------------------------------------------------------------------------------------------- another CRD
 def later_crd() -> Body:
     """A field with a default more, and a bound below what a job of these tests has."""
-    definition: Body = yaml.safe_load(CRD.read_text())
+    definition: Body = quick_yaml.load(CRD.read_text())
     spec = definition["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"]["spec"]["properties"]
     spec["addedLater"] = {"type": "integer", "default": 5, "minimum": 0, "maximum": 9}
     spec["steps"]["maximum"] = 2

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
+import quick_yaml
 from colocated_rl_cli.base.yaml_text import written
 
 HERE = Path(__file__).parent
@@ -53,7 +53,7 @@ def merged(value: object, patch: object) -> object:
 
 def _cases(kind: str) -> dict[str, Case]:
     folder = HERE / "manifests" / kind
-    rows: list[dict[str, Any]] = yaml.load((HERE / f"{kind}.yaml").read_text(), Loader=yaml.CSafeLoader)
+    rows: list[dict[str, Any]] = quick_yaml.load((HERE / f"{kind}.yaml").read_text())
     cases = {row["name"]: _case(row, folder) for row in rows}
     assert len(cases) == len(rows), f"two rows of {kind}.yaml have one name"
     files = {file.stem for file in folder.glob("*.yaml")}
@@ -67,7 +67,7 @@ def _case(row: dict[str, Any], folder: Path) -> Case:
     return Case(name, text, row.get("field", ""), row.get("server", words), row.get("models", words))
 
 
-_MINIMAL = yaml.safe_load((HERE / "manifests/good/minimal.yaml").read_text())
+_MINIMAL = quick_yaml.load((HERE / "manifests/good/minimal.yaml").read_text())
 GOOD = _cases("good")
 BAD = _cases("bad")
 _ROOT = HERE.parents[1]

@@ -13,6 +13,7 @@ from documents.blocks import blocks, under
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+import quick_yaml
 from builders import ROLLOUT, make_manifest
 from colocated_rl_api.job import ColocatedRLJob
 from colocated_rl_api.model import HubModel, ModelClaim
@@ -282,7 +283,7 @@ def test_a_new_manifest_is_accepted_and_says_what_each_field_means() -> None:
     text = manifest(Wishes(name="sums", model="models:qwen/small", task="chain_sum", steps=7, replicas=2, gpus=8))
     verdict = judge(text)
     assert (("sums",), True) == (verdict.jobs, verdict.is_accepted)
-    job = ColocatedRLJob.read(yaml.safe_load(text))
+    job = ColocatedRLJob.read(quick_yaml.load(text))
     assert (7, 2, 8) == (job.spec.steps, job.spec.replicas, job.spec.gpus.count)
     assert ModelClaim(name="models", path="qwen/small") == job.spec.model.claim
     assert "  # Training steps; the job is complete after the last. May change.\n  steps: 7\n" in text
@@ -290,7 +291,7 @@ def test_a_new_manifest_is_accepted_and_says_what_each_field_means() -> None:
 
 def test_a_new_manifest_may_name_a_model_of_the_hub() -> None:
     text = manifest(Wishes(name="sums", model=f"us/small@{'a' * 40}", task="chain_sum"))
-    assert HubModel(name="us/small", revision="a" * 40) == ColocatedRLJob.read(yaml.safe_load(text)).spec.model.source
+    assert HubModel(name="us/small", revision="a" * 40) == ColocatedRLJob.read(quick_yaml.load(text)).spec.model.source
     with pytest.raises(UsageError, match="should be a commit, 40 hexadecimal digits"):
         manifest(Wishes(name="sums", model="us/small@main", task="chain_sum"))
 
@@ -304,7 +305,7 @@ def test_the_first_job_for_a_gpu_is_written_and_judged_as_the_page_says(
         program, plugin, *words = command.split()
         assert ("kubectl", "crlj", 0) == (program, plugin, run(words, {}))
     assert "sums.yaml: fine: sums" in capsys.readouterr().out
-    spec = ColocatedRLJob.read(yaml.safe_load((tmp_path / applied.split()[-1]).read_text())).spec
+    spec = ColocatedRLJob.read(quick_yaml.load((tmp_path / applied.split()[-1]).read_text())).spec
     assert ("Qwen/Qwen3-0.6B", 1) == (spec.model.path.rpartition("/")[0], spec.gpus.count)
 
 
@@ -357,24 +358,24 @@ def test_flags_that_the_page_for_one_gpu_says_are_refused_are_and_others_not() -
 
 def test_a_job_without_gpus_has_the_engines_flags_for_a_cpu() -> None:
     """Its engine looked for a GPU, and ended. These are the demo's, of which it has more to be small."""
-    written = yaml.safe_load(manifest(Wishes(name="sums", model="m", task="chain_sum", gpus=0)))
-    demo = yaml.safe_load((CHECKOUT.root / "examples/arithmetic/job.yaml").read_text())
+    written = quick_yaml.load(manifest(Wishes(name="sums", model="m", task="chain_sum", gpus=0)))
+    demo = quick_yaml.load((CHECKOUT.root / "examples/arithmetic/job.yaml").read_text())
     flags = written["spec"]["rollout"]["engine"]["args"]
     assert "--device=cpu" in flags
     assert set(flags) <= set(demo["spec"]["rollout"]["engine"]["args"])
-    assert "engine" not in yaml.safe_load(manifest(Wishes(name="s", model="m", task="chain_sum")))["spec"]["rollout"]
+    assert "engine" not in quick_yaml.load(manifest(Wishes(name="s", model="m", task="chain_sum")))["spec"]["rollout"]
 
 
 def test_prompts_of_ones_own_are_a_file_and_a_reward() -> None:
     wishes = Wishes(name="own", model="m", prompts="data:math/train.jsonl", reward="rewards:score")
-    source = ColocatedRLJob.read(yaml.safe_load(manifest(wishes))).spec.rollout.prompts.file
+    source = ColocatedRLJob.read(quick_yaml.load(manifest(wishes))).spec.rollout.prompts.file
     assert source
     assert ("data", "math/train.jsonl", "rewards:score") == (source.claim_name, source.path, source.reward.function)
 
 
 def test_prompts_that_a_function_makes_are_named_with_their_claim() -> None:
     wishes = Wishes(name="own", model="m", prompts="data:making:problem", reward="rewards:score")
-    source = ColocatedRLJob.read(yaml.safe_load(manifest(wishes))).spec.rollout.prompts.function
+    source = ColocatedRLJob.read(quick_yaml.load(manifest(wishes))).spec.rollout.prompts.function
     assert source
     assert ("data", "making:problem", "rewards:score") == (source.claim_name, source.name, source.reward.function)
 

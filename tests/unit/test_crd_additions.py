@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import yaml
 
+import quick_yaml
 from colocated_rl_operator import crd
 from colocated_rl_operator.crd import Schema
 from setup.layout import CHECKOUT
@@ -137,7 +137,7 @@ def all_losses(old: Schema, new: Schema) -> list[str]:
     return found
 
 
-RELEASED: Schema = yaml.load((CHECKOUT.root / "tests/scenarios/released-crd.yaml").read_text(), Loader=yaml.CSafeLoader)
+RELEASED: Schema = quick_yaml.load((CHECKOUT.root / "tests/scenarios/released-crd.yaml").read_text())
 
 
 def test_what_the_newest_release_took_is_taken_and_means_the_same() -> None:

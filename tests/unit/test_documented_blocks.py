@@ -10,6 +10,7 @@ import pytest
 import yaml
 from documents.blocks import Block, blocks, pages
 
+import quick_yaml
 from builders import make_manifest
 from colocated_rl_cli.manifest.manifest import judge
 from setup.layout import CHECKOUT
@@ -181,7 +182,7 @@ def as_job(written: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("block", PARTS, ids=lambda block: f"{block.page}#{block.heading}")
 def test_manifest_of_a_page_is_one_that_the_api_server_accepts(block: Block) -> None:
-    documents = [one for one in yaml.safe_load_all(block.text) if one.get("kind") in (None, "ColocatedRLJob")]
+    documents = [one for one in quick_yaml.load_all(block.text) if one.get("kind") in (None, "ColocatedRLJob")]
     assert documents
     for written in documents:
         verdict = judge(yaml.safe_dump(as_job(written)))

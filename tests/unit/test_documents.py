@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from documents.__main__ import PAGES
 from documents.metrics import families
 from documents.values import documented
 
+import quick_yaml
 from colocated_rl_api.ladder import LADDERS
 from setup.layout import CHECKOUT
 
@@ -20,8 +20,8 @@ CHART = CHECKOUT.root / "charts/colocated-rl"
 METRICS = {name: family for group in families().values() for family in group for name in family.series}
 ADDED = {"namespace", "pod", "colocatedrljob", "role"}  # by Prometheus, as the chart's PodMonitor tells it
 OF_DCGM = {"gpu", "UUID"}  # labels of its exporter, by device
-RULES: list[dict[str, Any]] = yaml.safe_load((CHART / "rules/alerts.yaml").read_text())["groups"][0]["rules"]
-RECORDED: list[dict[str, Any]] = yaml.safe_load((CHART / "rules/recorded.yaml").read_text())["groups"][0]["rules"]
+RULES: list[dict[str, Any]] = quick_yaml.load((CHART / "rules/alerts.yaml").read_text())["groups"][0]["rules"]
+RECORDED: list[dict[str, Any]] = quick_yaml.load((CHART / "rules/recorded.yaml").read_text())["groups"][0]["rules"]
 DASHBOARD = json.loads((CHART / "dashboards/colocated-rl.json").read_text())
 PANELS = [panel for panel in DASHBOARD["panels"] if panel["type"] != "row"]
 QUERIES = [rule["expr"] for rule in (*RULES, *RECORDED)] + [
@@ -120,7 +120,7 @@ def test_a_pod_that_waits_for_its_trainers_is_not_stuck_as_soon() -> None:
 
 def test_prometheus_is_asked_what_each_alert_fires_on_and_what_not() -> None:
     """`make e2e-prometheus` runs them: the cases are for its own rule engine."""
-    cases = yaml.safe_load((CHECKOUT.root / "tests/prometheus/alerts.yaml").read_text())["tests"]
+    cases = quick_yaml.load((CHECKOUT.root / "tests/prometheus/alerts.yaml").read_text())["tests"]
     looks = [look for case in cases for look in case["alert_rule_test"]]
     alerts = {rule["alert"] for rule in RULES}
     assert alerts == {look["alertname"] for look in looks if look["exp_alerts"]}
@@ -128,7 +128,7 @@ def test_prometheus_is_asked_what_each_alert_fires_on_and_what_not() -> None:
 
 
 def test_prometheus_is_asked_what_each_recording_rule_records_and_where_it_records_nothing() -> None:
-    cases = yaml.safe_load((CHECKOUT.root / "tests/prometheus/recorded.yaml").read_text())["tests"]
+    cases = quick_yaml.load((CHECKOUT.root / "tests/prometheus/recorded.yaml").read_text())["tests"]
     looks = [look for case in cases for look in case["promql_expr_test"]]
     recorded = {rule["record"] for rule in RECORDED}
     assert recorded == {look["expr"] for look in looks if look["exp_samples"]} & recorded
