@@ -26,10 +26,16 @@ LONGEST = (  # of the files with few tests
 )
 
 
+@pytest.hookimpl(tryfirst=True)  # pytest selects by markers in this hook
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Begin with the longest files, and without a cluster go on with those of most tests: a few run at a time, and the
     last would run alone. On a cluster few tests may take long, and the order of names suits them.
+
+    What is for a release is slow.
     """
+    for item in items:
+        if item.get_closest_marker("release"):
+            item.add_marker("slow")
     places = {name: place for place, name in enumerate(LONGEST)}
     tests = Counter(item.path for item in items)
 

@@ -26,6 +26,7 @@ def test_a_part_runs_to_its_end(part: str, capsys: pytest.CaptureFixture[str]) -
         assert "not measured" in output
 
 
+@pytest.mark.release  # the kit runs it too, where there is a GPU
 def test_weights_are_handed_over_and_compared(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -42,7 +43,6 @@ def test_without_a_gpu_it_says_what_to_do(monkeypatch: pytest.MonkeyPatch, capsy
     assert "or with --device cpu" in capsys.readouterr().err
 
 
-@pytest.mark.slow
 @pytest.mark.release  # the kit's own test takes such switches too, of another model
 def test_a_pod_takes_its_switches_and_falls_short_of_nothing(capfd: pytest.CaptureFixture[str]) -> None:
     """The real agent, runner and trainer, and an engine whose weights are real: its device is one of the tests."""

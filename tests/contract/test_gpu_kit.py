@@ -1,6 +1,7 @@
 """A kit for a machine without a network: packed, carried in pieces, unpacked by a fresh Python that has torch alone.
 
-The machine's Python is a new virtual environment with those libraries that `THERE` names, and nothing else.
+The machine's Python is a new virtual environment with those libraries that `THERE` names, and nothing else. To make,
+carry and unpack it takes minutes.
 """
 
 from __future__ import annotations
@@ -82,6 +83,7 @@ def unpacked(kit: Path, machine: Path, tmp_path_factory: pytest.TempPathFactory)
     return into
 
 
+@pytest.mark.release
 def test_torn_or_forgotten_piece_is_named_and_nothing_is_unpacked(kit: Path, machine: Path, tmp_path: Path) -> None:
     carried = tmp_path / "carried"
     carried.mkdir()
@@ -99,10 +101,12 @@ def test_torn_or_forgotten_piece_is_named_and_nothing_is_unpacked(kit: Path, mac
         assert not (tmp_path / "there").exists()
 
 
+@pytest.mark.release
 def test_sums_are_such_as_other_tools_read(kit: Path) -> None:
     subprocess.run(["sha256sum", "--check", "--strict", "--quiet", SUMS], cwd=kit, check=True)
 
 
+@pytest.mark.release
 def test_unpacked_kit_is_the_working_tree_and_says_what_the_machine_has(unpacked: Path, machine: Path) -> None:
     done = run([unpacked / "run", "check", "--device", "cpu"], python=machine, cwd=unpacked)
 
@@ -113,6 +117,7 @@ def test_unpacked_kit_is_the_working_tree_and_says_what_the_machine_has(unpacked
         assert (CHECKOUT.root / name).read_bytes() == (unpacked / "tree" / name).read_bytes()
 
 
+@pytest.mark.release
 def test_machine_without_a_gpu_is_told_what_it_lacks(unpacked: Path, machine: Path) -> None:
     done = run([unpacked / "run", "check"], python=machine, cwd=unpacked)
 
@@ -120,8 +125,7 @@ def test_machine_without_a_gpu_is_told_what_it_lacks(unpacked: Path, machine: Pa
     assert "LACKS an NVIDIA GPU that torch finds" in done.stdout
 
 
-@pytest.mark.slow
-@pytest.mark.release  # it runs what is in it on this machine, for two minutes
+@pytest.mark.release
 def test_unpacked_kit_needs_nothing_else(unpacked: Path, machine: Path) -> None:
     """Tests for a GPU are collected, which imports all that they use; switches are made on a CPU."""
     for words in (

@@ -17,7 +17,6 @@ from fakes.left_out import must_mean_the_same, searched
 from fakes.model import FAULTS, GROWING, LEAVING, MORTAL, ROOMLESS, SIGNALLED, JobModel
 from fakes.model_pod import InvariantBroken
 
-RARELY = (pytest.mark.slow, pytest.mark.release)  # each placement takes most of a minute
 ELSEWHERE = [{"onCauses": ["PodFailed", "MemberSilent"], "action": "ReplacePodElsewhere"}]
 
 
@@ -64,7 +63,7 @@ def test_what_a_search_leaves_out_where_nothing_is_trained_differs_in_nothing_fr
     [
         pytest.param(2, 1, ("trainer",), id="a-trainer"),
         pytest.param(2, 1, ("agent",), id="an-agent"),
-        pytest.param(1, 2, MORTAL, id="any-two", marks=pytest.mark.slow),
+        pytest.param(1, 2, MORTAL, id="any-two", marks=pytest.mark.release),
     ],
 )
 def test_every_state_of_a_job_with_a_reference_is_safe_and_leads_to_an_end(
@@ -95,7 +94,9 @@ def test_walks_at_random_are_safe_and_end(replicas: int, deaths: int, reference:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("placement", [Placement.TIME_SLICED, Placement.RESIDENT])
+@pytest.mark.parametrize(
+    "placement", [Placement.TIME_SLICED, pytest.param(Placement.RESIDENT, marks=pytest.mark.release)]
+)
 def test_every_state_of_one_pod_in_which_any_two_things_die_or_fail_is_safe_and_leads_to_an_end(
     placement: Placement, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -133,10 +134,10 @@ def test_every_state_under_a_failure_policy_is_safe_and_leads_to_an_end(
     check(JobModel(job, deaths=1, of=("trainer",)), capsys)
 
 
-@pytest.mark.parametrize("placement", [*IN_ONE_POD, pytest.param(Placement.MIXED, marks=RARELY)])
+@pytest.mark.parametrize("placement", [*IN_ONE_POD, pytest.param(Placement.MIXED, marks=pytest.mark.release)])
 @pytest.mark.parametrize(
     ("replicas", "deaths", "of"),
-    [pytest.param(1, 2, (LEAVING, *MORTAL), marks=RARELY), (2, 1, (LEAVING,))],
+    [pytest.param(1, 2, (LEAVING, *MORTAL), marks=pytest.mark.release), (2, 1, (LEAVING,))],
     ids=["one-and-a-death", "two"],
 )
 def test_every_state_of_a_job_whose_node_gives_notice_is_safe_and_leads_to_an_end(
@@ -151,9 +152,9 @@ def test_every_state_of_a_job_whose_node_gives_notice_is_safe_and_leads_to_an_en
     ("placement", "replicas", "deaths", "of"),
     [
         *((placement, 1, 1, (SIGNALLED,)) for placement in (*TOGETHER, Placement.TRAIN_ONLY)),
-        pytest.param(Placement.TRAIN_ONLY, 2, 1, (SIGNALLED,), marks=RARELY),
-        pytest.param(Placement.TIME_SLICED, 2, 1, (SIGNALLED,), marks=RARELY),
-        pytest.param(Placement.DISAGGREGATED, 1, 1, (SIGNALLED,), marks=RARELY),
+        pytest.param(Placement.TRAIN_ONLY, 2, 1, (SIGNALLED,), marks=pytest.mark.release),
+        pytest.param(Placement.TIME_SLICED, 2, 1, (SIGNALLED,), marks=pytest.mark.release),
+        pytest.param(Placement.DISAGGREGATED, 1, 1, (SIGNALLED,), marks=pytest.mark.release),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, tuple) else None,
 )
@@ -169,10 +170,10 @@ def test_every_state_of_a_job_whose_pods_end_by_a_signal_is_safe_and_leads_to_an
 @pytest.mark.parametrize(
     ("replicas", "steps", "deaths", "of", "suspensions"),
     [
-        pytest.param(1, 1, 2, (GROWING, *MORTAL), 0, marks=RARELY),
+        pytest.param(1, 1, 2, (GROWING, *MORTAL), 0, marks=pytest.mark.release),
         (1, 2, 1, (GROWING,), 1),
         (2, 2, 1, (GROWING,), 0),
-        pytest.param(2, 1, 2, (GROWING, "trainer"), 0, marks=RARELY),
+        pytest.param(2, 1, 2, (GROWING, "trainer"), 0, marks=pytest.mark.release),
     ],
     ids=["one-and-a-death", "one-and-a-suspension", "two", "two-and-a-death"],
 )
@@ -195,8 +196,8 @@ def test_every_state_of_a_job_whose_trainers_start_again_when_they_grow_is_safe_
     [
         (Placement.TRAIN_ONLY, 2, 100, "pod"),
         (Placement.TRAIN_ONLY, 3, 2, "trainer"),
-        pytest.param(Placement.TIME_SLICED, 2, 100, "trainer", marks=RARELY),
-        pytest.param(Placement.RESIDENT, 2, 100, "trainer", marks=RARELY),
+        pytest.param(Placement.TIME_SLICED, 2, 100, "trainer", marks=pytest.mark.release),
+        pytest.param(Placement.RESIDENT, 2, 100, "trainer", marks=pytest.mark.release),
     ],
 )
 def test_every_state_of_a_job_that_keeps_steps_in_the_memory_of_two_pods_is_safe_and_leads_to_an_end(
@@ -218,7 +219,7 @@ def test_a_rank_that_goes_on_while_another_keeps_a_step_is_noticed(monkeypatch: 
 
 
 ELASTIC: dict[str, Any] = {"elasticPolicy": {"minReplicas": 1}}
-SLOW_TOGETHER = [pytest.param(each, marks=pytest.mark.slow) for each in TOGETHER]
+SLOW_TOGETHER = [pytest.param(each, marks=pytest.mark.release) for each in TOGETHER]
 
 
 @pytest.mark.parametrize("placement", [Placement.ROLLOUT_ONLY, Placement.TRAIN_ONLY, *SLOW_TOGETHER])
@@ -309,10 +310,10 @@ def test_every_state_of_a_job_with_engines_in_pods_of_their_own_is_safe_and_lead
     ("gpus", "engines", "deaths", "suspensions", "spec"),
     [
         (1, 2, 0, 0, {}),
-        pytest.param(1, 1, 1, 0, {}, marks=RARELY),
-        pytest.param(1, 1, 1, 0, {"reference": {}}, marks=RARELY),
-        pytest.param(1, 1, 0, 1, {}, marks=RARELY),
-        pytest.param(2, 1, 0, 0, {}, marks=RARELY),
+        pytest.param(1, 1, 1, 0, {}, marks=pytest.mark.release),
+        pytest.param(1, 1, 1, 0, {"reference": {}}, marks=pytest.mark.release),
+        pytest.param(1, 1, 0, 1, {}, marks=pytest.mark.release),
+        pytest.param(2, 1, 0, 0, {}, marks=pytest.mark.release),
     ],
     ids=["two-of-engines", "a-death", "a-death-with-a-reference", "a-suspension", "two-with-trainers"],
 )

@@ -34,15 +34,14 @@ SEVERAL_SLOW = [
     (Placement.RESIDENT, 2, 2, ("engine",)),
     (Placement.DISAGGREGATED, 2, 1, ("engine",)),
 ]
-RARELY = (pytest.mark.slow, pytest.mark.release)  # more than a minute each
 
 
 @pytest.mark.parametrize(
     ("placement", "engines", "deaths", "of"),
     [
         *SEVERAL,
-        *(pytest.param(*bounds, marks=pytest.mark.slow) for bounds in SEVERAL_SLOW),
-        pytest.param(Placement.ROLLOUT_ONLY, 3, 2, ("engine",), marks=RARELY),
+        *(pytest.param(*bounds, marks=pytest.mark.release) for bounds in SEVERAL_SLOW),
+        pytest.param(Placement.ROLLOUT_ONLY, 3, 2, ("engine",), marks=pytest.mark.release),
     ],
 )
 def test_every_state_of_a_pod_with_several_engines_is_safe_and_leads_to_an_end(
@@ -57,7 +56,6 @@ def two_engines(*, deaths: int) -> SeveralEngines:
     return SeveralEngines(job, engines=2, deaths=deaths, of=("engine",))
 
 
-@pytest.mark.slow
 @pytest.mark.release
 def test_pod_that_sums_its_engines_up_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """It stood below each of its engines, and stayed there."""

@@ -41,7 +41,6 @@ EXPERTS: dict[str, Any] = {
     "vocab_size": 1000, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 6, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 32, "moe_intermediate_size": 96, "num_experts": 8, "num_experts_per_tok": 2,
 }  # fmt: skip
-RARELY = (pytest.mark.slow, pytest.mark.release)
 ATTENDING: dict[str, Any] = {
     "vocab_size": 48, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 6, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 512, "eos_token_id": 1, "pad_token_id": 0,
@@ -74,7 +73,9 @@ def assert_near(found: int, config: PreTrainedConfig, of: Pass) -> None:
     assert abs(expected - found) < NEAR * found, (expected, found)
 
 
-@pytest.mark.parametrize("recomputes", [True, pytest.param(False, marks=RARELY)], ids=["recomputing", "keeping"])
+@pytest.mark.parametrize(
+    "recomputes", [True, pytest.param(False, marks=pytest.mark.release)], ids=["recomputing", "keeping"]
+)
 def test_pass_of_a_trained_model_on_one_rank(tmp_path: Path, recomputes: bool) -> None:
     """64 tokens take a minute on a core without instructions for bfloat16."""
     model = CHECKOUT.trained_model
@@ -231,7 +232,6 @@ def test_trainer_and_its_step_take_what_the_budget_says(
     assert budget.host - budget.exports == pytest.approx(found, rel=NEAR)
 
 
-@pytest.mark.slow
 @pytest.mark.release
 def test_step_of_samples_of_32768_tokens_trains_within_its_budget(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -273,7 +273,7 @@ def test_model_whose_attention_is_its_own_is_rehearsed_if_it_can_be_and_trains(t
     load_model(tmp_path / "model")  # and its trainer starts
 
 
-@pytest.mark.parametrize(("shared_by", "recomputes"), [(1, False), (4, True)])
+@pytest.mark.parametrize(("shared_by", "recomputes"), [(1, False), pytest.param(4, True, marks=pytest.mark.release)])
 @pytest.mark.parametrize("kinds", ["e" * 9, "dd" + "e" * 6, "de" * 4 + "d"])
 def test_few_layers_tell_of_many(kinds: str, shared_by: int, recomputes: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     dense = [layer for layer, kind in enumerate(kinds) if kind == "d"]
@@ -290,7 +290,9 @@ QUICK = ("Qwen3-0.6B",)
 USUAL = ("dense-4b", "mixture-30b")
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in QUICK else RARELY) for name in MODELS])
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.release) for name in MODELS]
+)
 def test_table_of_sizes_is_as_made(name: str) -> None:
     text = (CHECKOUT.root / PAGE).read_text()
 
@@ -323,7 +325,10 @@ def described(folder: Path, name: str) -> Path:
 
 @pytest.mark.parametrize(
     "example",
-    [pytest.param(case, marks=() if case.name in USUAL else RARELY, id=case.name) for case in GPU_EXAMPLES],
+    [
+        pytest.param(case, marks=() if case.name in USUAL else pytest.mark.release, id=case.name)
+        for case in GPU_EXAMPLES
+    ],
 )
 def test_jobs_for_gpu_nodes_fit_into_their_devices_and_volumes_by_the_same_budget(
     example: Case, tmp_path: Path

@@ -103,7 +103,7 @@ def run_undisturbed(folder: Path, model: Path, batches: Sequence[Sequence[Path]]
 
 @pytest.mark.parametrize(
     ("state", "lost"),
-    [("Sharded", ()), ("Sharded", (0,)), ("Replicated", (2,))],
+    [pytest.param("Sharded", (), marks=pytest.mark.release), ("Sharded", (0,)), ("Replicated", (2,))],
     ids=["no pod", "first pod", "last pod, each has all"],
 )
 def test_trainers_go_on_from_the_memory_of_the_pods_that_are_left(
@@ -156,7 +156,7 @@ def test_a_rank_that_is_killed_while_a_step_is_kept_leaves_it_or_the_one_before(
         assert 2 * [found] == [int(name.split("-")[1]) for name in job.files(0)], "a draft, or files of another step"
 
 
-@pytest.mark.parametrize("state", ["Sharded", "Replicated"])
+@pytest.mark.parametrize("state", ["Sharded", pytest.param("Replicated", marks=pytest.mark.release)])
 def test_a_newer_checkpoint_counts_more_and_other_ranks_than_kept_it_go_back_to_one(
     model: Path, batches: list[list[Path]], tmp_path: Path, state: str
 ) -> None:

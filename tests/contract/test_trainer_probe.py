@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,6 @@ from colocated_rl_trainer.state.weights import load_model, probe
 from fakes.tiny_model import write_tiny_model
 from setup.layout import CHECKOUT
 
-SEEDS = 100
 HIDDEN = 64
 
 
@@ -63,23 +62,27 @@ def answered(model: torch.nn.Module, asked: Probe) -> list[float]:
     return found
 
 
-RARELY = (pytest.mark.slow, pytest.mark.release)  # each case takes a minute
-OFTEN = ((10.0, False),)
+LARGE_AND_UNTIED = (10.0, False)
 
 
 @pytest.mark.parametrize(
-    ("spread", "tied"),
+    ("spread", "tied", "seeds"),
     [
-        pytest.param(*case, marks=() if case in OFTEN else RARELY)
-        for case in itertools.product([0.5, 3.0, 10.0], [True, False])
+        (*LARGE_AND_UNTIED, range(20)),
+        pytest.param(*LARGE_AND_UNTIED, range(20, 100), marks=pytest.mark.release),
+        *(
+            pytest.param(*case, range(100), marks=pytest.mark.release)
+            for case in itertools.product([0.5, 3.0, 10.0], [True, False])
+            if case != LARGE_AND_UNTIED
+        ),
     ],
 )
 def test_in_bfloat16_what_is_right_is_accepted_for_every_seed_and_two_layers_exchanged_for_none(
-    tmp_path: Path, spread: float, tied: bool
+    tmp_path: Path, spread: float, tied: bool, seeds: Iterable[int]
 ) -> None:
     """The test leaves out where layers of a random model hardly matter: its head is its embeddings, and large."""
     layers_matter = not (tied and spread == 10.0)
-    for seed in range(SEEDS):
+    for seed in seeds:
         directory = tmp_path / str(seed)
         model = make(directory, seed=seed, tied=tied, spread=spread)
         noise = judged(*both(directory), None)
@@ -93,7 +96,6 @@ def test_in_bfloat16_what_is_right_is_accepted_for_every_seed_and_two_layers_exc
                 judged(right, other, noise)
 
 
-@pytest.mark.slow
 @pytest.mark.release
 def test_a_trained_model_is_accepted_in_every_version_and_two_of_its_layers_exchanged_in_none(
     tmp_path: Path, record_property: Callable[[str, object], None]

@@ -30,6 +30,7 @@ from colocated_rl_trainer.conformance.checks import (
 )
 from colocated_rl_trainer.conformance.ranks import Launch, RankProcess, TrainerGroup, TrainerKind, UnexpectedStatus
 from fakes.tiny_model import write_tiny_model
+from fakes.watched_trainer import fork
 from setup.layout import CHECKOUT
 
 ANSWER_S = 300.0
@@ -38,7 +39,6 @@ TOY = str(CHECKOUT.root / "tests/fakes/toy_trainer.py")
 BROKEN_TRAINER = str(CHECKOUT.root / "tests/fakes/broken_trainer.py")
 COMMANDS = {
     "toy": [sys.executable, TOY],
-    "own": [sys.executable, str(CHECKOUT.root / "examples/own_trainer/trainer.py")],
     "grpo": [sys.executable, "-m", "colocated_rl_trainer"],
 }
 GRPO_CONFIG = {"learningRate": 1e-3, "minibatches": 2, "threads": 1}
@@ -51,7 +51,7 @@ def trainer(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     name = request.param
     config = GRPO_CONFIG if name == "grpo" else {}
     (model := folder / "model").mkdir()
-    if name != "toy":  # whose weights are of no model
+    if name == "grpo":  # the weights of the other are of no model
         write_tiny_model(model)
     kind = TrainerKind(name, COMMANDS[name], model, config)
     with TrainerGroup(kind, folder, size=RANKS) as group:
@@ -67,8 +67,8 @@ def scoring(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     config: dict[str, object] = {**GRPO_CONFIG, "klCoefficient": 0.1}
     if request.param == "adapters":
         config["lora"] = {}
-    kind = TrainerKind("scoring", COMMANDS["grpo"], write_tiny_model(folder / "model"), config, has_reference=True)
-    with TrainerGroup(kind, folder, size=RANKS) as group:
+    kind = TrainerKind("scoring", [], write_tiny_model(folder / "model"), config, has_reference=True)
+    with TrainerGroup(kind, folder, size=RANKS, launch=fork) as group:
         group.wait_loaded()
         group.onload()
         yield group

@@ -128,7 +128,7 @@ def test_a_rank_that_waits_for_a_peer_in_a_collective_says_where_until_the_peer_
     assert waiting.status.standstill is None
 
 
-@pytest.mark.parametrize("state", ["Sharded", "Replicated"])
+@pytest.mark.parametrize("state", ["Sharded", pytest.param("Replicated", marks=pytest.mark.release)])
 def test_updates_whose_gradient_is_not_finite_are_skipped_on_every_rank_up_to_a_limit(
     kind: TrainerKind, tmp_path: Path, state: str
 ) -> None:

@@ -384,7 +384,7 @@ def train_and_save(trainer: UnwatchedTrainer) -> dict[str, list[float]]:
     return state_of(trainer)
 
 
-@pytest.mark.parametrize("again", [1, 2, 4])
+@pytest.mark.parametrize("again", [1, pytest.param(2, marks=pytest.mark.release), 4])
 def test_checkpoint_is_gone_on_from_by_another_number_of_ranks(tmp_path: Path, again: int) -> None:
     """Saved by three, and once more by those that went on."""
     model = write_tiny_model(tmp_path / "model")

@@ -11,7 +11,7 @@ import pytest
 
 from setup.layout import CHECKOUT
 
-pytestmark = [pytest.mark.slow, pytest.mark.release]  # `make test-slow`
+pytestmark = pytest.mark.release  # `make test-slow`
 
 RUN_S = 900
 

@@ -15,7 +15,7 @@ from e2e.running_job import KubectlCall, RunningJob
 
 from colocated_rl_api import names
 
-pytestmark = [pytest.mark.slow, pytest.mark.release]  # `make test-slow`
+pytestmark = pytest.mark.release  # `make test-slow`
 START_S = 900  # an engine and a trainer start on two cores
 ANSWERED_S = 300  # a deadline, and what follows
 SHUT_S = 3600  # beyond any deadline

@@ -142,7 +142,6 @@ def test_demo_ends_with_a_table_a_report_and_what_it_falls_short_of(out: Path) -
     assert_nothing_stays(out, set(), before)
 
 
-@pytest.mark.slow
 @pytest.mark.release
 def test_demo_that_is_killed_leaves_nothing(out: Path) -> None:
     before = traces(out)
@@ -152,7 +151,6 @@ def test_demo_that_is_killed_leaves_nothing(out: Path) -> None:
     assert_nothing_stays(out, everyone, before)
 
 
-@pytest.mark.slow
 @pytest.mark.release
 def test_demo_that_is_interrupted_in_its_live_view_leaves_nothing(out: Path) -> None:
     before = traces(out)
@@ -164,7 +162,6 @@ def test_demo_that_is_interrupted_in_its_live_view_leaves_nothing(out: Path) -> 
     assert_nothing_stays(out, everyone, before)
 
 
-@pytest.mark.slow
 @pytest.mark.release
 def test_demo_whose_cluster_is_killed_says_so_and_leaves_nothing(out: Path) -> None:
     before = traces(out)

@@ -8,7 +8,7 @@ import pytest
 from e2e.conftest import CommandLine, apply
 from e2e.running_job import KubectlCall, RunningJob
 
-pytestmark = [pytest.mark.slow, pytest.mark.release]  # `make test-slow`
+pytestmark = pytest.mark.release  # `make test-slow`
 START_S, STEP_S = 600, 600  # engine and trainer start on two cores
 CONFIG = {"learningRate": 1e-4, "threads": 1}
 HUGE = 1e38  # the bonus' gradient overflows float32

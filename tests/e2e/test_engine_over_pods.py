@@ -57,7 +57,8 @@ def test_it_trains_on_one_engine_over_both_pods(job: RunningJob) -> None:
     assert is_whole(job)
 
 
-@pytest.mark.parametrize("pod", [1, pytest.param(0, marks=pytest.mark.release)])
+@pytest.mark.release
+@pytest.mark.parametrize("pod", [0, 1])
 def test_loss_of_any_part_is_the_loss_of_the_engine(job: RunningJob, pod: int) -> None:
     wait_for("the engine", lambda: is_whole(job), deadline_s=STEPS_S, explain=job.describe)
     before, step, lost = engines(job), job.step, len(job.agent_lines("engine lost"))

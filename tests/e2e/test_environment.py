@@ -6,7 +6,7 @@ import pytest
 from e2e.conftest import apply
 from e2e.running_job import KubectlCall
 
-pytestmark = [pytest.mark.slow, pytest.mark.release]  # `make test-slow`
+pytestmark = pytest.mark.release  # `make test-slow`
 
 DONE_S = 1200  # an engine and a trainer start, two steps of episodes
 

@@ -15,7 +15,7 @@ from e2e.running_job import KubectlCall, RunningJob, wait_for
 
 from colocated_rl_operator.planner.reasons import Cause
 
-pytestmark = [pytest.mark.slow, pytest.mark.release]  # `make test-slow`
+pytestmark = pytest.mark.release  # `make test-slow`
 START_S = 900  # engines and trainers of two pods, and of a third, start on two cores
 STEPS_S = 600
 NAME = "growing"

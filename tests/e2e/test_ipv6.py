@@ -15,7 +15,7 @@ from e2e.running_job import KubectlCall, RunningJob
 
 from colocated_rl_api import names
 
-pytestmark = [pytest.mark.slow, pytest.mark.release]  # `make test-slow`
+pytestmark = pytest.mark.release  # `make test-slow`
 START_S = 900  # engines and trainers of two pods start on two cores
 STEPS_S = 600
 IPV4 = """

@@ -12,7 +12,7 @@ from e2e.running_job import KubectlCall, RunningJob, wait_for
 
 from colocated_rl_operator.manifests.confinement import RESTRICTED
 
-pytestmark = [pytest.mark.slow, pytest.mark.release]  # `make test-slow`
+pytestmark = pytest.mark.release  # `make test-slow`
 COMPLETE_S = 1200  # two engines and trainers start on two cores, three steps
 LOOK_S = 120
 STEPS = 3

@@ -42,7 +42,6 @@ def with_limits(spec: dict[str, Any]) -> None:
         part["resources"] = {"requests": {"memory": "1Gi"}, "limits": {"memory": most}}
 
 
-@pytest.mark.slow
 @pytest.mark.release
 def test_a_container_that_runs_out_of_memory_costs_no_batch_and_trains_no_sample_twice(
     cluster: Cluster, witness: Witness

@@ -19,7 +19,7 @@ from colocated_rl_api.facts import PodFacts, TrainerState
 from colocated_rl_api.ladder import MIXED
 from colocated_rl_api.rungs import Rung
 
-pytestmark = [pytest.mark.slow, pytest.mark.release]
+pytestmark = pytest.mark.release
 START_S = 900  # two engines and a trainer start on two cores
 STEPS_S = 600
 TOKENS_S = 30.0

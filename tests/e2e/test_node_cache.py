@@ -19,7 +19,7 @@ from e2e.running_job import KubectlCall, RunningJob
 from colocated_rl_api import names
 from fakes.hub import COMMIT
 
-pytestmark = [pytest.mark.slow, pytest.mark.release]  # `make test-slow`
+pytestmark = pytest.mark.release  # `make test-slow`
 JOB_S = 900  # an engine and a trainer start on two cores
 USER, GROUP = 1000660000, 1000670000
 

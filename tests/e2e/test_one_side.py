@@ -203,7 +203,6 @@ def test_a_lost_job_goes_on_from_a_copy_of_its_checkpoints_as_if_it_had_never_en
     must_go_on(lost, kubectl, terminal, terminal.folder / "checkpoints.tar")
 
 
-@pytest.mark.slow
 @pytest.mark.release
 def test_a_lost_job_goes_on_in_another_cluster(lost: LostJob, terminal: RecordedTerminal, tmp_path: Path) -> None:
     """The other cluster has a model and an operator of its own, and of the former one only the copies."""

@@ -18,7 +18,7 @@ from e2e.running_job import KubectlCall, RunningJob, wait_for
 from colocated_rl_api.facts import EngineState
 from colocated_rl_api.names import GPU_CONTAINER
 
-pytestmark = [pytest.mark.slow, pytest.mark.release]  # `make test-slow`
+pytestmark = pytest.mark.release  # `make test-slow`
 START_S = 900  # two engines and a trainer start on two cores
 STEPS_S = 600
 KILLED = "engine-1"

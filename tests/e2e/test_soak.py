@@ -44,7 +44,7 @@ from colocated_rl_api import names
 from colocated_rl_api.failure import FailureCause
 from fakes.device import FakeDevice
 
-pytestmark = [pytest.mark.slow, pytest.mark.release]  # `make test-slow`
+pytestmark = pytest.mark.release  # `make test-slow`
 
 IS_REAL = os.environ.get("COLOCATED_RL_SOAK") == "real"
 PODS, NODES = 4, 3

@@ -12,7 +12,7 @@ from e2e.terminal import RecordedTerminal
 
 from setup.layout import CHECKOUT
 
-pytestmark = [pytest.mark.slow, pytest.mark.release]  # `make test-slow`
+pytestmark = pytest.mark.release  # `make test-slow`
 PAGE = (CHECKOUT.root / "docs/tutorial.md").read_text()
 BLOCKS = re.findall(r"^```sh\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
 

@@ -84,6 +84,7 @@ def delete(job: RunningJob) -> None:
     wait_for("its pods to go", lambda: not job.pods(names.ROLE_GPU), deadline_s=ENDED_S, explain=lambda: "")
 
 
+@pytest.mark.release  # two minutes
 def test_an_elastic_job_goes_on_without_the_node_and_with_both_pods_once_it_is_back(
     cluster: Cluster, kubectl: KubectlCall
 ) -> None:
@@ -116,7 +117,6 @@ def test_an_elastic_job_goes_on_without_the_node_and_with_both_pods_once_it_is_b
     delete(job)
 
 
-@pytest.mark.slow
 @pytest.mark.release  # a minute and a half
 def test_a_job_goes_on_in_the_room_of_its_spare_which_comes_back_with_the_node(
     cluster: Cluster, kubectl: KubectlCall

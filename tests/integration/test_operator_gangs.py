@@ -124,7 +124,6 @@ async def native(gang_cluster: ClusterAccess, tmp_path: Path) -> AsyncIterator[R
 
 
 @SINCE_1_36
-@pytest.mark.slow
 @pytest.mark.release  # a minute and a half
 async def test_a_start_with_other_pods_has_another_group_and_the_former_goes(native: RealWorld) -> None:
     native.stay_in_rollout()

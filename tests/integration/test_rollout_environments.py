@@ -153,7 +153,6 @@ def playing(directory: Path, template: str | None = TOOLS_TEMPLATE) -> AbstractA
     return gateway_running(directory, answer, template=template, tasks=task_command(directory), **job)
 
 
-@pytest.mark.slow
 @pytest.mark.release  # it starts verifiers anew, a minute or two of a processor
 async def test_a_job_plays_its_environment_by_itself_and_evaluates_it(tmp_path: Path) -> None:
     async with playing(tmp_path) as scene:
@@ -177,7 +176,6 @@ async def test_a_job_plays_its_environment_by_itself_and_evaluates_it(tmp_path: 
         assert 2 == scene.figure("sessions_ended_total", ending="evaluated")
 
 
-@pytest.mark.slow
 @pytest.mark.release  # it starts verifiers anew, a minute or two of a processor
 async def test_an_episode_that_the_model_can_not_play_fails_with_what_to_do(
     tmp_path: Path, caplog: pytest.LogCaptureFixture

@@ -28,7 +28,6 @@ def settle(store: Store) -> None:
     ctypes.CDLL(None).malloc_trim(0)
 
 
-@pytest.mark.slow
 @pytest.mark.release  # a minute beside other tests
 def test_a_hundred_thousand_samples_leave_no_more_than_the_first_twenty_thousand() -> None:
     """Twenty-odd seconds: most of it is what engines and clock are simulated with."""

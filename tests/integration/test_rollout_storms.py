@@ -131,9 +131,7 @@ async def container(path: Path, command: list[str]) -> AsyncIterator[RewardsCont
             await server.wait()
 
 
-@pytest.mark.parametrize(
-    "timeouts", [200, pytest.param(TIMEOUTS, marks=[pytest.mark.slow, pytest.mark.release])], ids=["few", "many"]
-)
+@pytest.mark.parametrize("timeouts", [200, pytest.param(TIMEOUTS, marks=pytest.mark.release)], ids=["few", "many"])
 async def test_whatever_rewards_leave_behind_ends_with_them_and_the_next_is_given(
     tmp_path: Path, timeouts: int
 ) -> None:

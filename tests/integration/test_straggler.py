@@ -23,7 +23,7 @@ from e2e.running_job import KubectlCall, RunningJob
 from colocated_rl_api import names
 from fakes.trainer import SLOW_STEP_S
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.release]  # a minute and a half
 
 START_S = 600
 SLOW, OTHER = "sums-gpu-1-0", "sums-gpu-0-0"
