@@ -51,7 +51,7 @@ test: ## everything below in one go: checks and fast tests first, while the rest
 
 .PHONY: test-slow
 test-slow: ## what is too slow for test: larger searches, further moments of a kill, further whole jobs; CI runs it with BUT=release
-	@$(SETUP) --then all,frameworks,trained-model slow-layer
+	@$(SETUP) --then all,frameworks,peers,trained-model slow-layer
 
 .PHONY: soak
 soak: export COLOCATED_RL_KILLS_S = $(or $(FOR_S),3600)
@@ -87,8 +87,8 @@ e2e: ## whole jobs on the local cluster; on any other with `make e2e KUBECONFIG=
 test-kubernetes: export LOCALCLUSTER_KUBERNETES = $(CURDIR)/.build/kubernetes/$(VERSION)
 test-kubernetes: setup ## the tests that need a cluster, and whole jobs, on an older Kubernetes, built from its module: VERSION=1.33; no part of test
 	@tests/localcluster/release.sh '$(VERSION)' $(LOCALCLUSTER_KUBERNETES)
-	@$(CLUSTER_TESTS) --ignore-glob='*/test_localcluster_*'
-	@pytest $(TWO_JOBS) -m 'not slow' tests/e2e/test_demo.py tests/e2e/test_two_pods.py tests/e2e/test_upgrade.py
+	@$(CLUSTER_TESTS) -m 'cluster and not release' --ignore-glob='*/test_localcluster_*'
+	@pytest $(TWO_JOBS) -m 'not release' tests/e2e/test_demo.py tests/e2e/test_two_pods.py tests/e2e/test_upgrade.py
 
 .PHONY: e2e-kueue
 e2e-kueue: setup ## jobs in a queue of the real Kueue, built from its module, 10 minutes the first time; no part of test
@@ -321,12 +321,12 @@ BY_FILE = --dist=loadfile --no-loadscope-reorder# in the order of tests/conftest
 contract-layer:
 	@pytest --numprocesses=3 $(BY_FILE) -m 'not cluster and not slow' tests/contract tests/integration # while an engine starts, two cores have room for a third
 
-CLUSTER_TESTS = pytest --numprocesses=2 $(BY_FILE) -m 'cluster and not slow' tests/integration tests/contract
+CLUSTER_TESTS = pytest --numprocesses=2 $(BY_FILE) tests/integration tests/contract
 
 .PHONY: cluster-layer
 cluster-layer: vet-layer
 	@$(GO) test -vet=off ./... # vet-layer has done that
-	@$(CLUSTER_TESTS)
+	@$(CLUSTER_TESTS) -m 'cluster and not slow'
 
 TWO_JOBS = $(if $(KUBECONFIG),,--numprocesses=2 $(BY_FILE)) # each on a cluster of its own: one loads libraries while another computes
 

@@ -35,6 +35,8 @@ from fakes.gateway import controller_running, extra
 from fakes.rollout import JobOnDisk, make_spec
 from fakes.sse import events
 
+pytestmark = pytest.mark.slow
+
 FLAG = "--enable-return-routed-experts"
 VERSIONS = OLD, NEW = WeightVersion(0, 1), WeightVersion(1, 1)
 PROMPT = [5, 6, 7, 8, 100, 101]

@@ -22,6 +22,8 @@ from colocated_rl_api.rungs import WeightVersion
 from engines import engine_process, paused_engine
 from fakes.engine_model import LAYERS, write_engine_export
 
+pytestmark = pytest.mark.slow
+
 OLD, NEW = WeightVersion(0, 1), WeightVersion(1, 1)
 RANKS = 2
 CALL_S = 120.0

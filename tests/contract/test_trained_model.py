@@ -28,6 +28,8 @@ from colocated_rl_trainer.state.weights import load_model, probe
 from engines import engine_process, paused_engine
 from setup.layout import CHECKOUT
 
+pytestmark = pytest.mark.slow
+
 OLD, NEW = WeightVersion(0, 1), WeightVersion(1, 1)
 STEP = 1e-6
 CALL_S = 120.0
@@ -183,7 +185,6 @@ async def test_an_engine_with_two_layers_exchanged_is_found_by_what_it_computes(
     record_property("nats", (noise, right))
 
 
-@pytest.mark.slow
 async def test_no_version_of_a_trained_model_is_taken_for_another(
     engine: SGLang, versions: TwoVersions, record_property: Callable[[str, object], None]
 ) -> None:

@@ -26,6 +26,8 @@ from colocated_rl_trainer.grpo.batch import Shard, Use
 from colocated_rl_trainer.grpo.loss import importance_ratio
 from fakes.tiny_model import VOCABULARY, write_tiny_model
 
+pytestmark = pytest.mark.slow
+
 GROUPS, GROUP_SIZE = 6, 4
 LIMIT = 1024  # maxResponseTokens of the job, its default
 CAP = 1.5

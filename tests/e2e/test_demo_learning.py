@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
 import yaml
 from e2e.conftest import MODEL
@@ -14,6 +15,8 @@ from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 
 from examples.arithmetic.loop import EvaluatedStep, Options, learn
 from examples.arithmetic.verdict import ARITHMETIC
+
+pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).resolve().parents[2]
 JOB = ROOT / "examples/arithmetic/job.yaml"

@@ -19,6 +19,8 @@ from colocated_rl_api import names
 from colocated_rl_api.ladder import DISAGGREGATED
 from colocated_rl_api.rungs import Rung
 
+pytestmark = pytest.mark.slow
+
 START_S = 900  # an engine and two trainers start on two cores
 STEPS_S = 900  # another engine too
 IDS = "import json, os; print(json.dumps([os.getuid(), os.getgid(), open('/opt/note/user').read().strip()]))"

@@ -20,6 +20,8 @@ from e2e.terminal import RecordedTerminal
 
 from colocated_rl_api import names
 
+pytestmark = pytest.mark.slow
+
 RECORD_S = 900  # an engine starts on two cores
 TRAIN_S = 600
 SUCCEEDED_S = 240  # kubelet may look at a pod once a minute

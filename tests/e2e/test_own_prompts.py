@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import pytest
 from e2e.conftest import OPERATOR_NAMESPACE, apply
 from e2e.running_job import KubectlCall, RunningJob
 
 from colocated_rl_api import names
 from colocated_rl_api.ladder import SCORED_TIME_SLICED
 from colocated_rl_api.rungs import Rung
+
+pytestmark = pytest.mark.slow
 
 DONE_S = 1200  # an engine and a trainer start, three steps
 ROWS = 20  # of each source: one in ten is held out, and of the others the filter keeps half

@@ -12,6 +12,8 @@ import pytest
 from e2e.conftest import apply
 from e2e.running_job import KubectlCall, RunningJob
 
+pytestmark = pytest.mark.slow
+
 COMPLETE_S = 1200  # two steps of 16 samples and switches of 270 MB, on two slow cores
 Collected = dict[int, list[int]]
 """Numbers of completed samples as the status had them one after the other, by the step whose batch was collected."""

@@ -22,7 +22,7 @@ from colocated_rl_operator.clients.cluster import ClusterAccess
 from fakes.unruly_api import UnrulyApi
 from real_operator import JOBS, NAMESPACE, AdminApi, Body, RealOperator
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
 LOG = logging.getLogger(__name__)
 

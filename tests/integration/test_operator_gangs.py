@@ -14,7 +14,7 @@ from colocated_rl_api import names
 from colocated_rl_operator.clients.cluster import ClusterAccess
 from real_operator import JOBS, NAMESPACE, PODS, Body, cluster_without_nodes
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 SINCE_1_36 = pytest.mark.since_kubernetes(1, 36)  # the API of gangs as the operator speaks it
 
 GATES = "GenericWorkload=true,GangScheduling=true,TopologyAwareWorkloadScheduling=true"

@@ -22,7 +22,7 @@ from colocated_rl_operator.clients.cluster import ClusterAccess
 from fakes.issuer import issued_files
 from real_operator import OPERATORS
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ from colocated_rl_operator.clients.kube import version_of
 from fakes.group import GpuPod
 from real_operator import PODS, Body, cluster_without_nodes
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
 # with the same pods, whichever rank is seen to end first
 RETRY: Body = {"onCauses": ["TrainerDied"], "action": "RetryStep"}
