@@ -15,10 +15,12 @@ from typing import Any, TypeVar
 
 from traces import Process, family, living, send
 
-from examples.arithmetic.cluster import COMMAND_DEADLINE_S, POLL_S, CommandFailed, LocalCluster, binary
+from examples.arithmetic.cluster import COMMAND_DEADLINE_S, CommandFailed, LocalCluster, binary
 from setup.layout import CHECKOUT
 
 __all__ = ["Cluster", "CommandFailed", "NotInTime", "binary"]
+
+POLL_S = 0.5  # most looks start a kubectl, for a quarter of a second of a processor
 
 Seen = TypeVar("Seen")
 

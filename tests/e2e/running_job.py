@@ -69,10 +69,12 @@ class RunningJob:
         self._kubectl = kubectl
         self.namespace = namespace
         self.name = name
+        self._seen: dict[str, Any] | None = None  # when it was last asked for
 
     # ------------------------------------------------------------------------------------------------------- objects
     def get(self) -> dict[str, Any]:
         found: dict[str, Any] = json.loads(self.kubectl("get", names.PLURAL, self.name, "-o", "json"))
+        self._seen = found
         return found
 
     @property
@@ -91,15 +93,19 @@ class RunningJob:
     def condition(self, kind: str) -> str | None:
         return next((c["status"] for c in self.status.get("conditions", []) if c["type"] == kind), None)
 
-    def pods(self, role: str) -> list[dict[str, Any]]:
-        """Return the pods of one role, sorted by name."""
-        selector = f"{names.JOB_NAME_LABEL}={self.name},{names.ROLE_LABEL}={role}"
+    def pods(self, *roles: str) -> list[dict[str, Any]]:
+        """Return the pods of these roles: those of the first before those of the next, each sorted by name."""
+        selector = f"{names.JOB_NAME_LABEL}={self.name},{names.ROLE_LABEL} in ({','.join(roles)})"
         found: list[dict[str, Any]] = json.loads(self.kubectl("get", "pods", "-l", selector, "-o", "json"))["items"]
-        return sorted(found, key=lambda pod: str(pod["metadata"]["name"]))
+
+        def place(pod: dict[str, Any]) -> tuple[int, str]:
+            return roles.index(pod["metadata"]["labels"][names.ROLE_LABEL]), pod["metadata"]["name"]
+
+        return sorted(found, key=place)
 
     @property
     def gpu_pods(self) -> list[str]:
-        return [pod["metadata"]["name"] for role in names.GPU_ROLES for pod in self.pods(role)]
+        return [pod["metadata"]["name"] for pod in self.pods(*names.GPU_ROLES)]
 
     @property
     def nodes(self) -> dict[str, str]:
@@ -138,6 +144,7 @@ class RunningJob:
         """Return the first thing that `look` finds. Fails at the deadline, and as soon as the job has failed."""
 
         def found_or_failed() -> T | None:
+            self._seen = None
             found = look()
             if not found and (failure := self._failure()):
                 raise AssertionError(f"{self.name} failed before {what}: {failure}\n{self.describe()}")
@@ -146,8 +153,11 @@ class RunningJob:
         return wait_for(f"{what} of {self.name}", found_or_failed, deadline_s=deadline_s, explain=self.describe)
 
     def _failure(self) -> str | None:
-        """Return why the job has failed; None if it has not, or if the operator has not seen its newest spec yet."""
-        job = self.get()
+        """Return why the job has failed; None if it has not, or if the operator has not seen its newest spec yet.
+
+        A look that has just asked for the job is not followed by another: each starts a kubectl.
+        """
+        job = self._seen or self.get()
         status = job.get("status", {})
         if status.get("observedGeneration") != job["metadata"]["generation"]:
             return None  # a retry may be asked for

@@ -50,7 +50,7 @@ def job(kubectl: KubectlCall) -> Iterator[RunningJob]:
 def test_it_trains_and_completes_where_pods_have_ipv6_addresses(job: RunningJob, families: list[str]) -> None:
     """Its engines are resumed and given weights of two ranks, whose process group meets at an address of a pod."""
     job.wait_for_step(1, deadline_s=START_S)
-    for pod in (*job.pods(names.ROLE_GPU), *job.pods(names.ROLE_ROLLOUT)):
+    for pod in job.pods(names.ROLE_GPU, names.ROLE_ROLLOUT):
         addresses = [ipaddress.ip_address(each["ip"]) for each in pod["status"]["podIPs"]]
         assert families == [f"IPv{address.version}" for address in addresses]
     attempt = int(job.python(job.rollout_pod, names.ROLLOUT_CONTAINER, IPV4))

@@ -56,7 +56,7 @@ def test_a_node_fetches_a_model_once_for_all_pods_and_jobs(kubectl: KubectlCall,
     for suffix in ("-first", "-second"):
         job = apply(kubectl, "one-pod.yaml", suffix=suffix, steps=1, model={"huggingFace": source}, profile="cached")
         job.wait_for_condition("Complete", deadline_s=JOB_S)
-        pods = [pod for role in (names.ROLE_GPU, names.ROLE_ROLLOUT) for pod in job.pods(role)]
+        pods = job.pods(names.ROLE_GPU, names.ROLE_ROLLOUT)
         assert {(USER, GROUP)} == {ids_of(pod) for pod in pods}
         events.append(sorted(event_of_the_fetch(job, pod["metadata"]["name"]) for pod in pods))
         job.delete()

@@ -425,7 +425,7 @@ def test_a_suspended_job_has_no_pods_and_goes_on_in_more_with_the_samples_that_i
     before, admitted = job.status, read_accounts(job)["admitted_ever"]
     *_, suspend, change_replicas, resume = under("docs/runbooks/operations.md", "More or fewer GPUs")
     terminal(suspend, JOB=job.name)
-    assert [] == [pod["metadata"]["name"] for role in ROLES for pod in job.pods(role)]
+    assert [] == [pod["metadata"]["name"] for pod in job.pods(*ROLES)]
     step = job.step
     terminal(change_replicas, JOB=job.name)
     terminal(resume, JOB=job.name)
@@ -460,7 +460,7 @@ def test_the_job_completes_after_its_last_step_and_frees_its_pods(job: RunningJo
     assert job.step == max(changed["spec"]["steps"], seen["targetStep"])
     wait_for(
         "all pods to have succeeded",
-        lambda: {"Succeeded"} == {pod["status"]["phase"] for role in ROLES for pod in job.pods(role)},
+        lambda: {"Succeeded"} == {pod["status"]["phase"] for pod in job.pods(*ROLES)},
         deadline_s=SUCCEEDED_S,
         explain=job.describe,
     )
@@ -475,7 +475,7 @@ def test_deletion_does_not_wait_for_members_that_are_dead(kubectl: KubectlCall) 
     job = apply(kubectl, "one-pod.yaml")
     wait_for(
         "pods to run",
-        lambda: {"Running"} == {pod["status"]["phase"] for role in ROLES for pod in job.pods(role)},
+        lambda: {"Running"} == {pod["status"]["phase"] for pod in job.pods(*ROLES)},
         deadline_s=START_S,
         explain=job.describe,
     )

@@ -20,6 +20,7 @@ from e2e.conftest import HELM_S, MODEL, OPERATOR_NAMESPACE, SCENARIOS, volume
 from e2e.running_job import RunningJob, wait_for
 from e2e.terminal import RecordedTerminal
 
+from colocated_rl_api import names
 from setup.layout import CHECKOUT
 
 CHART = CHECKOUT.root / "charts/colocated-rl"
@@ -44,7 +45,7 @@ def packed_earlier(cluster: Cluster, place: Path) -> Path:
 def pods(job: RunningJob) -> dict[str, tuple[str, int]]:
     """UID of each pod of the job, and how often its containers were started again."""
     found = {}
-    for pod in job.pods("gpu") + job.pods("rollout"):
+    for pod in job.pods(names.ROLE_GPU, names.ROLE_ROLLOUT):
         states = pod["status"].get("initContainerStatuses", []) + pod["status"]["containerStatuses"]
         found[pod["metadata"]["name"]] = (pod["metadata"]["uid"], sum(state["restartCount"] for state in states))
     return found

@@ -40,7 +40,7 @@ def queued(kubectl: KubectlCall) -> Queued:
 
 def gated(job: RunningJob) -> list[bool]:
     """Return, for each pod, whether Kueue keeps it from the scheduler."""
-    pods = [pod for role in (names.ROLE_GPU, names.ROLE_ROLLOUT) for pod in job.pods(role)]
+    pods = job.pods(names.ROLE_GPU, names.ROLE_ROLLOUT)
     gates = [pod["spec"].get("schedulingGates", []) for pod in pods]
     return [any(gate["name"] == GATE for gate in of_pod) for of_pod in gates]
 

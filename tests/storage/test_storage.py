@@ -41,7 +41,7 @@ def terminal(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Reco
 
 def starts(job: RunningJob) -> dict[str, Any]:
     """Count the starts of each container, by pod."""
-    pods = [*job.pods(names.ROLE_GPU), *job.pods(names.ROLE_ROLLOUT)]
+    pods = job.pods(names.ROLE_GPU, names.ROLE_ROLLOUT)
     return {
         pod["metadata"]["uid"]: {each["name"]: each["restartCount"] for each in pod["status"]["containerStatuses"]}
         for pod in pods
