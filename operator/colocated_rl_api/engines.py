@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from colocated_rl_api import names
 from colocated_rl_api.job import ColocatedRLJobSpec, EngineType, Mode, Trainer
+from colocated_rl_api.rungs import Placement
 
 ARGS = ("rollout", "engine", "args")
 WIDER_DTYPES = ("BF16", "F32")  # than float16 in range, as safetensors spells them: the default trainer exports one
@@ -35,8 +36,8 @@ class Server:
     """A Server holds what is known of one.
 
     versions: those that this release drives, the newest last. owned: flags that the agent sets, that no switch
-    survives, or whose feature is not supported yet. room: flags of which a job gives one if engine and trainer stay on
-    the devices together. speculation: the flag that chooses how tokens are guessed, and guesses: its values without a
+    survives, or whose feature is not supported yet. room: flags of which a job gives one if trainer or reference
+    stay on its devices. speculation: the flag that chooses how tokens are guessed, and guesses: its values without a
     second model, whose weights neither a release nor an update takes care of. dtype: the flag that chooses in what it
     computes. variables: of its environment, with the reason why a job may not set them.
     """
@@ -100,17 +101,11 @@ def refusals(spec: ColocatedRLJobSpec) -> Iterator[RefusedFlag]:
             and (overflow := overflowing(_value(args, place), WIDER_DTYPES))
         ):
             yield RefusedFlag((*ARGS, place), overflow)
-    if _stay_together(spec) and not any(arg.startswith(server.room) for arg in args):
+    if (others := _neighbours(spec)) and not any(arg.startswith(server.room) for arg in args):
         yield RefusedFlag(
             ARGS,
-            f"with offload [] engine and trainer are on the GPUs together: add {server.room[0]} and its value, so that "
-            "the engine leaves the trainer its memory",
-        )
-    if _scores_beside(spec) and not any(arg.startswith(server.room) for arg in args):
-        yield RefusedFlag(
-            ARGS,
-            f"with reference.placement WithRollout engine and reference are on the GPUs together: add {server.room[0]} "
-            "and its value, so that the engine leaves the reference its memory",
+            f"with {' and '.join(others.values())} {' and '.join(('engine', *others))} are on the GPUs together: add "
+            f"{server.room[0]} and its value, so that the engine leaves room for {' and '.join(others)}",
         )
     yield from _refused_variables(spec, server.variables)
 
@@ -153,13 +148,10 @@ def _trains_by_default(spec: ColocatedRLJobSpec) -> bool:
     return spec.mode is Mode.FULL and spec.trainer.command == Trainer().command
 
 
-def _stay_together(spec: ColocatedRLJobSpec) -> bool:
-    rollout = spec.rollout
-    return bool(spec.gpus.count) and spec.mode is Mode.FULL and not (rollout.offload or rollout.is_apart)
-
-
-def _scores_beside(spec: ColocatedRLJobSpec) -> bool:
-    """Return whether a reference shares the engines' GPUs."""
-    reference = spec.reference
-    is_beside = reference is not None and reference.is_with_rollout
-    return is_beside and bool(spec.engine_gpus.count) and spec.mode is not Mode.TRAIN_ONLY
+def _neighbours(spec: ColocatedRLJobSpec) -> dict[str, str]:
+    """Return who stays on GPUs with an engine, each with the setting for which it does."""
+    stay = {
+        "trainer": ("offload []", spec.placement is Placement.RESIDENT),
+        "reference": ("reference.placement WithRollout", spec.scores_beside_engines),
+    }
+    return {who: why for who, (why, does) in stay.items() if does and spec.engine_gpus.count}

@@ -563,8 +563,8 @@ class Reference(Part):
         default=ReferencePlacement.WITH_TRAINER,
         strict=False,
         description="WithTrainer: trainers score each batch before its step, by a copy in host memory. WithRollout, "
-        "OwnDevices: samples are scored as they finish, by a process beside the engines, which then need devices of "
-        "their own, or in pods of its own.",
+        "OwnDevices: samples are scored as they finish, by a process beside engines that stay on their devices, or in "
+        "pods of its own.",
     )
     replicas: int | None = Field(
         default=None,
@@ -864,10 +864,10 @@ _BOTH = Rule(
 _BESIDE_ENGINES = Rule(
     field="reference.placement",
     rule="!has(self.reference) || !has(self.reference.placement) || "
-    f"self.reference.placement != '{ReferencePlacement.WITH_ROLLOUT}' || "
+    f"self.reference.placement != '{ReferencePlacement.WITH_ROLLOUT}' || size(self.rollout.offload) == 0 || "
     f"has(self.rollout.placement) && self.rollout.placement == '{RolloutPlacement.OWN_DEVICES}'",
-    message="reference.placement WithRollout needs engines with devices of their own (rollout.placement OwnDevices): "
-    "these are the trainer's devices, use WithTrainer",
+    message="reference.placement WithRollout needs engines that stay on their devices (rollout.offload [] or placement "
+    "OwnDevices): these make room for trainers, and it would not; use WithTrainer",
 )
 _HAS_REFERENCE = Rule(
     field="reference",
@@ -1139,6 +1139,12 @@ class ColocatedRLJobSpec(Part):
         if self.reference is not None and self.reference.is_with_rollout:
             return self.engine_gpus
         return (self.reference and self.reference.gpus) or self.gpus
+
+    @property
+    def scores_beside_engines(self) -> bool:
+        """Return whether each pod with an engine has a process of the reference. Recorded batches have its scores."""
+        reference = self.reference
+        return reference is not None and reference.is_with_rollout and self.mode is not Mode.TRAIN_ONLY
 
     @property
     def seals_with_scores(self) -> bool:

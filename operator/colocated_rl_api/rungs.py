@@ -85,5 +85,5 @@ class ReferencePlacement(StrEnum):
     """The reference computes on the devices of another role or on its own: `reference.placement`."""
 
     WITH_TRAINER = "WithTrainer"  # in the trainers' processes
-    WITH_ROLLOUT = "WithRollout"  # in the engines' pods, where those have devices of their own
+    WITH_ROLLOUT = "WithRollout"  # in the engines' pods, where engines stay on their devices
     OWN_DEVICES = "OwnDevices"  # in pods of its own

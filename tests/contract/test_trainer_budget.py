@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -374,6 +376,45 @@ def test_a_person_learns_what_a_job_takes_before_there_is_one(
     )
     assert "gpus.resources.limits.memory, without engine and programs: 8.9 GiB of 24.0 GiB" == host
     assert "of that weightSync.sizeLimit: 2.2 GiB of 4.0 GiB" == exports
+
+
+@pytest.mark.parametrize(
+    ("placement", "change", "bytes_each"),
+    [
+        ("WithRollout", {}, 4),
+        ("WithRollout", {"trainer": {"config": {"lora": {"rank": 8}}}}, 2),
+        ("WithRollout", {"gpus": {"count": 2}}, 2),
+        ("WithTrainer", {}, 0),
+        ("WithRollout", {"rollout": {"placement": "OwnDevices", "replicas": 1}}, 0),
+    ],
+)
+def test_a_reference_beside_engine_and_trainer_holds_the_whole_model_on_each_device(
+    tmp_path: Path, placement: str, change: dict[str, Any], bytes_each: int
+) -> None:
+    """It is in the dtype of the computation where layers of adapters, or divided ones, compute in that."""
+    spec = ColocatedRLJobSpec.model_validate(beside(placement, change))
+    config, model = TrainerConfig.of(spec.trainer.config), described(tmp_path, "Qwen3-0.6B")
+
+    held = Forecast(spec, config, model, ranks_of(spec), on_cpu=False)._reference_beside
+
+    assert bytes_each * 596_049_920 == held
+
+
+def beside(placement: str, change: Mapping[str, Any] = MappingProxyType({})) -> dict[str, Any]:
+    """Return the spec of the first job with engines that stay, and a reference."""
+    spec: dict[str, Any] = yaml.safe_load(FIRST.read_text())["spec"]
+    rollout = spec["rollout"] | {"offload": []} | change.get("rollout", {})
+    return spec | {"reference": {"placement": placement}} | dict(change) | {"rollout": rollout}
+
+
+def test_a_person_learns_what_a_reference_beside_engine_and_trainer_holds(tmp_path: Path) -> None:
+    spec = ColocatedRLJobSpec.model_validate(beside("WithRollout"))
+    predicted = Forecast(spec, TrainerConfig(), described(tmp_path, "Qwen3-0.6B"), ranks_of(spec), on_cpu=False)
+    budget = Budget(device=10 * 2**30, host=2**30, reference=predicted._reference_beside)
+
+    lines = [*forecast._lines(predicted, budget, recomputes=False, device_has=None, host_has=None)]
+
+    assert "each device, for the reference beside engine and trainer: 2.2 GiB" == lines[1]
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""A job whose engine and trainer both stay on the device, from its first climb to its end, with real ones.
+"""A job whose engine, trainer and reference all stay on the device, from its first climb to its end, with real ones.
 
 It ends once it was looked at, however quick it is: at its end nothing is shared any more. Its model comes from a hub,
 which is a pod of the cluster.
@@ -15,7 +15,8 @@ from e2e.conftest import HUB_MODEL, NAMESPACE, apply, hub_in_a_pod
 from e2e.running_job import KubectlCall, RunningJob
 
 from colocated_rl_api import names
-from colocated_rl_api.ladder import SCORED_RESIDENT
+from colocated_rl_api.batch import HEADER_KEY
+from colocated_rl_api.ladder import RESIDENT
 from colocated_rl_api.rungs import Rung
 from fakes.hub import COMMIT
 
@@ -25,6 +26,20 @@ STEPS_S = 600
 
 
 CACHE = "hub-cache"
+BATCH = 16 * 4  # samples
+SCORED = f"""
+import json, pathlib, re, urllib.request
+from safetensors import safe_open
+text = urllib.request.urlopen("http://127.0.0.1:{names.METRICS_PORT}/metrics", timeout=60).read().decode()
+names = ('reference_answers_total{{ending="scored"}}', 'samples{{state="completed"}}', "sealed_step")
+found = [re.search(rf"^colocate_rollout_{{re.escape(name)}} (.+)$", text, re.M) for name in names]
+carries = {{}}
+for path in pathlib.Path("{names.STATE_DIR}/batches").glob("*.safetensors"):
+    with safe_open(path, "np") as shard:
+        header = json.loads(shard.metadata()["{HEADER_KEY}"])
+        carries[header["step"]] = [header["hasReference"], "reference_logp" in shard.keys()]
+print(json.dumps([[int(float(each[1])) if each else 0 for each in found], carries]))
+"""  # the rollout controller's figures first: batches that it names have their files
 
 
 @pytest.fixture(scope="module")
@@ -47,6 +62,7 @@ def job(kubectl: KubectlCall, hub: str) -> Iterator[RunningJob]:
 
 def test_a_resident_job_completes_and_releases_nothing(job: RunningJob) -> None:
     job.wait_for_step(1, deadline_s=START_S)
+    samples_are_scored_before_their_batch_is_sealed(job)
     seen: list[dict[str, Any]] = [job.status]
     job.end_soon()
 
@@ -56,11 +72,34 @@ def test_a_resident_job_completes_and_releases_nothing(job: RunningJob) -> None:
 
     job.wait_for("Complete", look, deadline_s=STEPS_S)
     assert {"Resident"} == {status["placement"] for status in seen}
-    assert {None, *map(str, SCORED_RESIDENT.rungs), str(Rung.UNKNOWN)} >= {status.get("rung") for status in seen}
+    assert {None, *map(str, RESIDENT.rungs), str(Rung.UNKNOWN)} >= {status.get("rung") for status in seen}
     assert {"Switching", "Rollout", "Both", "Nobody"} >= {status["gpuHolder"] for status in seen}
     assert (f"{job.step}-1", 0) == (job.status["weightVersion"], job.status["restarts"])
     (sharing,) = [item for item in seen[0]["conditions"] if item["type"] == "GPUSharingReady"]
     assert ("True", "Resident") == (sharing["status"], sharing["reason"])
+
+
+def samples_are_scored_before_their_batch_is_sealed(job: RunningJob) -> None:
+    """While too few samples for the next batch are complete, some have scores; and each batch has its column."""
+
+    def look() -> tuple[int, dict[str, list[bool]]] | None:
+        (scored, completed, sealed), carries = json.loads(job.python(job.rollout_pod, names.ROLLOUT_CONTAINER, SCORED))
+        return (sealed, carries) if completed < BATCH and scored > BATCH * sealed else None
+
+    sealed, carries = job.wait_for("scores of a batch that is not complete", look, deadline_s=STEPS_S)
+    assert str(sealed) in carries
+    assert {(True, True)} == {tuple(each) for each in carries.values()}
+
+
+def test_trainers_trained_with_scores_that_batches_brought(job: RunningJob) -> None:
+    """The reference beside engine and trainer computed them, and in step 1 they are those of the trainer's own pass."""
+    divergence = {line.fields["step"]: line.fields["metrics"]["kl"] for line in job.agent_lines("step trained")}
+    assert {*range(1, job.step + 1)} == {*divergence}
+    assert abs(divergence[1]) < 1e-6, "the policy begins as its reference"
+    assert 0 < divergence[job.step], "and has moved since"
+    assert "Score" not in {line.fields["action"] for line in job.agent_lines("action ended")}
+    assert 1 == len(job.agent_lines("reference loaded"))
+    assert "WithRollout" == job.status["reference"]["placement"]
 
 
 def test_all_its_pods_have_the_model_of_the_hub(job: RunningJob) -> None:
@@ -79,8 +118,8 @@ def test_it_leaves_its_model_beside_its_checkpoints(job: RunningJob) -> None:
 def test_its_pod_climbed_the_resident_ladder_in_order_in_every_step(job: RunningJob) -> None:
     for step in range(1, job.step + 1):
         rungs = [Rung(line.fields["rung"]) for line in job.rungs(step)]
-        assert sorted(rungs, key=SCORED_RESIDENT.place) == rungs, f"step {step}"
-        assert {Rung.SCORED, Rung.TRAINED, Rung.EXPORTED, Rung.UPDATED, Rung.SERVING} <= {*rungs}, f"step {step}"
+        assert sorted(rungs, key=RESIDENT.place) == rungs, f"step {step}: each is on that ladder, which has no Scored"
+        assert {Rung.TRAINED, Rung.EXPORTED, Rung.UPDATED, Rung.SERVING} <= {*rungs}, f"step {step}"
 
 
 def test_its_engine_took_each_version_drained(job: RunningJob) -> None:

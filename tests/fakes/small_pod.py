@@ -610,16 +610,25 @@ class SmallPod:
 
 
 @asynccontextmanager
-async def small_pod(*, gives_up_s: float = PATIENT_S, replica: int = 0, **changes: Any) -> AsyncIterator[SmallPod]:
+async def small_pod(
+    *,
+    gives_up_s: float = PATIENT_S,
+    replica: int = 0,
+    prepare: Callable[[SmallPod], None] = lambda pod: None,
+    **changes: Any,
+) -> AsyncIterator[SmallPod]:
     """A pod whose agent has attached to its runner. changes: of the job's spec.
 
-    gives_up_s: deadline of each call of engine and trainer. A short one is for a test that leaves one unanswered; on a
-    slow machine others may be late too then.
+    prepare: called with the pod before anything of it runs. gives_up_s: deadline of each call of engine and trainer. A
+    short one is for a test that leaves one unanswered; on a slow machine others may be late too then.
     """
     root, job = Path(tempfile.mkdtemp(prefix="p")), _job(gives_up_s, **changes)
     try:
-        async with network(root) as net, _living(SmallPod(root, net, job, replica=replica)) as pod:
-            yield pod
+        async with network(root) as net:
+            pod = SmallPod(root, net, job, replica=replica)
+            prepare(pod)
+            async with _living(pod):
+                yield pod
     finally:
         await _remove(root)
 

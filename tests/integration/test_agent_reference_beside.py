@@ -1,4 +1,4 @@
-"""A pod of engines with a reference beside them: the real agent, its gate and its sockets, and no processes."""
+"""Pods of engines with a reference beside them: the real agent, its gate and its sockets, and no processes."""
 
 from __future__ import annotations
 
@@ -17,10 +17,12 @@ from colocated_rl_agent.gate.data_port import DataPort
 from colocated_rl_agent.gate.gate import Gate
 from colocated_rl_agent.lanes import reference
 from colocated_rl_api.gate_wire import MAX_REQUEST_BYTES
+from colocated_rl_api.ladder import RESIDENT
 from colocated_rl_api.member_wire import Goal
 from colocated_rl_api.reference_wire import SCORE_PATH, SCORE_TYPE
 from colocated_rl_api.rungs import Rung, WeightVersion
-from fakes.small_pod import SmallGroup, SmallPod, small_group
+from colocated_rl_api.seats import FIRST_SPARE
+from fakes.small_pod import SmallGroup, SmallPod, small_group, small_pod
 
 V0, V1 = (WeightVersion(step, 1) for step in range(2))
 DEADLINE_S = 60.0
@@ -125,6 +127,46 @@ async def test_it_is_not_started_again_in_a_pod_that_ends() -> None:
         await group.engine.news(lambda: group.engine.facts.stopped)
         assert (1, 0) == (group.engine.references_started, group.engine.runner.exit_code)
         assert group.engine.facts.problem is None
+
+
+# ------------------------------------------------------------------------------------- beside an engine and trainers
+def resident(**options: Any) -> AbstractAsyncContextManager[SmallPod]:
+    return small_pod(rollout={"offload": []}, reference={"placement": "WithRollout"}, **options)
+
+
+async def test_it_stays_beside_engine_and_trainers_through_a_switch_and_no_trainer_scores() -> None:
+    async with resident() as pod:
+        assert RESIDENT is pod.ladder
+        await pod.climb(V0)
+        await pod.news(lambda: pod.facts.reference_ready is True)
+        assert pod.trainer is not None
+        pod.trainer.faults["score"] = "crash"
+        assert V1 == await pod.climb(V1)
+        assert (1, True, [], None) == (
+            pod.references_started, pod.facts.reference_ready, pod.broken, pod.facts.problem,
+        )  # fmt: skip
+
+
+async def test_an_engine_beside_trainers_starts_once_the_device_holds_the_reference_too() -> None:
+    async with resident(prepare=lambda pod: pod.reference_loads.clear()) as pod:
+        climbing = asyncio.create_task(pod.climb(V0))
+        await pod.news(lambda: pod.facts.export == V0 and pod.references_started == 1)
+        assert [] == pod.engines_started
+        pod.reference_loads.set()
+        assert V0 == await climbing
+        assert ["0-1"] == pod.engines_started
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"replica": FIRST_SPARE}, {"mode": "TrainOnly", "recorded": {"claimName": "recording"}}],
+    ids=["spare", "train-only"],
+)
+async def test_none_is_started_where_nothing_is_generated(options: dict[str, Any]) -> None:
+    async with resident(**options) as pod:
+        await pod.news(lambda: pod.agent._runner_known)
+        assert (None, 0) == (pod.facts.reference_ready, pod.references_started)
+        assert SCORE_PATH not in pod.agent._gate._routes
 
 
 # ------------------------------------------------------------------------------------------------- at the gate

@@ -1,9 +1,11 @@
-"""An engine's pod with a reference beside the engine: agent, runner and reference are real, the engine is a fake."""
+"""Pods with a reference beside the engine: agent, runner and reference are real, engine and trainer are fakes."""
 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,8 +15,9 @@ from numpy.typing import NDArray
 
 from colocated_rl_agent.drivers.reference import Scored
 from colocated_rl_api import names
+from colocated_rl_api.facts import TrainerState
 from colocated_rl_api.reference_wire import SCORE_PATH, ScoreError
-from colocated_rl_api.rungs import WeightVersion
+from colocated_rl_api.rungs import Rung, WeightVersion
 from colocated_rl_member.data import DataClient
 from colocated_rl_trainer.state.weights import load_model
 from fakes.pod import JOB_UID, PodGroup, PodProcesses, make_job, network
@@ -22,7 +25,7 @@ from fakes.tiny_model import write_tiny_model
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
-V0 = WeightVersion(0, 1)
+V0, V1 = (WeightVersion(step, 1) for step in range(2))
 REFERENCE = "colocated_rl_trainer.ref_policy"  # in its command line
 PROMPT, RESPONSE = [5, 6, 7], [8, 9, 10, 11]
 TEMPERATURE = 0.75
@@ -33,17 +36,28 @@ BESIDE = {
 }
 
 
+RESIDENT: dict[str, Any] = {"rollout": {"offload": []}, "reference": {"placement": "WithRollout"}}
+
+
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def pod(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[PodProcesses]:
-    async with network(tmp_path_factory.mktemp("n")) as net:
-        it = PodProcesses(net, make_job(**BESIDE), environment={names.ENV_ROLE: names.ROLE_ENGINE})
+    async with processes(tmp_path_factory.mktemp("n"), names.ROLE_ENGINE, **BESIDE) as it:
+        yield it
+
+
+@asynccontextmanager
+async def processes(root: Path, role: str, **spec: Any) -> AsyncIterator[PodProcesses]:
+    async with network(root) as net:
+        it = PodProcesses(net, make_job(**spec), environment={names.ENV_ROLE: role})
         it.lay_out()
         write_tiny_model(it.directories.model)
         await it.start_agent()
         await it.start_runner()
-        await it.link()
-        yield it
-        await it.stop()
+        try:
+            await it.link()
+            yield it
+        finally:
+            await it.stop()
 
 
 async def score(pod: PodProcesses, query: str = f"start={len(PROMPT)}&temperature={TEMPERATURE}") -> Scored:
@@ -107,6 +121,40 @@ async def test_an_agent_that_restarts_finds_the_reference(pod: PodProcesses) -> 
     await pod.until(lambda facts: facts.reference_ready is True, "a reference that is found")
     assert 200 == (await score(pod)).status
     assert pid == pod._child(REFERENCE)[0]
+
+
+async def test_samples_are_scored_beside_a_step_that_its_death_does_not_touch(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    """Engine, trainer and reference all stay on the device: nothing blocks, as in tunix's published pipeline."""
+    async with processes(tmp_path_factory.mktemp("r"), names.ROLE_GPU, **RESIDENT) as pod:
+        await pod.until(lambda facts: facts.reference_ready is True, "a reference that is ready")
+        group = PodGroup([pod])
+        await group.climb(V0)
+        pod.trainer_fault("train", "held")
+        await group.set_out(V1, Rung.TRAINED, after=Rung.SEALED)
+        await pod.until(lambda facts: facts.trainers[0].state is TrainerState.TRAINING, "training")
+        seen = len(pod.facts)
+        status, body = await score(pod)
+        assert 200 == status
+        np.testing.assert_allclose(np.frombuffer(body, "<f4"), own_forward(pod.directories.model), rtol=1e-5, atol=1e-5)
+
+        pod.kill(REFERENCE)
+        lost = await pod.until(lambda facts: facts.reference_ready is False, "a reference that is gone")
+        assert lost.problem is not None
+        assert "ReferenceFailed" == lost.problem.reason
+        assert 503 == (await score(pod)).status
+        during = pod.facts[seen:]
+        assert {(TrainerState.TRAINING, 0)} == {(rank.state, rank.step) for each in during for rank in each.trainers}
+        assert {(0, True)} == {(engine.failures, each.gate.open) for each in during for engine in each.engines}
+
+        pod.trainer_goes_on()
+        await group.go_on(V1)
+        assert pod.now is not None
+        [rank], [engine] = pod.now.trainers, pod.now.engines
+        assert (1, 1, None, V1) == (rank.lineage, rank.step, rank.scored, engine.version)
+        assert {rank.incarnation} == {each.trainers[0].incarnation for each in during}
+        assert Rung.SCORED not in pod.standings(V1, epoch=group.epoch)
 
 
 async def test_it_ends_with_its_pod_and_nothing_is_wrong_with_that(pod: PodProcesses) -> None:

@@ -34,8 +34,9 @@ DECIDED: dict[str, str] = {
     },
     ".spec.failurePolicy.rules[].action: a rule more: MemberSilent is answered by ReplacePodElsewhere, RestartPod, "
     "FailJob: write one of them, or a rule of its own for that cause": "it allows the same, and names the usual first",
-    ".spec.reference.placement: a rule more: reference.placement WithRollout needs engines with devices of their own "
-    "(rollout.placement OwnDevices): these are the trainer's devices, use WithTrainer": "it is about a new value",
+    ".spec.reference.placement: a rule more: reference.placement WithRollout needs engines that stay on their "
+    "devices (rollout.offload [] or placement OwnDevices): these make room for trainers, and it would not; use "
+    "WithTrainer": "it is about a new value",
     ".spec.rollout.placement: a rule more: placement Both needs engines that take turns with trainers (offload other "
     "than []), of one pod each (engine.pods 1), all of one shape (rollout.gpus.count as gpus.count): their checksums "
     "are compared": "it is about a new value",

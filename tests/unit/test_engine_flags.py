@@ -15,9 +15,15 @@ from colocated_rl_operator.clients.errors import JobInvalid
 from colocated_rl_operator.loop.observe import read_job
 
 OWNED = "is or abbreviates a flag of SGLang 0.5.23 that the operator sets, that no switch survives or that is not"
-ROOM = "with offload [] engine and trainer are on the GPUs together: add --mem-fraction-static and its value"
-BESIDE_ROOM = "with reference.placement WithRollout engine and reference are on the GPUs together: add --mem-fraction-"
+TOGETHER = "are on the GPUs together: add --mem-fraction-static and its value, so that the engine leaves room for"
+ROOM = f"with offload [] engine and trainer {TOGETHER} trainer"
+BESIDE_ROOM = f"with reference.placement WithRollout engine and reference {TOGETHER} reference"
+ALL_ROOM = (
+    f"with offload [] and reference.placement WithRollout engine and trainer and reference {TOGETHER} trainer and "
+    "reference"
+)
 STAY: dict[str, Any] = {"gpus": {"count": 1}, "rollout": {"offload": []}}
+ALL_STAY: dict[str, Any] = STAY | {"reference": {"placement": "WithRollout"}}
 BESIDE: dict[str, Any] = {
     "gpus": {"count": 1},
     "rollout": {"placement": "OwnDevices", "replicas": 1},
@@ -41,6 +47,9 @@ def spec(*args: str, **fields: Any) -> dict[str, Any]:
         (spec("--tp-size 8"), "args[0]", "--tp-size 8 is more than one word: write --flag=value, or two items"),
         (spec(**STAY), "args", ROOM),
         (spec("--dtype=bfloat16", **STAY), "args", ROOM),
+        (spec(**STAY, reference={}), "args", ROOM),
+        (spec(**ALL_STAY), "args", ALL_ROOM),
+        (spec(**ALL_STAY, mode="RolloutOnly"), "args", BESIDE_ROOM),
         (spec(**BESIDE), "args", BESIDE_ROOM),
         (spec(**BESIDE, mode="RolloutOnly"), "args", BESIDE_ROOM),
     ],
@@ -51,6 +60,7 @@ def test_flags_that_an_engine_can_t_be_given_are_refused_by_the_command_line_and
     manifest = make_manifest(**fields)
     [fault] = judge(written(manifest)).faults
     assert fault.message.startswith(words)
+    assert not words.startswith("with ") or words == fault.message
     assert f"spec.rollout.engine.{field}" == fault.field
     shown = f"spec.rollout.engine.{field.replace('[', '.').replace(']', '')}: {fault.message}"
     stored = {**manifest, "metadata": manifest["metadata"] | {"namespace": "default", "uid": "u", "generation": 1}}
@@ -68,6 +78,8 @@ def test_flags_that_an_engine_can_t_be_given_are_refused_by_the_command_line_and
         spec("--max-total-tokens", "4096", **STAY),
         spec(**STAY, mode="RolloutOnly"),
         spec("--mem-fraction-static", "0.6", **BESIDE),
+        spec("--mem-fraction-static", "0.3", **ALL_STAY),
+        spec(**ALL_STAY, mode="TrainOnly", recorded={"claimName": "recording"}),
         spec(**BESIDE, mode="TrainOnly", recorded={"claimName": "recording"}),
         spec(**BESIDE | {"gpus": {"count": 0}}),
         spec(**BESIDE | {"reference": {"placement": "OwnDevices", "replicas": 1}}),

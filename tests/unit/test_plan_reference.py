@@ -144,7 +144,9 @@ def test_tunix_on_devices_that_are_taken_in_turns_nothing_is_scored_before_the_b
 
 
 def test_resident_trainers_score_a_batch_once_it_is_sealed() -> None:
-    """tunix's published stage scores each group as it comes here; docs/design.md says why these trainers do not."""
+    """This follows from `WithTrainer`, whose reference is in host memory. `WithRollout` keeps it on the device, where
+    it scores samples as they come, as tunix's published stage does groups: see test_plan_reference_beside.py.
+    """
     must_score_after_the_seal(SCORED_RESIDENT)
 
 

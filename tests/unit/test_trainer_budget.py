@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,8 @@ P = GIB // 4  # parameters that are a GiB in float32
         ({"one_pass": 5 * GIB, "on_cpu": True, "ranks_in_pod": 2}, None, 18),
         ({"export_bytes": GIB // 2, "ranks_in_pod": 2}, 4, 7),
         ({"export_bytes": GIB // 2, "ranks_in_pod": 2, "on_cpu": True}, None, 9),
+        ({"reference": GIB}, 4, 3),
+        ({"reference": GIB, "on_cpu": True, "ranks_in_pod": 2}, None, 9),
         ({"mirrored": 4}, 4, 15 + 4 * MIB),
         ({"mirrored": 4, "shared_by": 2, "ranks_in_pod": 2, "on_cpu": True}, None, 10 + 4 * MIB),
         ({"mirrored": 2, "adapters": P // 8}, 1, 1.625 + 2 * MIB),
@@ -54,7 +57,7 @@ def test_state_takes(options: dict[str, Any], device: float | None, host: float)
     host, where a model that is not shared is read.
 
     With adapters of an eighth of the parameters: 0.5 in bfloat16, which are the reference, and four times 0.125. A pod
-    has two exports, and each of its ranks a pass of its own.
+    has two exports, each of its ranks a pass of its own, and on the CPU one reference that is another process.
     """
     found = Budget.of(P, **({"on_cpu": False} | options))
     assert (None if device is None else int(device * GIB), int(host * GIB)) == (found.device, found.host)
@@ -65,6 +68,20 @@ def test_what_fits_exactly_or_is_not_known_is_not_refused() -> None:
     budget.refuse_what_never_fits(device_has=4 * GIB, host_has=3 * GIB)
     budget.refuse_what_never_fits(device_has=None, host_has=None)
     Budget(device=None, host=GIB).refuse_what_never_fits(device_has=0, host_has=GIB)
+
+
+def test_what_a_reference_holds_of_each_device_is_not_there_for_a_step() -> None:
+    budget = Budget(device=4 * GIB, host=3 * GIB, reference=GIB)
+    budget.refuse_what_never_fits(device_has=5 * GIB, host_has=None)
+    with pytest.raises(
+        ConfigError, match=r"4\.0 GiB of each device beside the 1\.0 GiB of the reference, which has 4\.5"
+    ):
+        budget.refuse_what_never_fits(device_has=9 * GIB // 2, host_has=None)
+    assert (True, False) == tuple(each.is_tight(device_has=6 * GIB, host_has=None) for each in (budget, _alone(budget)))
+
+
+def _alone(budget: Budget) -> Budget:
+    return replace(budget, reference=0)
 
 
 def test_what_never_fits_is_refused_with_both_numbers_and_what_to_change() -> None:

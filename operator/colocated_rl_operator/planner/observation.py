@@ -114,8 +114,7 @@ class Job:
     @property
     def scoring_seats(self) -> tuple[str, ...]:
         """Return the seats of the pods that score samples for rollout: a reference's own, or those of the engines."""
-        reference = self.spec.reference
-        return self.seats.engines if reference is not None and reference.is_with_rollout else self.seats.references
+        return self.seats.engines if self.spec.scores_beside_engines else self.seats.references
 
     @property
     def lineage_seats(self) -> tuple[str, ...]:

@@ -124,9 +124,8 @@ class AgentSettings:
 
     @property
     def has_reference(self) -> bool:
-        """Return whether a reference belongs beside the engines of this pod."""
-        reference = self.job.spec.reference
-        return self.role == names.ROLE_ENGINE and reference is not None and reference.is_with_rollout
+        """Return whether a reference belongs beside the engines of this pod. A spare computes nothing."""
+        return self.has_engine and not self.is_spare and self.job.spec.scores_beside_engines
 
     @property
     def shares_weights(self) -> bool:

@@ -246,8 +246,8 @@ REMEDIES: dict[str, Remedy] = {
         heals=True,
     ),
     "ReferenceFailed": Remedy(
-        "the reference beside the engines exited or can't be started; it is restarted, engines continue, and samples "
-        "are scored in other pods or wait",
+        "the reference beside the engines exited or can't be started; it is restarted, engines and trainers "
+        "continue, and samples are scored in other pods or wait",
         "see the gpu container's log, lines of [reference]; if it ran out of device memory, lower "
         "--mem-fraction-static in rollout.engine.args or microBatchTokens in trainer.config",
         heals=True,
@@ -336,7 +336,8 @@ REMEDIES: dict[str, Remedy] = {
     "ReferenceUnavailable": Remedy(
         "no pod of the reference scores finished samples: they wait, and rollout continues until maxStaleness stops it",
         "nothing while a pod starts and loads its model; otherwise check the pods of role reference (kubectl get pods "
-        "-l rl.colocate.dev/role=reference), or role engine with placement WithRollout, and the log of the newest one",
+        "-l rl.colocate.dev/role=reference), with placement WithRollout those with engines (role engine, or gpu where "
+        "trainers share their devices), and the log of the newest one",
         heals=True,
     ),
     "RewardUnavailable": Remedy(

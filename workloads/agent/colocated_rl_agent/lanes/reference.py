@@ -2,7 +2,7 @@
 
 A reference never changes, so no switch concerns it: no action is chosen for it, and no ladder has a rung for it. It is
 started once the runner's children are known, again after a back-off whenever it has ended, and never because of an
-engine. The runner ends it with the pod.
+engine or a trainer. The runner ends it with the pod.
 
 An engine measures the memory of its devices when it starts, and a model that is being loaded beside it would make that
 a matter of chance. Therefore an engine's start waits for a reference that is being loaded, for ENGINE_WAITS_S at most.

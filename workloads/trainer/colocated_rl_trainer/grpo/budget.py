@@ -32,6 +32,7 @@ class Budget:
     exports: int = 0  # of those, in the volume of weights
     mirrors: int = 0  # of those, in the volume of the state between checkpoints
     one_pass: int = 0  # of a rank: what a pass holds beside the state
+    reference: int = 0  # on each device beside the trainer: the model of a reference that stays there
 
     @classmethod
     def of(
@@ -52,6 +53,7 @@ class Budget:
         export_bytes: int = 0,
         mirrored: int = 0,
         mirrors_at_most: int | None = None,
+        reference: int = 0,
     ) -> Budget:
         """Compute the budget.
 
@@ -61,6 +63,7 @@ class Budget:
         `frozen_bytes` each and are the reference too.
         one_pass: bytes. export_bytes: of one version of the weights in the pod's memory. mirrored: files with a rank's
         state there, at most. mirrors_at_most: bytes that are kept of them; what finds no room is not kept.
+        reference: bytes of the model that another process of the pod holds on each device, or on the CPU once.
         """
         share = -(-parameters // shared_by) if largest_part is None else largest_part
         frozen = 0 if adapters is None else frozen_bytes * share
@@ -72,18 +75,18 @@ class Budget:
         exports, mirrors = VERSIONS * export_bytes, mirrored * (part + moments + HEADER)
         mirrors = mirrors if mirrors_at_most is None else min(mirrors, mirrors_at_most)
         if on_cpu:
-            host = ranks_in_pod * (device + (part if copies_reference else 0)) + exports + mirrors
-            return cls(None, host, exports, mirrors, one_pass)
+            host = ranks_in_pod * (device + (part if copies_reference else 0)) + exports + mirrors + reference
+            return cls(None, host, exports, mirrors, one_pass, reference)
         copies = int(parameters_leave) + (2 if with_moments else 0) + int(copies_reference)
         leaving = frozen if parameters_leave else 0
         staged = 2 * min(part, BYTES * PIECE) if updates_on_host else 0
         starting = (frozen or part) if shared_by == 1 else 0  # read into host memory; ranks that share read to devices
         host = ranks_in_pod * max(leaving + copies * part + staged, starting) + exports + mirrors
-        return cls(device, host, exports, mirrors, one_pass)
+        return cls(device, host, exports, mirrors, one_pass, reference)
 
     def is_tight(self, *, device_has: int | None, host_has: int | None) -> bool:
         """Return True if a step takes more than ROOM of the memory in which it computes."""
-        takes, has = (self.host, host_has) if self.device is None else (self.device, device_has)
+        takes, has = (self.host, host_has) if self.device is None else (self.device + self.reference, device_has)
         return has is not None and takes > ROOM * has
 
     def refuse_what_never_fits(
@@ -96,10 +99,11 @@ class Budget:
     ) -> None:
         """Raise ConfigError if a step exceeds the memory of device, host or a volume. None: unknown, not compared."""
         passes = f"a pass takes {gib(self.one_pass)} of it (microBatchTokens, activationCheckpointing)"
-        if self.device is not None and device_has is not None and self.device > device_has:
+        if self.device is not None and device_has is not None and self.device + self.reference > device_has:
+            beside = f" beside the {gib(self.reference)} of the reference" if self.reference else ""
             raise ConfigError(
-                f"a training step takes {gib(self.device)} of each device, which has {gib(device_has)}, and {passes}: "
-                f"updatesOnHost, {LESS} or devices"
+                f"a training step takes {gib(self.device)} of each device{beside}, which has {gib(device_has)}, and "
+                f"{passes}: updatesOnHost, {LESS} or devices"
             )
         if host_has is not None and self.host > host_has:
             raise ConfigError(

@@ -23,7 +23,8 @@ from pydantic import ValidationError
 
 from colocated_rl_api.job import ColocatedRLJob, ColocatedRLJobSpec, TrainerMemory
 from colocated_rl_api.parts import size_in_bytes
-from colocated_rl_trainer.grpo.budget import Budget, choose_recomputing, gib
+from colocated_rl_api.rungs import Placement
+from colocated_rl_trainer.grpo.budget import BYTES, Budget, choose_recomputing, gib
 from colocated_rl_trainer.protocol.settings import ConfigError, TrainerConfig
 from colocated_rl_trainer.state.rehearsal import Pass, pass_bytes
 from colocated_rl_trainer.state.weights import ParameterCounts, count_parameters, read_config
@@ -93,6 +94,7 @@ class Forecast:
             export_bytes=counts.parameters * self.dtype.itemsize + 4 * (counts.adapters or 0) if shares_memory else 0,
             mirrored=self._most_mirrored,
             mirrors_at_most=kept_at_most,
+            reference=self._reference_beside,
         )
 
     @property
@@ -113,6 +115,14 @@ class Forecast:
     @property
     def _shared_by(self) -> int:
         return self.world_size if self.is_shared else 1
+
+    @property
+    def _reference_beside(self) -> int:
+        """Return the bytes of the model that a reference holds on each device beside engine and trainer."""
+        if self.spec.placement is not Placement.RESIDENT or not self.spec.scores_beside_engines:
+            return 0
+        is_frozen = self.config.lora or self.is_shared  # as `ref_policy.scorer` loads it
+        return self._counts.parameters * (self.dtype.itemsize if is_frozen else BYTES)
 
     @property
     def _longest(self) -> int:
@@ -173,6 +183,8 @@ def _lines(
     one_pass = f"; a pass takes {gib(budget.one_pass)} of it{', activations computed again' if recomputes else ''}"
     if budget.device is not None:
         yield _beside("each device, at the peak of a step", budget.device, device_has) + one_pass
+    if budget.device is not None and budget.reference:
+        yield _beside("each device, for the reference beside engine and trainer", budget.reference, None)
     of_ranks = one_pass + ", in each rank" if budget.device is None else ""
     yield _beside("gpus.resources.limits.memory, without engine and programs", budget.host, host_has) + of_ranks
     if budget.exports:

@@ -488,6 +488,7 @@ class GRPOTrainer:
             _LOG,
             "memory of a step estimated",
             device_bytes=budget.device,
+            reference_bytes=budget.reference,
             device_has_bytes=device_has,
             pass_bytes=budget.one_pass,
             pass_tokens=forecast.pass_tokens,
