@@ -188,10 +188,11 @@ class SmallTrainer(FakeRank):
 
 
 class SmallRunner:
-    """The runner's end of its socket, without processes."""
+    """The runner's end of its socket, without processes. devices: what it reads of each."""
 
     def __init__(self, pod: SmallPod) -> None:
         self._pod = pod
+        self.devices: list[dict[str, int]] = []
         self.children: dict[str, StartedChild] = {}
         self._server: asyncio.Server | None = None
         self._writer: asyncio.StreamWriter | None = None
@@ -251,7 +252,7 @@ class SmallRunner:
                 self.children[request["name"]]  # raises what becomes a refusal
                 return {}
             case "devices":
-                return {"devices": None}
+                return {"devices": self.devices or None}
             case "memory":
                 return {"memory": {}}
             case "exit":

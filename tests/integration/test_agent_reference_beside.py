@@ -157,6 +157,19 @@ async def test_an_engine_beside_trainers_starts_once_the_device_holds_the_refere
         assert ["0-1"] == pod.engines_started
 
 
+@pytest.mark.parametrize(("reference", "residue"), [("WithTrainer", 5), ("WithRollout", None)])
+async def test_what_it_holds_of_a_device_is_no_residue_of_engine_and_trainers(
+    reference: str, residue: int | None
+) -> None:
+    def holds_five_bytes(pod: SmallPod) -> None:
+        pod.runner.devices = [{"index": 0, "total_bytes": 9, "used_bytes": 5}]
+
+    spec: dict[str, Any] = {"rollout": {"offload": []}, "reference": {"placement": reference}, "gpus": {"count": 1}}
+    async with small_pod(prepare=holds_five_bytes, **spec) as pod:
+        await pod.climb(V0)
+        assert [(5, residue)] == [(device.used_bytes, device.residue_bytes) for device in pod.facts.devices]
+
+
 @pytest.mark.parametrize(
     "options",
     [{"replica": FIRST_SPARE}, {"mode": "TrainOnly", "recorded": {"claimName": "recording"}}],
