@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from cluster import Cluster
 
-pytestmark = [pytest.mark.cluster, pytest.mark.slow]
+pytestmark = [pytest.mark.cluster, pytest.mark.release]
 
 START_S = 180.0  # for a pod, on a machine that is busy with all the others
 API = (

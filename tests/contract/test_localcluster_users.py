@@ -19,7 +19,7 @@ import yaml
 from cluster import Cluster, binary
 from traces import family, listens, living, traces, wait_until
 
-pytestmark = [pytest.mark.cluster, pytest.mark.slow]
+pytestmark = [pytest.mark.cluster, pytest.mark.release]
 
 USER = 61_234  # nobody's so far
 SUBORDINATE = f"0 {USER} 1\n1 1000000 65536\n"

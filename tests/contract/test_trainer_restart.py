@@ -140,7 +140,7 @@ def undisturbed(kind: TrainerKind, batches: list[list[Path]], undisturbed_folder
 
 
 @pytest.mark.parametrize(
-    "place", [place if place in FIRST else pytest.param(place, marks=pytest.mark.slow) for place in PLACES]
+    "place", [place if place in FIRST else pytest.param(place, marks=pytest.mark.release) for place in PLACES]
 )
 def test_run_with_a_killed_rank_goes_on_to_the_same_bits(
     kind: TrainerKind, batches: list[list[Path]], undisturbed: Weights, tmp_path: Path, place: str

@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 from examples.arithmetic.loop import EvaluatedStep, Options, learn
 from examples.arithmetic.verdict import ARITHMETIC
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.release
 
 ROOT = Path(__file__).resolve().parents[2]
 JOB = ROOT / "examples/arithmetic/job.yaml"

@@ -13,7 +13,7 @@ from e2e.conftest import MODEL, OPERATOR_NAMESPACE, SCENARIOS, volume
 
 from setup.layout import CHECKOUT
 
-pytestmark = pytest.mark.slow  # `make test-slow`
+pytestmark = pytest.mark.release  # `make test-slow`
 RELEASE = "colocated-rl"
 HELM_S = 900
 UPGRADE_S = 300

@@ -198,6 +198,7 @@ def must_go_on(lost: LostJob, kubectl: KubectlCall, terminal: RecordedTerminal, 
     again.delete()
 
 
+@pytest.mark.release
 def test_a_lost_job_goes_on_from_a_copy_of_its_checkpoints_as_if_it_had_never_ended(
     lost: LostJob, kubectl: KubectlCall, terminal: RecordedTerminal
 ) -> None:
