@@ -67,8 +67,8 @@ def scoring(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     config: dict[str, object] = {**GRPO_CONFIG, "klCoefficient": 0.1}
     if request.param == "adapters":
         config["lora"] = {}
-    kind = TrainerKind("scoring", [], write_tiny_model(folder / "model"), config, has_reference=True)
-    with TrainerGroup(kind, folder, size=RANKS, launch=fork) as group:
+    kind = TrainerKind("scoring", COMMANDS["grpo"], write_tiny_model(folder / "model"), config, has_reference=True)
+    with TrainerGroup(kind, folder, size=RANKS, launch=fork) as group:  # the checks start others by the command
         group.wait_loaded()
         group.onload()
         yield group
