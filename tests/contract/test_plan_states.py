@@ -25,7 +25,8 @@ ELSEWHERE = [{"onCauses": ["PodFailed", "MemberSilent"], "action": "ReplacePodEl
     ("replicas", "deaths", "of", "suspensions"),
     [
         *((2, 1, (mortal,), 0) for mortal in MORTAL),
-        *((2, 2, (mortal,), 0) for mortal in ("connection", "engine")),
+        (2, 2, ("connection",), 0),
+        pytest.param(2, 2, ("engine",), 0, marks=pytest.mark.release),
         (1, 1, MORTAL, 1),
         (2, 0, (), 1),
     ],
@@ -113,7 +114,13 @@ def test_walks_of_one_pod_in_which_eight_things_die_or_fail_are_safe_and_end(pla
         must_walk_to_the_end(model, seed=seed)
 
 
-@pytest.mark.parametrize("placement", [each for each in Placement if each is not Placement.DISAGGREGATED])
+@pytest.mark.parametrize(
+    "placement",
+    [
+        *(each for each in Placement if each not in (Placement.DISAGGREGATED, Placement.MIXED)),
+        pytest.param(Placement.MIXED, marks=pytest.mark.release),
+    ],
+)
 @pytest.mark.parametrize("action", ["RollBack", "RestartPod"])
 def test_every_state_of_one_pod_under_a_failure_policy_is_safe_and_leads_to_an_end(
     action: str, placement: Placement, capsys: pytest.CaptureFixture[str]
@@ -195,7 +202,7 @@ def test_every_state_of_a_job_whose_trainers_start_again_when_they_grow_is_safe_
     ("placement", "steps", "every", "of"),
     [
         (Placement.TRAIN_ONLY, 2, 100, "pod"),
-        (Placement.TRAIN_ONLY, 3, 2, "trainer"),
+        pytest.param(Placement.TRAIN_ONLY, 3, 2, "trainer", marks=pytest.mark.release),
         pytest.param(Placement.TIME_SLICED, 2, 100, "trainer", marks=pytest.mark.release),
         pytest.param(Placement.RESIDENT, 2, 100, "trainer", marks=pytest.mark.release),
     ],
@@ -277,7 +284,7 @@ def test_every_state_of_a_job_whose_replicas_a_person_changes_is_safe_and_leads_
     [
         (1, 1, 0, 1, {}),
         (1, 1, 1, 0, {}),
-        (1, 1, 1, 0, {"reference": {}}),
+        pytest.param(1, 1, 1, 0, {"reference": {}}, marks=pytest.mark.release),
         (1, 1, 1, 0, {"failurePolicy": {"rules": [{"onCauses": ["TrainerDied"], "action": "RollBack"}]}}),
         (1, 1, 1, 0, {"failurePolicy": {"rules": ELSEWHERE}}),
         (2, 1, 0, 0, {}),

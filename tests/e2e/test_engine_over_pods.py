@@ -16,7 +16,7 @@ from e2e.running_job import KubectlCall, RunningJob, wait_for
 from colocated_rl_api.facts import EngineState
 from colocated_rl_api.names import GPU_CONTAINER, ROLE_ENGINE
 
-pytestmark = pytest.mark.slow  # `make test-slow`
+pytestmark = pytest.mark.release  # `make test-slow`
 START_S = 900  # two parts of an engine and two trainers start on two cores
 STEPS_S = 900
 
@@ -25,7 +25,7 @@ FILE = "engine-over-pods.yaml"
 APART = {"placement": "OwnDevices", "replicas": 2}  # of its two pods
 
 
-@pytest.fixture(scope="module", params=["in-turns", pytest.param("apart", marks=pytest.mark.release)])
+@pytest.fixture(scope="module", params=["in-turns", "apart"])
 def job(kubectl: KubectlCall, request: pytest.FixtureRequest) -> Iterator[RunningJob]:
     instead: dict[str, Any] = {}
     if request.param == "apart":
@@ -57,8 +57,7 @@ def test_it_trains_on_one_engine_over_both_pods(job: RunningJob) -> None:
     assert is_whole(job)
 
 
-@pytest.mark.release
-@pytest.mark.parametrize("pod", [0, 1])
+@pytest.mark.parametrize("pod", [1, 0])
 def test_loss_of_any_part_is_the_loss_of_the_engine(job: RunningJob, pod: int) -> None:
     wait_for("the engine", lambda: is_whole(job), deadline_s=STEPS_S, explain=job.describe)
     before, step, lost = engines(job), job.step, len(job.agent_lines("engine lost"))

@@ -12,7 +12,7 @@ import yaml
 from e2e.conftest import NAMESPACE, SCENARIOS
 from e2e.running_job import KubectlCall, RunningJob, wait_for
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.release
 
 START_S = 900  # a trainer and an engine start on two cores
 

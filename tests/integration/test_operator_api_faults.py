@@ -122,6 +122,7 @@ def all_know_its_epoch(world: RealWorld) -> bool:
     return {world.status["epoch"]} == {target and target.epoch for target in targets}
 
 
+@pytest.mark.release
 async def test_an_api_server_that_is_away_for_a_minute_costs_a_job_nothing(
     access: ClusterAccess, proxy: UnrulyApi, tmp_path: Path
 ) -> None:

@@ -14,7 +14,7 @@ from colocated_rl_api import names
 from colocated_rl_operator.clients.cluster import ClusterAccess
 from real_operator import JOBS, NAMESPACE, PODS, Body, cluster_without_nodes
 
-pytestmark = [pytest.mark.cluster, pytest.mark.slow]
+pytestmark = [pytest.mark.cluster, pytest.mark.release]
 SINCE_1_36 = pytest.mark.since_kubernetes(1, 36)  # the API of gangs as the operator speaks it
 
 GATES = "GenericWorkload=true,GangScheduling=true,TopologyAwareWorkloadScheduling=true"
@@ -124,7 +124,6 @@ async def native(gang_cluster: ClusterAccess, tmp_path: Path) -> AsyncIterator[R
 
 
 @SINCE_1_36
-@pytest.mark.release  # a minute and a half
 async def test_a_start_with_other_pods_has_another_group_and_the_former_goes(native: RealWorld) -> None:
     native.stay_in_rollout()
     path = f"{JOBS}/sums"
