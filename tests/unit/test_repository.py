@@ -67,7 +67,8 @@ def test_ci_runs_what_everybody_runs() -> None:
         "make fuzz FUZZ_S=60 SEED=1",
         "exec make test-slow BUT=release",
     ]
-    assert commands == (ROOT / ".ci/run").read_text().splitlines()[-3:]
+    lines = (ROOT / ".ci/run").read_text().splitlines()
+    assert commands == [line for line in lines if re.match(r"(exec )?make ", line)]
 
 
 def test_commits_are_checked_by_our_own_commands() -> None:
