@@ -65,10 +65,13 @@ def test_ci_runs_what_everybody_runs() -> None:
     commands = [
         "make test",
         "make fuzz FUZZ_S=60 SEED=1",
+        "if ((SECONDS > 4400)); then",
+        '  echo "make test-slow BUT=release is left out: these cores are too slow for it in the time that is left"',
+        "  exit",
+        "fi",
         "exec make test-slow BUT=release",
     ]
-    lines = (ROOT / ".ci/run").read_text().splitlines()
-    assert commands == [line for line in lines if re.match(r"(exec )?make ", line)]
+    assert commands == (ROOT / ".ci/run").read_text().splitlines()[-7:]
 
 
 def test_commits_are_checked_by_our_own_commands() -> None:

@@ -377,8 +377,9 @@ class Agent:
             await self._act_on_trainers(action)
         if isinstance(action, do.Continue if self._settings.has_engine else do.Export):
             await self._measure_host_memory(engine)
-        nobody = not self._settings.has_reference and (
-            all(each.view.is_absent for each in self._engines)
+        nobody = (
+            not self._settings.has_reference
+            and all(each.view.is_absent for each in self._engines)
             and all(rank.is_off_device for rank in self._trainers.views)
         )
         await self._devices.read(nobody=nobody)

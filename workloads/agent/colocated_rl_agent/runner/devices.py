@@ -40,7 +40,7 @@ class Devices:
         self.fault: str | None = None
 
     async def read(self, *, nobody: bool = False) -> tuple[DeviceFacts, ...]:
-        """Read and return the facts. nobody: no engine and no trainer is on a device, so bytes in use are the residue.
+        """Read and return the facts. nobody: no process of the job is on a device, so bytes in use are the residue.
         Raises RunnerError.
         """
         if self._gpus == 0:
