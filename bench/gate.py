@@ -35,11 +35,11 @@ from urllib.parse import urlsplit
 import uvloop
 from prometheus_client import CollectorRegistry
 
-from colocated_rl_agent import garbage
 from colocated_rl_agent.gate.data_port import DataPort
 from colocated_rl_agent.gate.entrance import Backend
 from colocated_rl_agent.gate.gate import Gate
 from colocated_rl_agent.metrics import AgentMetrics
+from colocated_rl_api import garbage
 from colocated_rl_api.rungs import WeightVersion
 from colocated_rl_trainer.conformance.ranks import free_port
 from engines import engine_process

@@ -31,6 +31,7 @@ from colocated_rl_cli.evidence.records import read_line
 
 LOSSES = 6
 START_S, BACK_S = 900.0, 600.0
+LOOK_S = 5.0  # a look costs a quarter of a second of a processor that the job needs; the log lines have the moments
 HOME, *OTHERS = NODES = ("node1", "node2", "node3")  # operator, store and a pod of the group stay at home
 say = partial(print, file=sys.stdout, flush=True)
 
@@ -120,6 +121,7 @@ def measured(cluster: Cluster, job: RunningJob, replica: int, *, silent: bool) -
         return found if TRAINED in found.at else None
 
     with loss:
+        wait_for("the step", lambda: job.step > done, deadline_s=BACK_S, explain=job.describe, every_s=LOOK_S)
         found = wait_for("the group to train", again, deadline_s=BACK_S, explain=job.describe)
     wait_for("the lost pod to end", lambda: lost not in job.gpu_pods, deadline_s=BACK_S, explain=job.describe)
     return found

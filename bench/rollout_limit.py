@@ -32,7 +32,7 @@ from pydantic_core import to_json
 
 from bench.gate import content_length
 from bench.simulated_job import NoText, PromptsInOrder, Rewards
-from colocated_rl_api import names
+from colocated_rl_api import garbage, names
 from colocated_rl_api.columns import CONTENT_TYPE, pack
 from colocated_rl_api.gate_wire import GATE_LINE_S, Closed, GateState
 from colocated_rl_api.job import ColocatedRLJobSpec
@@ -305,6 +305,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--form", default=CONTENT_TYPE, help=argparse.SUPPRESS)
     parser.add_argument("--directory", type=Path, help=argparse.SUPPRESS)
     given = parser.parse_args(arguments)
+    garbage.look_seldom()  # as a controller's process does
     if given.serve:
         port, engines, tokens, holds = given.serve
         uvloop.run(serve(port, engines, given.directory, form=given.form, tokens=tokens, holds=holds))

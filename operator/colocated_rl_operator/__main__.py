@@ -7,7 +7,6 @@ releases the Lease; members stay where they are, and the next leader hears from 
 from __future__ import annotations
 
 import asyncio
-import gc
 import logging
 import math
 import os
@@ -20,7 +19,7 @@ import kopf
 import uvloop
 from prometheus_client import REGISTRY
 
-from colocated_rl_api import descriptors, logs, names
+from colocated_rl_api import descriptors, garbage, logs, names
 from colocated_rl_operator import handlers
 from colocated_rl_operator.clients.authority import Keyring, find_keyring
 from colocated_rl_operator.clients.cluster import ClusterAccess, find_cluster
@@ -43,7 +42,7 @@ from colocated_rl_operator.watches import keep_watching
 LOG = logging.getLogger("colocated_rl_operator")
 
 START_RETRY_S = 2.0
-MADE_BEFORE_GC = 100_000  # objects: five times a thousand members' reports at one rung; Python's 700 took a third
+MADE_BEFORE_GC = 100_000  # objects: five times a thousand members' reports at one rung
 
 run = uvloop.run  # asyncio's TLS takes five times the memory for each member
 
@@ -57,7 +56,7 @@ def main() -> int:
     logs.configure(level=settings.log_level, role="operator", pod=settings.identity, quotes=True)
     descriptors.raise_limit()
     logging.getLogger("kopf.objects").setLevel(logging.WARNING)  # else a line for each watch event
-    gc.set_threshold(MADE_BEFORE_GC)
+    garbage.look_seldom(MADE_BEFORE_GC)
     try:
         run(serve(settings, access))
     except asyncio.CancelledError:

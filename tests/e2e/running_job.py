@@ -44,7 +44,14 @@ class Line:
         return self.ts - float(self.fields.get("took_s", 0.0))
 
 
-def wait_for(what: str, look: Callable[[], T | None], *, deadline_s: float, explain: Callable[[], str] = str) -> T:
+def wait_for(
+    what: str,
+    look: Callable[[], T | None],
+    *,
+    deadline_s: float,
+    explain: Callable[[], str] = str,
+    every_s: float = POLL_S,
+) -> T:
     """The first thing that `look` finds. Fails at the deadline with what was wanted and what is seen instead.
 
     A command that fails has found nothing yet: a container starts, or a busy machine did not answer it in time.
@@ -61,7 +68,7 @@ def wait_for(what: str, look: Callable[[], T | None], *, deadline_s: float, expl
             return found
         if time.monotonic() > until:
             raise AssertionError(f"not within {deadline_s:.0f} s: {what}\n{trouble}{explain()}")
-        time.sleep(POLL_S)  # kubectl has no event for a condition over several objects
+        time.sleep(every_s)  # kubectl has no event for a condition over several objects
 
 
 class RunningJob:

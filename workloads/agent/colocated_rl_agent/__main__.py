@@ -17,12 +17,11 @@ import aiohttp
 import uvloop
 from prometheus_client import REGISTRY
 
-from colocated_rl_agent import garbage
 from colocated_rl_agent.agent import Agent
 from colocated_rl_agent.drivers.sglang import IDLE_CONNECTION_S
 from colocated_rl_agent.runner import runner
 from colocated_rl_agent.settings import AgentSettings, read_settings
-from colocated_rl_api import descriptors, logs, names
+from colocated_rl_api import descriptors, garbage, logs, names
 from colocated_rl_member.settings import SettingsError
 
 LOG = logging.getLogger(__name__)

@@ -15,7 +15,7 @@ import sys
 import aiohttp
 import uvloop
 
-from colocated_rl_api import descriptors, logs, names
+from colocated_rl_api import descriptors, garbage, logs, names
 from colocated_rl_api.prompts import endpoints_of
 from colocated_rl_member.settings import SettingsError
 from colocated_rl_rollout.controller import Controller
@@ -48,6 +48,7 @@ async def serve(settings: RolloutSettings) -> int:
             },
         )
         controller = Controller(settings, session, processes)
+        garbage.look_seldom()
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, controller.drain)
         async with asyncio.TaskGroup() as group:
