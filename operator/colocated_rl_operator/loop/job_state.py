@@ -60,6 +60,7 @@ class JobState:
     tried_of: int | None = None  # generation whose pods passed the server's dry run
     parts: StartParts | None = None  # of its pods, as loaded last
     parts_of: str = ""  # the name of their record
+    found_at: float = 0.0  # when this process first read the job
     objects_of: tuple[int, int] | None = None  # generation and replicas whose objects were applied
     applied_at: float = 0.0  # when they were
     failure: str = ""  # the API server's message that ended the last pass
@@ -89,6 +90,7 @@ async def refresh_pods(state: JobState, kube: Kube, pods: Pods, *, now: float) -
     """Read the whole job the first time, and list its pods again while a member stays away."""
     if state.record.status is None:
         await _read_job(state, kube, pods)
+        state.found_at = state.found_at or now
     elif state.is_waiting and now >= state.listed_at + RELIST_S:
         await list_again(state, kube, pods)
     elif state.is_waiting:

@@ -49,6 +49,7 @@ LOG = logging.getLogger(__name__)
 
 AT_ONCE = 16  # calls to the API server for one job
 STALL_RETRY_S = 30.0
+TAKE_OVER_S = 20.0  # from the first look at a job until objects of pods that were there are applied
 FAILS_S = 30.0  # a failure of the API server that lasts so long is reported like a refusal
 NAME_RETRY_S = 1.0
 IS_ENDING = "object is being deleted"  # the server's message for a name that will be free
@@ -72,17 +73,14 @@ async def apply_plan(state: JobState, seen: Observation, decided: Plan, doors: D
         if state.tried_of != seen.job.generation and not seen.members:
             await _try_pods(seen.job, doors)
             state.tried_of = seen.job.generation
-        objects = seen.job.generation, seen.job.replicas
-        is_stale = state.objects_of != objects and not (seen.rests or decided.is_over)
-        is_late = _repair_in_s(state, seen, decided, doors) == 0
         await _end_readers(seen.job, decided, doors)
         if makes_pods:
             await _record_start(state, seen, doors)
             await _make_objects(seen.job, doors, has_begun=bool(state.status.lineage))
-        if is_stale or is_late or makes_pods:
+        if makes_pods or _apply_in_s(state, seen, decided, doors) == 0:
             await _apply_objects(state, seen, doors)
             await _make_client_keys(seen.job, doors, has_begun=bool(state.status.lineage))
-            state.objects_of, state.applied_at = objects, doors.clock()
+            state.objects_of, state.applied_at = _objects_of(seen.job), doors.clock()
         changes = await _change_pods(state, seen.job, decided, doors)
     except* VolumeLost as errors:
         set_stall(state, Stall(Reason.VOLUME_LOST, str(first(errors))), action="MakeNoPods")
@@ -98,14 +96,28 @@ async def apply_plan(state: JobState, seen: Observation, decided: Plan, doors: D
         return STALL_RETRY_S
     if PodChange.NAME_TAKEN in changes:
         return NAME_RETRY_S
-    return _repair_in_s(state, seen, decided, doors)
+    return _apply_in_s(state, seen, decided, doors)
 
 
-def _repair_in_s(state: JobState, seen: Observation, decided: Plan, doors: Doors) -> float | None:
-    """Return the seconds until objects are applied again; None at rest and in a switch, which has no time for it."""
-    if seen.rests or decided.is_over or set(decided.standings.values()) != {seen.job.ladder.top}:
+def _apply_in_s(state: JobState, seen: Observation, decided: Plan, doors: Doors) -> float | None:
+    """Return the seconds until objects are applied; None at rest.
+
+    Another process has applied those of pods that this one found. They wait, or a take-over of hundreds of jobs would
+    make thousands of calls before the last job has targets. A repair waits for the end of a switch.
+    """
+    if seen.rests or decided.is_over:
+        return None
+    if state.objects_of is None and seen.members:
+        return max(0.0, state.found_at + TAKE_OVER_S - doors.clock())
+    if state.objects_of != _objects_of(seen.job):
+        return 0.0
+    if set(decided.standings.values()) != {seen.job.ladder.top}:
         return None
     return max(0.0, state.applied_at + doors.repair_s - doors.clock())
+
+
+def _objects_of(job: Job) -> tuple[int, int]:
+    return job.generation, job.replicas
 
 
 def is_lasting(state: JobState, error: ApiUnreachable, doors: Doors) -> bool:
