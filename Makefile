@@ -110,6 +110,11 @@ e2e-policies: setup ## NetworkPolicies that kube-router enforces, built from its
 	@tests/policies/build.sh .build/policies
 	@pytest tests/policies
 
+.PHONY: e2e-openshift
+e2e-openshift: setup ## pods before OpenShift's own admission, built from clones in OPENSHIFT=DIR, and says which; no part of test
+	@tests/openshift/build.sh .build/openshift '$(OPENSHIFT)'
+	@pytest tests/openshift
+
 .PHONY: e2e-prometheus
 e2e-prometheus: setup ## alerts, monitors and dashboard in the real Prometheus, built from its module; no part of test
 	@tests/prometheus/build.sh .build/prometheus
@@ -359,7 +364,7 @@ lint-layer:
 .PHONY: vet-layer
 vet-layer: # needs the modules that the cluster's build has fetched
 	@$(GO) vet ./...
-	@unformatted=$$("$$($(GO) env GOROOT)/bin/gofmt" -l tests/localcluster); [ -z "$$unformatted" ] || { echo "gofmt -w $$unformatted"; exit 1; }
+	@unformatted=$$("$$($(GO) env GOROOT)/bin/gofmt" -l tests/localcluster tests/openshift); [ -z "$$unformatted" ] || { echo "gofmt -w $$unformatted"; exit 1; }
 
 .PHONY: types-layer
 types-layer:
