@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 MOST_TIMES = 32  # beyond that a float overflows some day, and every limit is reached long before
+MOMENT_S = 0.001  # how much a timer may fire early by its loop's own clock: uvloop's counts milliseconds
 
 
 def doubled_s(first_s: float, times: int, most_s: float) -> float:

@@ -7,10 +7,12 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 import numpy as np
 import pytest
+import uvloop
 from prometheus_client import CollectorRegistry
 from waiting import until
 
@@ -20,7 +22,7 @@ from colocated_rl_api.rungs import WeightVersion
 from colocated_rl_member.data import DataClient
 from colocated_rl_member.tls import MemberTls
 from colocated_rl_rollout.metrics import RolloutMetrics
-from colocated_rl_rollout.reference import AT_ONCE, TOLD_AFTER, ReferencePods
+from colocated_rl_rollout.reference import AT_ONCE, TOLD_AFTER, NotScored, ReferencePods
 from colocated_rl_rollout.rules.samples import (
     Finish,
     Group,
@@ -336,3 +338,31 @@ async def test_first_token_of_an_episode_has_no_context_and_is_not_asked_for(
     (sample,) = group.samples
     assert [0.0, *expected_of(sample)[1:]] == said_of(sample)
     assert ([(4, 1, 1.0)] if length > 1 else []) == scene.pods[0].asked
+
+
+def test_a_pod_takes_samples_by_the_last_time_that_its_rest_wakes_anybody() -> None:
+    """One rest in three had not ended by then, by the loop of the controller: without other news no sample was sent."""
+
+    async def rest(number: int) -> None:
+        await asyncio.sleep(number * 0.0013)
+        nobody: Any = None
+        took: list[bool] = []
+        stage = ReferencePods(
+            nobody,
+            temperature=1.0,
+            deadline_s=60,
+            metrics=RolloutMetrics(CollectorRegistry()),
+            changed=lambda: took.append(stage._pick() is not None),
+            rest_s=0.1,
+        )
+        stage.follow([Endpoint(pod="r0", address="", port=1)])
+        (pod,) = stage._pods.values()
+        (sample,) = make_group(samples=1).samples
+        stage._failed(sample, pod, NotScored("it is being started"))
+        await asyncio.sleep(0.2)
+        assert took[-1]
+
+    async def main() -> None:
+        await asyncio.gather(*map(rest, range(50)))
+
+    uvloop.run(main())

@@ -19,7 +19,7 @@ import numpy as np
 import pydantic
 from numpy.typing import NDArray
 
-from colocated_rl_api.back_off import doubled_s
+from colocated_rl_api.back_off import MOMENT_S, doubled_s
 from colocated_rl_api.facts import Problem
 from colocated_rl_api.logs import failure_of, log
 from colocated_rl_api.member_wire import Endpoint
@@ -216,7 +216,7 @@ class ReferencePods:
             rest_s = doubled_s(self._rest_s, pod.failures, REST_AT_MOST_S)
             pod.failures += 1
             pod.rests_until = loop.time() + rest_s
-            loop.call_later(rest_s, self._changed)
+            loop.call_later(rest_s + MOMENT_S, self._changed)
         loop.call_later(doubled_s(self._rest_s, failures, REST_AT_MOST_S), self._is_due_again, sample)
 
     def _is_due_again(self, sample: Sample) -> None:

@@ -21,6 +21,7 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
+from colocated_rl_api.back_off import MOMENT_S
 from colocated_rl_api.facts import Problem
 from colocated_rl_api.job import AtMaxStaleness, ColocatedRLJobSpec, IncompleteBatch, Interruption
 from colocated_rl_api.logs import log
@@ -76,7 +77,6 @@ from colocated_rl_rollout.store.store import Store
 LOG = logging.getLogger(__name__)
 
 REPLACED_AT_MOST = 2  # times the group's size; beyond that the whole group is given up
-MOMENT_S = 0.001  # how much a timer may fire early
 SWITCH_S = 5.0  # from a sealed batch to closed gates; past it nobody is there to close them, and rollout goes on
 
 

@@ -26,6 +26,7 @@ from aiohttp.tracing import Trace
 from numpy.typing import NDArray
 from pydantic_core import from_json, to_json
 
+from colocated_rl_api.back_off import MOMENT_S
 from colocated_rl_api.columns import COLUMNS, CONTENT_TYPE, HEADER, unpack
 from colocated_rl_api.descriptors import Seldom, is_exhausted
 from colocated_rl_api.gate_wire import GATE_LINE_S, GateState
@@ -363,7 +364,7 @@ class EngineClient:
             pause_s = min(REST_S * 2**self._failures, REST_AT_MOST_S)
             self._failures = min(self._failures + 1, 30)
             self._rests_until = loop.time() + pause_s
-            loop.call_later(pause_s, self._changed)
+            loop.call_later(pause_s + MOMENT_S, self._changed)
 
     async def _post(self, body: bytes, read: _GateAnswer) -> Generated:
         headers = {"Content-Type": "application/json", HEADER: COLUMNS}
