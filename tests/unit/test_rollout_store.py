@@ -1146,6 +1146,30 @@ def test_samples_that_can_not_be_read_are_refused(tmp_path: Path, harm: str) -> 
         Store(tmp_path / "own", job_uid=JOB, former=FormerJob(checkpoint(tmp_path, 1), samples=tmp_path / "first"))
 
 
+@pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 3)])
+async def test_samples_of_a_job_that_ended_while_a_batch_was_dealt_anew_are_taken_as_they_were_dealt(
+    tmp_path: Path, before: int, after: int
+) -> None:
+    """Files that were not in their places yet were left behind: the record named others, which no trainer could get."""
+    begins, kills, is_done = checkpoint(tmp_path, 0), 0, False
+    while not is_done:
+        place = tmp_path / f"killed-{kills}"
+        store = Store(place, job_uid=OTHER)
+        group = completed_group(store)
+        store.seal(write_batch(store.batch_directory, [group], step=1, shards=before, temperature=1.0, seed=0), [group])
+        whole = samples_of(store, 1)
+        with suppress(Killed), killed_after(kills):
+            await store.dealt(1, after)
+            is_done = True
+        store.close()
+        own = Store(tmp_path / f"own-{kills}", job_uid=JOB, former=FormerJob(begins, samples=place))
+        assert whole == samples_of(own, 1)
+        assert {before, after} >= {len(kept(own, 1))}
+        own.close()
+        kills += 1
+    assert kills > after
+
+
 async def test_a_kill_while_samples_are_copied_leaves_all_of_them_or_none(tmp_path: Path) -> None:
     """The kill comes before each file is synced, and each time the store's own files change afterwards."""
     counts = three_steps(tmp_path)

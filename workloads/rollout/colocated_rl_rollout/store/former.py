@@ -66,7 +66,7 @@ class FormerJob:
 def _copy_files(source: Path, target: Path) -> None:
     """Copy the batches. Raises StoreFailed for a link, which could lead out of the former job's volume."""
     target.mkdir(parents=True, exist_ok=True)
-    for file in source.glob("*.safetensors"):
+    for file in [*source.glob("*.safetensors"), *source.glob("*.dealt")]:  # of a dealing that its end interrupted
         if file.is_symlink() or not file.is_file():
             raise StoreFailed(f"{file}, which spec.restoreFrom names, is no plain file: copy the store again")
         shutil.copyfile(file, target / file.name)
