@@ -199,7 +199,7 @@ class Trainers:
         view = next((view for view in self.views if view.incarnation == event.incarnation), None)
         if view is None or not view.is_alive:
             return
-        self._exits.clear()
+        del self._exits[event.incarnation]  # another one's may have to wait for the answer to its start
         if not self._stopping or not event.was_killed:  # a broken connection can be seen before the exit
             words = last_words(event.tail, was_asked=event.incarnation not in self._unasked)
             broken = f" ({view.broken})" if view.broken else ""
