@@ -356,6 +356,16 @@ async def test_rows_of_a_file_come_once_in_each_pass_and_in_the_same_order_after
         assert asked[50:60] == [(each.row, each.prompt) for each in await made.prompts(50, 10)]
 
 
+async def test_rows_that_are_too_long_for_one_reply_come_in_several(tmp_path: Path) -> None:
+    """The process that was to answer with them died, whoever took its place did too, and the job never began."""
+    rows = [{"prompt": f"{number} " + "x" * 2**22, "answer": ""} for number in range(20)]
+    found: list[int] = []
+    async with processes(write_file(tmp_path, *rows), tmp_path) as made:
+        while len(found) < len(rows):
+            found += [each.row for each in await made.prompts(len(found), len(rows) - len(found))]
+    assert [*range(20)] == sorted(found)
+
+
 async def test_a_function_of_ones_own_gives_any_reward_that_float32_can_be_trained_with(tmp_path: Path) -> None:
     source = write_file(tmp_path, {"prompt": "a", "answer": "x"}, {"prompt": "b", "answer": "y"})
     async with processes(source, tmp_path) as made:

@@ -131,17 +131,32 @@ async def test_prompts_are_over_after_so_many_passes(tmp_path: Path, passes: int
     assert news, "whoever waits for another prompt is told that none comes"
 
 
-def says_rows(row: str) -> list[str]:
-    """A process with 128 rows; row: of a `place`."""
+def says_rows(row: str, *, at_most: int = 64) -> list[str]:
+    """A process with 128 rows; row: of a `place`. at_most: in one reply."""
     program = f"""
 import json, sys
 json.loads(sys.stdin.readline())
 print(json.dumps({{"value": {{"size": 128, "digest": "x"}}}}), flush=True)
 for line in sys.stdin:
     start, count = json.loads(line)["prompts"]
-    print(json.dumps({{"value": [({row}) for place in range(start, start + count)]}}), flush=True)
+    print(json.dumps({{"value": [({row}) for place in range(start, start + min(count, {at_most}))]}}), flush=True)
 """
     return [sys.executable, "-c", program]
+
+
+async def test_rows_of_which_few_fit_in_a_reply_are_each_asked_once(tmp_path: Path) -> None:
+    job = JobOnDisk.write(tmp_path, make_spec())
+    command = says_rows("place, f'{place % 128} + 1 =', place % 128 % 5 == 4", at_most=7)
+    async with task_processes(job.spec.rollout.prompts, tmp_path, command=command) as processes:
+        prompts = PromptSource(
+            processes, job.chat, max_prompt_tokens=200, position=PromptPosition(0), passes=1, changed=lambda: None
+        )
+        await prompts.run()
+        held_out = [prompt.position for prompt in await prompts.held_out(99)]
+    taken = []
+    while (prompt := prompts.take()) is not None:
+        taken.append(prompt.position)
+    assert ([*range(4, 128, 5)], [place for place in range(128) if place % 5 != 4]) == (held_out, taken)
 
 
 async def test_prompts_of_the_greatest_length_are_trained_and_longer_ones_counted(tmp_path: Path) -> None:

@@ -106,7 +106,7 @@ class PromptSource:
                 self._remember(data.digest)
                 end = self._passes and self._passes * data.size
                 count = CHUNK if end is None else max(0, min(CHUNK, end - self._position))
-                found = await self._look(self._position, count, held_out=False) if count else []
+                found, count = await self._look(self._position, count, held_out=False) if count else ([], 0)
             except RewardFailed as error:
                 log(LOG, "prompts not made", logging.WARNING, reason=str(error))
                 self._report(Problem(reason="PromptsNotMade", message=f"{error}; asked again"[:1024]))
@@ -140,17 +140,20 @@ class PromptSource:
         """
         found: dict[tuple[int, ...], Prompt] = {}
         size = (await self._processes.data()).size_of(source)
-        for position in range(0, size if source is not None or self._processes.holds_out else 0, CHUNK):
-            for prompt in await self._look(position, CHUNK, held_out=True, source=source):
+        position, end = 0, size if source is not None or self._processes.holds_out else 0
+        while position < end and len(found) < count:
+            prompts, seen = await self._look(position, CHUNK, held_out=True, source=source)
+            position += seen
+            for prompt in prompts:
                 found.setdefault(prompt.ids or (prompt.index,), prompt)
-            if len(found) >= count:
-                break
         if not found:
             raise NoPrompts(f"no held-out prompt among {size}: {self._counts_left_out()}")
         return list(found.values())[:count]
 
-    async def _look(self, start: int, count: int, *, held_out: bool, source: int | None = None) -> list[Prompt]:
-        """Return the usable prompts of the next `count` rows."""
+    async def _look(
+        self, start: int, count: int, *, held_out: bool, source: int | None = None
+    ) -> tuple[list[Prompt], int]:
+        """Return the usable prompts of the next rows, and how many rows these were: `count` at most."""
         found = []
         rows = await self._processes.prompts(start, count, source=source)
         of_kind = [(position, row) for position, row in enumerate(rows, start) if row.held_out is held_out]
@@ -167,7 +170,7 @@ class PromptSource:
                 self._leave_out(LeftOut.TOO_LONG)
                 continue
             found.append(Prompt(PromptPosition(position), row.row, ids))
-        return found
+        return found, len(rows)
 
     def _ids(self, row: PromptRow) -> tuple[int, ...] | Unrenderable:
         try:

@@ -125,13 +125,14 @@ class TaskProcesses:
         return await asyncio.shield(self._data)
 
     async def prompts(self, start: int, count: int, *, source: int | None = None) -> list[PromptRow]:
-        """Return the prompts of the positions [start, start + count), of rollout's or of a source by its number.
+        """Return the prompts from position `start` on, of rollout's or of a source by its number: `count` of them, or
+        as many as fit in one reply.
 
         Raises RewardFailed, TaskUnusable.
         """
         request = {"prompts": [start, count]} if source is None else {"prompts_of": [source, start, count]}
         found: list[PromptRow] = await self._ask(request, PROMPT_ROWS, MAX_ROWS_BYTES)
-        if len(found) != count:
+        if not 0 < len(found) <= count:
             raise RewardFailed("ReplyGarbled", f"{len(found)} prompts came, {count} were asked for")
         return found
 

@@ -18,12 +18,14 @@ import os
 import resource
 import sys
 import traceback
+from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TextIO
 
 from colocated_rl_api import logs
 from colocated_rl_rollout.tasks.player import play
-from colocated_rl_rollout.tasks.task_wire import Greeting, TaskReply
+from colocated_rl_rollout.tasks.task_wire import Greeting, PromptRow, TaskReply
 from colocated_rl_rollout.tasks.tasks import (
     SourceUnusable,
     Tasks,
@@ -34,6 +36,7 @@ from colocated_rl_rollout.tasks.tasks import (
 MIB = 1024 * 1024
 MEMORY_LIMIT = "/sys/fs/cgroup/memory.max"
 LEAST_MEMORY_BYTES = 1024 * MIB  # libraries of the tasks take a third of it
+PROMPTS_BYTES = 16 * MIB  # in one reply; the controller takes four times as much, and so one row of any length
 MEMORY_ERRORS = 2  # in a row: leaked memory does not come back
 
 
@@ -79,15 +82,27 @@ def serve(requests: TextIO, replies: TextIO, *, claims: Path, cache: Path, conta
 def _answer(tasks: Tasks, request: dict[str, Any]) -> Any:
     match request:
         case {"prompts": [start, count]}:
-            return [tasks.prompt(position) for position in range(start, start + count)]
+            return _fitting(tasks.prompt, range(start, start + count))
         case {"prompts_of": [source, start, count]}:
-            return [tasks.prompt_of(source, position) for position in range(start, start + count)]
+            return _fitting(partial(tasks.prompt_of, source), range(start, start + count))
         case {"score": [index, response]}:
             return tasks.score(index, response)
         case {"judge": [index, samples]}:
             return tasks.dropped_by(index, samples)
         case other:
             raise LineUnreadable(f"no such request: {len(other)} members")
+
+
+def _fitting(prompt: Callable[[int], PromptRow], positions: Iterable[int]) -> list[PromptRow]:
+    """Return the prompts of these positions up to PROMPTS_BYTES of them, and one at least."""
+    found: list[PromptRow] = []
+    size = 0
+    for row in map(prompt, positions):
+        size += len(json.dumps(row.prompt))
+        if found and size > PROMPTS_BYTES:
+            break
+        found.append(row)
+    return found
 
 
 class LineUnreadable(Exception):
