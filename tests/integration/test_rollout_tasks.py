@@ -90,6 +90,8 @@ def score(response, row):
         KEPT.append(bytearray(2**27))
     if response == "fork":
         os.fork()
+    if response == "wordless":
+        raise type("Wordless", (Exception, ), {"__str__": lambda error: error.lacking})
     if response == "exit":
         raise SystemExit("with words")
     return len(response) / 4 if row["answer"] in response else -1
@@ -417,6 +419,13 @@ async def test_a_function_that_forks_or_exits_answers_for_itself_alone(tmp_path:
         assert [0.25, -1.0, 0.5, failed, 0.75, -1.0, 1.0] == found
         assert ("VerifierFailed", True) == (failed.reason, str(failed).startswith("SystemExit at "))
         assert "words" not in str(failed)
+
+
+async def test_an_error_that_raises_another_one_when_it_is_described_costs_no_process(tmp_path: Path) -> None:
+    async with processes(write_file(tmp_path, {"prompt": "a", "answer": "x"}), tmp_path) as made:
+        with pytest.raises(RewardFailed, match=r"^Wordless at .*rewards\.py:\d+") as failed:
+            await made.score(0, "wordless")
+    assert "VerifierFailed" == failed.value.reason
 
 
 async def test_a_function_that_leaks_gets_another_process(tmp_path: Path) -> None:

@@ -227,7 +227,8 @@ def short_of_memory(error: BaseException) -> str:
     an amount.
     """
     size, _ = resource.getrlimit(resource.RLIMIT_AS)
-    is_short = isinstance(error, MemoryError) or any(words in str(error).lower() for words in SHORT_OF_MEMORY)
+    told = str(error).lower() if isinstance(error, OSError | ImportError) else ""  # another's text may raise an error
+    is_short = isinstance(error, MemoryError) or any(words in told for words in SHORT_OF_MEMORY)
     if not is_short or size == resource.RLIM_INFINITY:
         return ""
     return f"; its process may have {size >> 20} MiB: raise spec.rollout.prompts.resources.limits.memory"
