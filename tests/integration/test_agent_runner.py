@@ -169,6 +169,20 @@ async def test_child_runs_with_its_own_environment_and_reports_its_exit(tmp_path
         assert (3, ("b None",)) == (exited.code, exited.tail)
 
 
+async def test_what_became_of_a_start_that_was_given_up_is_in_the_next_hello(tmp_path: Path) -> None:
+    """Another lineage was wanted meanwhile: the rank ran on, unknown to the agent, and each later start was refused."""
+    async with container(tmp_path) as it:
+        starting = asyncio.create_task(it.link.start("trainer-1", SLEEP, {}))
+        await asyncio.sleep(0)  # it is asked
+        starting.cancel()
+        hellos: list[RunnerHello] = []
+        async with asyncio.timeout(DEADLINE_S):
+            while len(hellos) < 2:
+                await asyncio.sleep(0.01)
+                hellos = [event for event in it.events if isinstance(event, RunnerHello)]
+        assert bool(children(it.process.pid)) is bool(hellos[1].children)
+
+
 async def test_a_fork_that_fails_is_reported_and_what_runs_goes_on(tmp_path: Path) -> None:
     async with container(tmp_path, before=[refusing_kernel.__file__, "forks"]) as it:
         waits = [sys.executable, "-c", "input()"]

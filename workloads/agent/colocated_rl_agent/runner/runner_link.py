@@ -161,13 +161,13 @@ class RunnerLink:
     ) -> str:
         """Start a child and return its incarnation. devices: those it sees, by index; all of the container if empty.
 
-        Raises RunnerError; after RunnerUnreachable it may run anyway, so a start without an answer closes the
-        connection: the next hello reports the children.
+        Raises RunnerError; after RunnerUnreachable it may run anyway, and after a cancellation, so a start without an
+        answer closes the connection: the next hello reports the children.
         """
         fields = {"argv": list(argv), "env": dict(env), "secrets": list(secrets), "devices": list(devices)}
         try:
             answer = await self._call("start", name=name, **fields)
-        except RunnerUnreachable:
+        except (RunnerUnreachable, asyncio.CancelledError):
             if self._writer is not None:
                 self._writer.close()
             raise
