@@ -209,8 +209,9 @@ class Worker(Sealer):
             spare=self._rollout.spare_groups,
         )
         if admitted and not self._store.has_room():
-            if self._looks_again is None or self._looks_again.when() <= asyncio.get_running_loop().time():
-                self._looks_again = asyncio.get_running_loop().call_later(self._full_retry_s, self.wake)
+            loop = asyncio.get_running_loop()
+            if self._looks_again is None or self._looks_again.when() <= loop.time() + MOMENT_S:
+                self._looks_again = loop.call_later(self._full_retry_s, self.wake)
             return
         for _ in range(admitted):
             if (group := self._sessions.admit()) is not None:  # it is whole already and only takes a group's place

@@ -16,6 +16,7 @@ from collections.abc import Callable, Coroutine, Iterable, Iterator
 from typing import Any
 
 from colocated_rl_api import descriptors
+from colocated_rl_api.back_off import MOMENT_S
 from colocated_rl_api.member_wire import Endpoint
 from colocated_rl_member.data import DataClient
 from colocated_rl_member.room import Bound
@@ -174,7 +175,7 @@ class Engines:
         if self._any_open and not was_open:
             loop = asyncio.get_running_loop()
             self._share_until = loop.time() + SHARE_S
-            loop.call_later(SHARE_S, self._changed)
+            loop.call_later(SHARE_S + MOMENT_S, self._changed)
         self._changed()
 
     def _ended(self, engine: EngineClient) -> None:
