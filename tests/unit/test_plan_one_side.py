@@ -32,13 +32,27 @@ from colocated_rl_api.facts import (
     PodFacts,
     TrainerState,
 )
+from colocated_rl_api.failure import FailureCause
 from colocated_rl_api.job import ColocatedRLJob
 from colocated_rl_api.job_status import ColocatedRLJobStatus, Holder, Phase
 from colocated_rl_api.ladder import ROLLOUT_ONLY, TRAIN_ONLY
 from colocated_rl_api.member_wire import PodTarget, RolloutTarget
 from colocated_rl_api.rungs import Placement, Rung, WeightVersion
-from colocated_rl_operator.planner.failure_policy import raise_epoch
-from colocated_rl_operator.planner.observation import FailureTally, Job, Observation, remember
+from colocated_rl_operator.planner.failure_policy import (
+    Hold,
+    after_absence,
+    after_replacement,
+    after_standstill,
+    raise_epoch,
+)
+from colocated_rl_operator.planner.observation import (
+    Climb,
+    FailureTally,
+    Job,
+    Observation,
+    PodPhase,
+    remember,
+)
 from colocated_rl_operator.planner.plan import patience_s, plan
 from colocated_rl_operator.planner.reasons import Cause, ConditionType
 from colocated_rl_operator.planner.status import report
@@ -146,6 +160,58 @@ def test_failures_are_forgiven_by_batches_where_no_step_follows(
     assert seen.climb is not None
     failing = replace(seen.climb, tally=FailureTally(counted=(1, 2, 3)))
     assert counts == raise_epoch(seen, failing, Cause.TAKEOVER, "").climb.tally.counted
+
+
+def recorded_and_lost(batch: int, tally: FailureTally) -> Climb:
+    """Return what follows when a pod fails after so many batches, and the rule for it has `maxTries: 1`."""
+    rules = [{"onCauses": ["PodFailed"], "maxTries": 1, "action": "RestartPod"}]
+    rules.append({"onCauses": ["PodFailed"], "action": "FailJob"})
+    of = job(Placement.ROLLOUT_ONLY, steps=100, failurePolicy={"rules": rules})
+    seen = seen_of(of, serving(), rollout=rollout_facts(sealed=batch))
+    lost: dict[str, Any] = {"phase": PodPhase.FAILED, "fate": FailureCause.POD_FAILED, "facts": None}
+    pods = (replace(pod, **lost) if pod.seat == "gpu-0" else pod for pod in seen.members)
+    assert seen.climb is not None
+    decided = plan(replace(seen, members=tuple(pods), climb=replace(seen.climb, tally=tally))).climb
+    assert decided is not None
+    return decided
+
+
+def test_failures_of_a_recording_are_in_a_row_only_without_a_batch_between_them() -> None:
+    """Its step never rises: a rule's maxTries was used up for good, and each back-off was longer than the last."""
+    first = recorded_and_lost(10, FailureTally())
+    assert (Cause.POD_REPLACED, 10, 1) == (first.cause, first.tally.step, first.tally.tries)
+    second = recorded_and_lost(11, first.tally)
+    assert (Cause.POD_REPLACED, 11, 1) == (second.cause, second.tally.step, second.tally.tries)
+    assert Cause.FAILURE_POLICY is recorded_and_lost(11, second.tally).cause
+
+
+def test_a_recording_queues_no_longer_for_what_was_before_its_newest_batch() -> None:
+    of = job(Placement.ROLLOUT_ONLY, steps=100)
+    for batch, tries in ((10, 4), (11, 1)):
+        seen = seen_of(of, serving(), rollout=rollout_facts(sealed=batch))
+        assert seen.climb is not None
+        queued = after_absence(seen, replace(seen.climb, tally=FailureTally(step=10, tries=3)), "").climb
+        assert (batch, tries) == (queued.tally.step, queued.tally.tries)
+
+
+def test_a_recording_that_stands_still_after_another_batch_waits_for_its_first_back_off() -> None:
+    of = job(Placement.ROLLOUT_ONLY, steps=100, failurePolicy={"backoffSeconds": 10})
+    for batch, back_off_s in ((10, 20), (11, 10)):
+        seen = seen_of(of, silent(), rollout=rollout_facts(sealed=batch))
+        assert seen.climb is not None
+        found = after_standstill(seen, replace(seen.climb, tally=FailureTally(step=10, tries=1)), seen.now, "")
+        assert isinstance(found, Hold)
+        assert seen.now + back_off_s == found.until
+
+
+def test_a_pod_of_a_recording_that_failed_by_itself_is_the_first_one_after_another_batch() -> None:
+    of = job(Placement.ROLLOUT_ONLY, steps=100)
+    for batch, tries in ((10, 2), (11, 1)):
+        seen = seen_of(of, serving(), rollout=rollout_facts(sealed=batch))
+        seen = replace(seen, memory=replace(seen.memory, losses={"uid": FailureCause.POD_FAILED}))
+        assert seen.climb is not None
+        again = after_replacement(seen, replace(seen.climb, tally=FailureTally(step=10, tries=1))).climb
+        assert (batch, tries) == (again.tally.step, again.tally.tries)
 
 
 def test_a_sealed_batch_changes_nothing_until_the_last_is_there() -> None:

@@ -148,13 +148,11 @@ def unstarted(cause: Cause) -> Climb:
 
 # -------------------------------------------------------------------------------------------------------- what follows
 def after_death(seen: Observation, climb: Climb) -> Decision | Hold | None:
-    return _carry_out(
-        seen, climb, Cause.TRAINER_DIED, death(seen, step=climb.step, tries=climb.tally.tries_at(climb.step))
-    )
+    return _carry_out(seen, climb, Cause.TRAINER_DIED, death(seen, step=climb.step, tries=_tries(seen, climb)))
 
 
 def after_standstill(seen: Observation, climb: Climb, since: float, message: str) -> Decision | Hold | None:
-    failure = standstill(seen, since=since, tries=climb.tally.tries_at(climb.step), message=message)
+    failure = standstill(seen, since=since, tries=_tries(seen, climb), message=message)
     return _carry_out(seen, climb, Cause.RUNG_DEADLINE, failure)
 
 
@@ -163,7 +161,7 @@ def after_stall(seen: Observation, climb: Climb, behind: tuple[Member, ...]) -> 
 
     behind: the pods of the ranks that have done least, which are at fault unless all have done as much.
     """
-    tries, since = climb.tally.tries_at(climb.step), seen.memory.progress_at
+    tries, since = _tries(seen, climb), seen.memory.progress_at
     message = f"no trainer gets on with step {climb.step}; furthest behind: {_named(behind, 'no word from it')}"
     pods = behind if len(behind) < len(seen.trainer_members) else ()
     failure = Failure(FailureCause.RUNG_DEADLINE, message, pods, since, tries, seen.slowest)
@@ -175,7 +173,7 @@ def after_difference(seen: Observation, climb: Climb, message: str) -> Decision 
 
     The answer never waits for a back-off: meanwhile those weights would be served.
     """
-    failure = Failure(FailureCause.WEIGHTS_DIFFER, message, (), seen.now, climb.tally.tries_at(climb.step))
+    failure = Failure(FailureCause.WEIGHTS_DIFFER, message, (), seen.now, _tries(seen, climb))
     return _carry_out(seen, climb, Cause.WEIGHTS_DIFFER, failure)
 
 
@@ -185,7 +183,7 @@ def after_loss(seen: Observation, climb: Climb) -> Decision | Hold | None:
     is_troubled = any(member.bad_device or member.silent_since is not None for member in seen.members)
     if not (has_rules or seen.noticed or is_troubled):
         return None
-    failures = [*lost_pods(seen, tries=climb.tally.tries_at(climb.step))]
+    failures = [*lost_pods(seen, tries=_tries(seen, climb))]
     if has_rules and seen.all_answer:
         failures += lost_engines(seen)
     for failure in failures:
@@ -233,7 +231,7 @@ def _replace_pods(seen: Observation, climb: Climb, failure: Failure, message: st
 def after_absence(seen: Observation, climb: Climb | None, message: str) -> Decision:
     """Answer pods that did not come: all pods go, so that no device waits for them."""
     climb = climb or unstarted(Cause.PODS_NOT_READY)
-    failure = Failure(FailureCause.PODS_NOT_READY, message, (), seen.now, climb.tally.tries_at(climb.step))
+    failure = Failure(FailureCause.PODS_NOT_READY, message, (), seen.now, _tries(seen, climb))
     verdict = judge(seen, failure)
     if verdict.action is FailureAction.FAIL_JOB:
         return _fail(seen, climb, failure, verdict)
@@ -242,7 +240,7 @@ def after_absence(seen: Observation, climb: Climb | None, message: str) -> Decis
     tally = replace(
         _judged(climb.tally, failure, verdict),
         pod_restarts=climb.tally.pod_restarts + verdict.counts,
-        step=max(climb.step, climb.tally.step),
+        step=max(_step(seen, climb), climb.tally.step),
         tries=failure.tries + 1,
         counted=_counted(seen, climb, adds=verdict.counts),
     )
@@ -282,7 +280,7 @@ def after_replacement(seen: Observation, climb: Climb) -> Decision:
         counted=_counted(seen, climb, adds=counts),
     )
     if counts:
-        tally = replace(tally, step=max(climb.step, tally.step), tries=climb.tally.tries_at(climb.step) + 1)
+        tally = replace(tally, step=max(_step(seen, climb), tally.step), tries=_tries(seen, climb) + 1)
     following = replace(climb, lineage=seen.next_lineage, group=seen.group or climb.group, tally=tally)
     then = f"{starts(seen)} together again{'' if counts else UNCOUNTED}"
     return raise_epoch(seen, following, Cause.POD_REPLACED, f"{message}: {then}")
@@ -328,9 +326,19 @@ def _is_used_up(seen: Observation, climb: Climb, *, counts: bool) -> bool:
 
 def _counted(seen: Observation, climb: Climb, *, adds: bool = False) -> tuple[int, ...]:
     """Return the steps of the failures that count in the climb, with one more if `adds`."""
-    step = climb.step if seen.job.ladder.trains else seen.recorded_step
+    step = _step(seen, climb)
     found = still_counting(climb.tally.counted, step=step, window=seen.job.spec.backoff_window_steps)
     return (*found, max((step, *found))) if adds else found
+
+
+def _step(seen: Observation, climb: Climb) -> int:
+    """Return the step in which a failure happens: the climb's, or the newest batch where nothing is trained."""
+    return climb.step if seen.job.ladder.trains else seen.recorded_step
+
+
+def _tries(seen: Observation, climb: Climb) -> int:
+    """Return the failures in a row before the next one: none once a step is done, or a batch where none is trained."""
+    return climb.tally.tries_at(_step(seen, climb))
 
 
 def after_failure(seen: Observation) -> Decision | None:
@@ -392,8 +400,8 @@ def _tallied(seen: Observation, climb: Climb, failure: Failure, verdict: Verdict
     return FailureTally(
         pod_restarts=tally.pod_restarts + (replaces and is_first),
         step_retries=tally.step_retries + (not replaces),
-        step=max(climb.step, tally.step),
-        tries=tally.tries_at(climb.step) + is_first,
+        step=max(_step(seen, climb), tally.step),
+        tries=_tries(seen, climb) + is_first,
         cause=failure.cause,
         action=verdict.action,
         rule=verdict.rule,
