@@ -4,7 +4,7 @@
 |---|---|
 | colocated_rl_operator_leader | 1 while this process leads |
 | colocated_rl_operator_jobs{phase} | jobs by phase, as reported last |
-| colocated_rl_operator_longest_in_phase_seconds{phase} | of the job that has stood there longest since it was seen |
+| colocated_rl_operator_longest_in_phase_seconds{phase} | of the job there longest; Pending and Queued are one |
 | colocated_rl_operator_jobs_stalled{reason} | jobs that wait for a person: InvalidSpec, ObjectRefused, VolumeLost |
 | colocated_rl_operator_jobs_near_backoff_limit | jobs whose failures have used more than half of backoffLimit |
 | colocated_rl_operator_certificate_expiry_timestamp_seconds{certificate} | end: authority, or members' first |
@@ -34,6 +34,7 @@ from colocated_rl_operator.planner.reasons import Cause, Reason
 
 PREFIX = "colocated_rl_operator_"
 FAST = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
+WAITS = frozenset({Phase.PENDING, Phase.QUEUED})  # a job without room goes from one to the other, and back, for ever
 STALLS = (Reason.INVALID_SPEC, Reason.OBJECT_REFUSED, Reason.VOLUME_LOST)
 SLOW = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250, 500, 1000)
 
@@ -74,7 +75,10 @@ class OperatorMetrics:
         self._states: dict[str, tuple[Phase | None, Reason | None, bool]] = {}
         self._since: dict[str, tuple[Phase | None, float]] = {}
         self.longest = Gauge(
-            PREFIX + "longest_in_phase_seconds", "Of the job that has stood there longest", ["phase"], registry=registry
+            PREFIX + "longest_in_phase_seconds",
+            "Of the job there longest; Pending and Queued are one",
+            ["phase"],
+            registry=registry,
         )
         for phase in Phase:
             self.longest.labels(phase.value).set_function(partial(self._longest_in, phase))
@@ -88,8 +92,9 @@ class OperatorMetrics:
     ) -> None:
         """Count a job. stalled: why a person must act, of `STALLS`; None when nobody has to."""
         state = phase, stalled, is_near_limit
-        if self._since.get(uid, ("", 0.0))[0] != phase:
-            self._since[uid] = phase, self._clock()
+        before, since = self._since.get(uid, ("", 0.0))
+        goes_on = before == phase or {before, phase} <= WAITS
+        self._since[uid] = phase, since if goes_on else self._clock()
         if self._states.get(uid) != state:
             self._states[uid] = state
             self._update_gauges()

@@ -51,12 +51,28 @@ def test_the_longest_wait_is_of_the_job_that_has_stood_in_the_phase_longest() ->
     metrics.count_job("b", Phase.QUEUED)
     metrics.count_job("a", Phase.QUEUED, Reason.OBJECT_REFUSED)
     now += 30
-    assert (90, 0) == (longest(Phase.QUEUED), longest(Phase.PENDING))
-    metrics.count_job("a", Phase.PENDING)
+    assert (90, 0) == (longest(Phase.QUEUED), longest(Phase.STARTING))
+    metrics.count_job("a", Phase.STARTING)
     now += 10
-    assert (40, 10) == (longest(Phase.QUEUED), longest(Phase.PENDING))
+    assert (40, 10) == (longest(Phase.QUEUED), longest(Phase.STARTING))
     metrics.forget_job("b")
     assert 0 == longest(Phase.QUEUED)
+
+
+def test_a_job_that_finds_no_room_waits_for_longer_than_until_it_tries_again() -> None:
+    """It was Pending for podsReadyDeadlineSeconds and Queued for minutes, by turns: ColocatedRLJobWaits never fired."""
+    registry, now = CollectorRegistry(), 0.0
+    metrics = of_operator.OperatorMetrics(registry, clock=lambda: now)
+    for _ in range(2):
+        metrics.count_job("a", Phase.PENDING)
+        now += 1800
+        metrics.count_job("a", Phase.QUEUED)
+        now += 60
+    longest = "colocated_rl_operator_longest_in_phase_seconds"
+    assert 3720 == registry.get_sample_value(longest, {"phase": Phase.QUEUED})
+    metrics.count_job("a", Phase.STARTING)
+    metrics.count_job("a", Phase.PENDING)
+    assert 0 == registry.get_sample_value(longest, {"phase": Phase.PENDING})
 
 
 def test_jobs_near_their_backoff_limit_count_until_it_is_far_again_or_they_are_gone() -> None:
