@@ -1086,6 +1086,44 @@ async def test_a_pod_that_is_refused_cancels_no_deletion_beside_it(
         await world.until(lambda: spare not in world.api.objects)
 
 
+@pytest.mark.parametrize("world", [{"spares": 1}], indirect=True)
+async def test_a_pod_that_the_server_fails_to_delete_keeps_no_other_from_its_keys(world: FakeWorld) -> None:
+    """As where a webhook for deletions is down: kubelet started no pod that was made meanwhile."""
+    stay_in_rollout(world)
+    spare = pod_path("sums-gpu-1024-0")
+
+    def is_deletion(method: str, path: str) -> bool:
+        world.kubelet.moved.set()
+        return (method, path) == ("DELETE", spare)
+
+    async with world.operator():
+        await world.until(lambda: world.status.get("phase") == "Rollout" and spare in world.api.objects)
+        world.api.panics = is_deletion
+        change(world, spares=0)
+        await world.until(lambda: f"DELETE {spare}" in world.api.requests)
+        world.api.remove(pod_path("sums-gpu-1-0"))
+        await world.until(lambda: world.status["cause"] == "PodReplaced")
+    assert spare in world.api.objects
+
+
+async def test_a_job_that_stops_frees_its_pods_whatever_the_server_refuses_of_its_objects(world: FakeWorld) -> None:
+    """A policy of the cluster came later than the job: a member that did not stop kept its devices for ever."""
+    passed_s = 0.0
+    world.kubelet.hold("gpu-1", under=lambda target: target.goal is Goal.STOP)
+    stay_in_rollout(world)
+    async with world.operator():
+        await world.until(lambda: world.status.get("phase") == "Rollout")
+    world.api.forbidden = lambda method, path: method == "PATCH" and "/networkpolicies/" in path
+    async with world.operator(clock=lambda: time.monotonic() + passed_s) as operator:
+        await world.until(lambda: "ObjectRefused" in str(world.status["conditions"]))
+        passed_s += 60.0
+        change(world, activeDeadlineSeconds=60)
+        await world.until(lambda: world.api.objects[pod_path("sums-gpu-0-0")]["status"]["phase"] == "Succeeded")
+        passed_s += 2 * STOP_DEADLINE_S
+        operator.context.wakeups.wake(world.body["metadata"]["uid"])
+        await world.until(lambda: has_failed(world))
+
+
 async def test_a_job_that_queues_because_the_server_refused_its_pods_says_so(world: FakeWorld) -> None:
     """It reported that there was no pod for as long as it was queued, and nobody saw the policy that denied them."""
     passed_s = 0.0

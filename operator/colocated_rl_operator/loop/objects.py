@@ -16,6 +16,7 @@ from enum import Enum, auto
 from colocated_rl_api import names
 from colocated_rl_api.failure import FailureCause
 from colocated_rl_api.logs import log
+from colocated_rl_api.member_wire import Goal
 from colocated_rl_api.names import PodUid
 from colocated_rl_api.pod_template import PodDefaults, PodTemplate
 from colocated_rl_api.seats import ROLLOUT_SEAT, role_of
@@ -100,12 +101,12 @@ async def apply_plan(state: JobState, seen: Observation, decided: Plan, doors: D
 
 
 def _apply_in_s(state: JobState, seen: Observation, decided: Plan, doors: Doors) -> float | None:
-    """Return the seconds until objects are applied; None at rest.
+    """Return the seconds until objects are applied; None for not at all.
 
     Another process has applied those of pods that this one found. They wait, or a take-over of hundreds of jobs would
     make thousands of calls before the last job has targets. A repair waits for the end of a switch.
     """
-    if seen.rests or decided.is_over:
+    if not _goes_on(seen, decided):
         return None
     if state.objects_of is None and seen.members:
         return max(0.0, state.found_at + TAKE_OVER_S - doors.clock())
@@ -118,6 +119,12 @@ def _apply_in_s(state: JobState, seen: Observation, decided: Plan, doors: Doors)
 
 def _objects_of(job: Job) -> tuple[int, int]:
     return job.generation, job.replicas
+
+
+def _goes_on(seen: Observation, decided: Plan) -> bool:
+    """Return whether members go on. Those that stop need no objects, and the refusal of one would keep their pods."""
+    stops = decided.climb is not None and decided.climb.cause.goal is Goal.STOP
+    return not (seen.rests or decided.is_over or stops)
 
 
 def is_lasting(state: JobState, error: ApiUnreachable, doors: Doors) -> bool:
@@ -383,10 +390,10 @@ async def _change_pods(state: JobState, job: Job, decided: Plan, doors: Doors) -
     limit = asyncio.Semaphore(AT_ONCE)
     calls = (_change_pod(state, job, action, limit, doors) for action in decided.pods)
     outcomes = await asyncio.gather(*calls, return_exceptions=True)
+    await _make_keys(state, job, limit, doors)
     refused = [each for each in outcomes if isinstance(each, NotAdmitted)]
     if failed := [each for each in outcomes if isinstance(each, Exception) and each not in refused]:
         raise ExceptionGroup("pods not changed", failed)
-    await _make_keys(state, job, limit, doors)
     if any(isinstance(action, DeletePod) for action in decided.pods):
         await list_again(state, doors.kube, doors.pods)
     await _taint_nodes(state, decided, doors)
