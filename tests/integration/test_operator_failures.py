@@ -512,3 +512,17 @@ async def test_a_queued_job_that_is_deleted_is_before_nobody(world: FakeWorld) -
         operator.stopper.set(DaemonStoppingReason.RESOURCE_DELETED)
         await world.until(operator.task.done)
     assert not operator.context.doors.queue.has_elder(YOUNGER)
+
+
+@pytest.mark.parametrize("world", [SPEC | {"podsReadyDeadlineSeconds": 1}], indirect=True, ids=["Requeue"])
+async def test_a_queued_job_that_another_operator_has_is_before_nobody(world: FakeWorld) -> None:
+    """Jobs of the former operator waited for the later half of their delay as long as it ran."""
+    world.kubelet.blocked = {"sums-gpu-1-0"}
+    async with world.operator() as former:
+        await world.until(lambda: world.status.get("phase") == "Queued" and not world.api.all("pods"))
+        assert former.context.doors.queue.has_elder(YOUNGER)
+        async with world.operator(release="others/lease", takes_over=frozenset({"operators/lease"})):
+            await world.until(lambda: world.status["operator"] == "others/lease")
+            change(world, steps=4)  # both look at it
+            await world.until(lambda: any(each["reason"] == "AnotherOperator" for each in world.api.all("events")))
+        assert not former.context.doors.queue.has_elder(YOUNGER)

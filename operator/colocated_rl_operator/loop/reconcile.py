@@ -67,6 +67,7 @@ async def _pass(state: JobState, body: Mapping[str, Any], doors: Doors) -> float
     if not await claim(state, doors):
         doors.members.keep(state.about.uid, ())  # each would take its members' connections from the other
         doors.metrics.forget_job(state.about.uid)  # the other one counts it
+        doors.queue.forget(state.about.uid)
         state.forget()
         return AGAIN_S
     began = doors.clock()
