@@ -1416,6 +1416,24 @@ async def test_an_older_operator_touches_nothing_that_it_does_not_understand(wor
     assert (epoch, "Moved", pods) == (world.status["epoch"], world.status["cause"], world.api.all("pods"))
 
 
+@pytest.mark.parametrize(
+    "newer",
+    [{"phase": "Moving"}, {"gpuHolder": "Reference"}, {"placement": "Other", "reference": {"placement": "Other"}}],
+)
+async def test_words_for_people_that_only_a_newer_operator_knows_keep_an_older_one_from_nothing(
+    world: FakeWorld, newer: dict[str, Any]
+) -> None:
+    """Its loop ended by an error again and again, and only its log said so."""
+    stay_in_rollout(world)
+    async with world.operator():
+        await world.until(lambda: world.status.get("phase") == "Rollout")
+    world.api.set_status(JOB_PATH, {**world.status, **newer})
+    world.kubelet.release("rollout")
+    async with world.operator():
+        await world.until(lambda: world.status.get("phase") == "Complete")
+    assert {1: [1, 2, 3]} == world.group.trained_in
+
+
 async def test_a_change_of_the_spec_in_between_does_not_lose_the_epoch(world: FakeWorld) -> None:
     stay_in_rollout(world)
     async with world.operator():

@@ -22,6 +22,8 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
+from pydantic import ValidationError
+
 from colocated_rl_api.job_status import ColocatedRLJobStatus
 from colocated_rl_api.logs import log
 from colocated_rl_operator.clients.errors import (
@@ -39,6 +41,7 @@ LOG = logging.getLogger(__name__)
 WRITE_TRIES = 5  # of one status, each after somebody else's change of the object
 CLOSE_S = 2.0  # for noted statuses and events, when the process ends
 OURS = frozenset(ConditionType)
+FOR_PEOPLE = frozenset({"phase", "placement", "gpuHolder", "reference"})  # of a status: derived anew in each pass
 MAX_NEWS = 64  # events that wait for their turn; the oldest are dropped first
 
 
@@ -195,9 +198,17 @@ class Record:
 
 
 def read_status(job: Body) -> ColocatedRLJobStatus:
-    """Return the status without the conditions of other controllers, which may say less than ours do."""
+    """Return the status without the conditions of other controllers, which may say less than ours do.
+
+    A word for people that only a newer operator knows is left out, as nothing follows from it.
+    """
     status = (job.get("status") or {}) | {"conditions": _conditions(job, ours=True)}
-    return ColocatedRLJobStatus.model_validate_json(json.dumps(status))
+    try:
+        return ColocatedRLJobStatus.model_validate_json(json.dumps(status))
+    except ValidationError as error:
+        unknown = {each["loc"][0] for each in error.errors(include_url=False)} & FOR_PEOPLE
+        known = {field: value for field, value in status.items() if field not in unknown}
+        return ColocatedRLJobStatus.model_validate_json(json.dumps(known))
 
 
 def _conditions(job: Body, *, ours: bool) -> list[Body]:
