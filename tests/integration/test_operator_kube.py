@@ -330,9 +330,13 @@ def test_a_jobs_data_token_is_its_own_and_another_one_by_name_and_not_the_author
 
 
 @pytest.mark.parametrize(
-    ("days", "is_current"), [(0, True), (19.9, True), (20.1, False), (31, False)], ids=["new", "19", "20", "over"]
+    ("days", "is_current"),
+    [(0, True), (19.9, True), (20.1, False), (31, False), (-0.9, True), (-1.1, False)],
+    ids=["new", "19", "20", "over", "of a clock that was ahead", "of one that was far ahead"],
 )
-def test_certificates_of_thirty_days_are_renewed_when_ten_are_left(days: float, is_current: bool) -> None:
+def test_certificates_of_thirty_days_are_renewed_when_ten_are_left_or_the_clock_was_ahead(
+    days: float, is_current: bool
+) -> None:
     now = datetime.now(UTC)
     keyring = Keyring(Authority.new(), b"k" * 32, wall=lambda: now)
     held = keyring.keys(GPU_POD).held

@@ -92,8 +92,11 @@ async def test_a_rollout_controller_whose_clock_is_set_seals_on_and_discards_not
 def test_certificates_of_a_running_job_are_renewed_again_and_again_and_no_connection_ends(
     tmp_path: Path, clock: WallClock
 ) -> None:
-    """A job's certificate lasted five years, nothing renewed it, and nobody was told when it would end."""
-    program = [sys.executable, "-m", "fakes.aging_job", str(tmp_path), "21", "42", "63"]
+    """A job's certificate lasted five years, nothing renewed it, and nobody was told when it would end.
+
+    Those of a clock that was months ahead for a moment stayed, and no new connection took them for valid.
+    """
+    program = [sys.executable, "-m", "fakes.aging_job", str(tmp_path), "21", "42", "63", "0"]
     output = subprocess.run(program, capture_output=True, text=True, cwd=TESTS, timeout=JOB_S, check=True).stdout
     *after, end = json.loads(output.splitlines()[-1])
     for each in after:

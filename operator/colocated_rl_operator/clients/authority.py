@@ -202,9 +202,15 @@ class Keyring:
         )
 
     def is_current(self, held: HeldKeys, member: Keyholder) -> bool:
-        """Return whether the member needs no others yet, by its own word: whatever it says must be borne."""
+        """Return whether the member needs no others yet, by its own word: whatever it says must be borne.
+
+        Keys that last for longer than they may are of a clock that was ahead, and not valid yet.
+        """
         present = (self._issuer, self._trusts, _digest(self.token(member)))
-        return (held.issuer, held.trusts, held.token) == present and self._wall() + RENEWED_BEFORE < held.ends
+        lasts = held.ends - self._wall()
+        return (held.issuer, held.trusts, held.token) == present and (
+            RENEWED_BEFORE < lasts <= LEAF_LIFE + CLOCK_TOLERANCE
+        )
 
     def mark(self, member: Keyholder) -> str:
         """Return what a pod is marked with that is made with present keys: it changes with authority and token."""

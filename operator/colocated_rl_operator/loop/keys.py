@@ -39,7 +39,7 @@ async def keep_keys(
     Without the Secrets, or with damaged ones, it goes on by the keys that it has. issued: the Secret whose authority
     is followed; "": none.
     """
-    until, settled = keyring.now() + RENEWED_BEFORE, 0
+    made_at, settled = keyring.now(), 0
     while True:
         await asyncio.sleep(every_s)
         is_other = False
@@ -53,8 +53,8 @@ async def keep_keys(
         if is_other:
             settled = 0
             log(LOG, "authority changed", reason="its Secret or that of the tokens has: members get new keys")
-        if is_other or keyring.now() >= until:
-            members.tls, until = keyring.operator_context(), keyring.now() + RENEWED_BEFORE
+        if is_other or not made_at <= keyring.now() < made_at + RENEWED_BEFORE:  # before: the clock was ahead
+            members.tls, made_at = keyring.operator_context(), keyring.now()
         await members.renew()
         if is_other:
             members.wake_all()
