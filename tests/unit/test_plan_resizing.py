@@ -416,6 +416,24 @@ def test_a_spare_that_waits_or_was_lost_is_not_taken_for_one_that_holds_room() -
         assert "sums-gpu-1024-0" in deleted(plan(later(seen, 5)))
 
 
+def test_a_spare_that_is_lost_with_its_node_leaves_no_room_for_which_another_pod_would_wait() -> None:
+    """It ended a minute and a half later, by force: meanwhile no other spare went, nor did the group become smaller."""
+    seen = without(spared(2, make_member("gpu-1025", facts=BLANK), spares=2, elasticPolicy=ELASTIC), "gpu-1")
+    lost: dict[str, Any] = {"ends_at": seen.now + 60, "silent_since": seen.now}
+    silent_before = make_member(SPARE, **lost | {"silent_since": seen.now - 25})
+    assert ["sums-gpu-1025-0"] == deleted(plan(later(with_pod(seen, silent_before), 5)))
+    alone = remember(replace(seen, members=tuple(pod for pod in seen.members if pod.seat != "gpu-1025")))
+    for ending, replicas in (
+        (make_member(SPARE, **lost), 1),
+        (make_member(SPARE, **lost, notice=Notice(FailureCause.POD_EVICTED, "a taint")), 1),
+        (make_member(SPARE, **lost, is_starting=True), 2),
+        (make_member(SPARE, **lost, trouble="gpu: CrashLoopBackOff"), 2),
+        (make_member(SPARE, **lost | {"silent_since": seen.now + 1}), 2),
+        (make_member(SPARE, facts=BLANK, ends_at=seen.now + 60), 2),
+    ):
+        assert replicas == climb_of(plan(later(with_pod(alone, ending), 30))).replicas
+
+
 def test_the_room_of_a_sick_node_is_kept_from_the_group() -> None:
     """Nor does it count: the job is as if it had none, and becomes smaller."""
     sick = Notice(FailureCause.BAD_DEVICE, "condition GPUHealthy is False")
