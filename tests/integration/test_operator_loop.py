@@ -38,6 +38,7 @@ from colocated_rl_operator.manifests.profiles import Profile, Profiles
 from colocated_rl_operator.manifests.resources import PodImages
 from colocated_rl_operator.metrics import OperatorMetrics
 from colocated_rl_operator.planner.plan import STOP_DEADLINE_S
+from colocated_rl_operator.planner.status import PROGRESS_S
 from fakes.world import (
     DEADLINE_S,
     JOB_PATH,
@@ -1346,13 +1347,19 @@ async def test_pods_that_are_there_are_not_tried_again_where_a_quota_has_room_fo
 TAKEN = "/api/v1/namespaces/default/pods/sums-gpu-0-0"
 
 
-async def test_a_pod_of_a_deleted_job_of_the_same_name_is_waited_for(world: FakeWorld) -> None:
+async def test_a_pod_of_a_deleted_job_of_the_same_name_is_waited_for_and_named(world: FakeWorld) -> None:
+    """One on a node that is gone does not end, and all that the job said was that it had no pod there."""
+    passed_s = 0.0
     ending = {"name": "sums-gpu-0-0", "labels": {}, "deletionTimestamp": "2026-01-01T00:00:00Z"}
     world.api.put(TAKEN, {"metadata": ending, "status": {"phase": "Running"}})
     world.kubelet.moved.clear()
-    async with world.operator():
+    async with world.operator(clock=lambda: time.monotonic() + passed_s) as operator:
         await world.until(lambda: len(world.kubelet.members) == 2)
         await world.until(lambda: world.status.get("phase") == "Pending")
+        passed_s = PROGRESS_S
+        operator.context.wakeups.wake(world.body["metadata"]["uid"])
+        words = "gpu-0 (no pod: another pod of the name sums-gpu-0-0, most likely of a deleted job, has not ended)"
+        await world.until(lambda: words in condition_message(world, "PodsReady"))
         assert "False" == condition(world, "Stalled")[0]
         world.api.remove(TAKEN)
         await world.until(lambda: world.status.get("phase") == "Complete")

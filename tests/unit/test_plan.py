@@ -48,6 +48,7 @@ from colocated_rl_operator.planner.observation import (
     Memory,
     Observation,
     PodPhase,
+    RefusedPod,
     in_epoch,
     remember,
 )
@@ -127,6 +128,14 @@ def test_a_silent_pod_holds_the_group_where_it_is() -> None:
     assert decided.wait is not None
     assert ("gpu-0",) == decided.wait.who
     assert decided.wake_at == seen.now + SILENCE_S
+
+
+def test_a_pod_that_is_not_made_is_waited_for_with_the_reason() -> None:
+    seen = climbing(Rung.RELEASED, Rung.RELEASED)
+    seen = replace(seen, members=tuple(pod for pod in seen.members if not pod.seat.startswith("gpu-")))
+    wait = plan(replace(seen, refused={"gpu-1": RefusedPod(seen.now + 2, "its name is taken")})).wait
+    assert wait is not None
+    assert "gpu-0 (no pod), gpu-1 (no pod: its name is taken)" == wait.message
 
 
 def test_a_pod_whose_gpu_container_is_down_is_waited_for() -> None:

@@ -66,7 +66,7 @@ class JobState:
     failure: str = ""  # the API server's message that ended the last pass
     failing_since: float | None = None  # since when each pass has ended by that failure
     stall: Stall | None = None
-    refused: dict[str, RefusedPod] = field(default_factory=dict)  # by seat: pods that the group can do without
+    refused: dict[str, RefusedPod] = field(default_factory=dict)  # by seat
 
     @property
     def about(self) -> About:

@@ -450,6 +450,8 @@ async def _create_pod(state: JobState, job: Job, action: CreatePod, doors: Doors
         if name in {pod["metadata"]["name"] for pod in doors.pods.of(job.uid)}:
             return PodChange.DONE
         if IS_ENDING in str(error):
+            message = f"another pod of the name {name}, most likely of a deleted job, has not ended"
+            state.refused[action.seat] = RefusedPod(doors.clock() + 2 * NAME_RETRY_S, message)
             return PodChange.NAME_TAKEN
         raise NotAdmitted(f"{error}, and is no pod of this job: delete it", error.status) from error
     log(LOG, "pod created", pod=name)

@@ -374,7 +374,7 @@ class Member:
 
 @dataclass(frozen=True)
 class RefusedPod:
-    """The API server has refused a pod that the group can do without, as where a quota has no room for it."""
+    """A pod was not made, and the job is not stalled: the group can do without it, or its name will be free."""
 
     until: float  # it is tried again then
     message: str
@@ -425,7 +425,7 @@ class Observation:
     finished_at: float | None = None  # completed or failed
     has_elder: bool = False  # an older job of this operator is queued
     outdated: frozenset[str] = frozenset()  # pods of a reference whose keys should be others
-    refused: Mapping[str, RefusedPod] = field(default_factory=dict)  # by seat, of waiting seats and spares
+    refused: Mapping[str, RefusedPod] = field(default_factory=dict)  # by seat
     hindrance: str = ""  # what kept the job's objects from being made, the last time
     memory: Memory = Memory()
 

@@ -499,12 +499,13 @@ def _leave(seen: Observation) -> Plan:
 
 # -------------------------------------------------------------------------------------------------------- for messages
 def _absentees(seen: Observation) -> str:
-    return listed([f"{seat} ({_why_absent(seen.current.get(seat))})" for seat in seen.absent])
+    return listed([f"{seat} ({_why_absent(seen, seat)})" for seat in seen.absent])
 
 
-def _why_absent(member: Member | None) -> str:
+def _why_absent(seen: Observation, seat: str) -> str:
+    member, refused = seen.current.get(seat), seen.refused.get(seat)
     if member is None:
-        return "no pod"
+        return f"no pod: {refused.message}" if refused else "no pod"
     if member.pod_facts and member.pod_facts.ending:
         return "its container was signalled to end"
     problem = member.facts.problem if member.facts else None
