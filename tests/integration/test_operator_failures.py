@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -197,6 +198,30 @@ async def device_breaks(world: FakeWorld) -> None:
     world.api.set_status(path, world.api.objects[path]["status"] | {"containerStatuses": [gpu]})
     await world.until(lambda: world.status.get("phase") == "Complete")
     assert "BadDevice" == failures(world)["cause"]
+
+
+@pytest.mark.parametrize("refused", [("PATCH", "/networkpolicies/"), ("DELETE", "/pods/sums-gpu-1-0")], ids=str)
+async def test_a_pod_that_can_not_be_deleted_is_answered_once_and_not_for_ever(
+    world: FakeWorld, refused: tuple[str, str]
+) -> None:
+    """The group formed with it again, and its device was bad: thirty epochs a second, each of them written."""
+    stay_in_rollout(world)
+    async with world.operator():
+        await world.until(lambda: world.status.get("phase") == "Rollout")
+    world.api.forbidden = lambda method, path: method == refused[0] and refused[1] in path
+    async with world.operator() as operator:
+        await world.until(lambda: world.status.get("cause") == "OperatorRestarted")
+        breaking = asyncio.create_task(device_breaks(world))
+        await world.until(lambda: world.status.get("cause") == "PodReplaced" and events(world, "ObjectRefused"))
+        await asyncio.sleep(1)  # nothing is to happen
+        assert 1 == failures(world)["podRestarts"]
+        world.api.forbidden = lambda method, path: False
+        world.kubelet.release("rollout")
+        while not breaking.done():
+            operator.context.wakeups.wake(world.body["metadata"]["uid"])
+            await asyncio.sleep(0.1)
+        await breaking
+    assert "sums-gpu-1-0" not in pods(world)
 
 
 @pytest.mark.parametrize("answers", ["at once", "once it has panicked", "after another change"])

@@ -130,6 +130,18 @@ def test_a_silent_pod_holds_the_group_where_it_is() -> None:
     assert decided.wake_at == seen.now + SILENCE_S
 
 
+def test_no_group_forms_with_a_pod_that_the_server_may_have_kept_from_going() -> None:
+    """It would be at fault again at once."""
+    for cause, hindrance, forms in (
+        (Cause.POD_REPLACED, "forbidden", False),
+        (Cause.POD_REPLACED, "", True),
+        (Cause.RESIZED, "forbidden", True),
+    ):
+        seen = climbing(Rung.SERVING, Rung.SERVING, hindrance=hindrance)
+        assert seen.climb is not None
+        assert forms is plan(replace(seen, climb=replace(seen.climb, cause=cause, group=""))).raises
+
+
 def test_a_pod_that_is_not_made_is_waited_for_with_the_reason() -> None:
     seen = climbing(Rung.RELEASED, Rung.RELEASED)
     seen = replace(seen, members=tuple(pod for pod in seen.members if not pod.seat.startswith("gpu-")))

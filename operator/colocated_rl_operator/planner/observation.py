@@ -426,7 +426,7 @@ class Observation:
     has_elder: bool = False  # an older job of this operator is queued
     outdated: frozenset[str] = frozenset()  # pods of a reference whose keys should be others
     refused: Mapping[str, RefusedPod] = field(default_factory=dict)  # by seat
-    hindrance: str = ""  # what kept the job's objects from being made, the last time
+    hindrance: str = ""  # what kept the job's objects from being made, or its pods from being deleted, the last time
     memory: Memory = Memory()
 
     @cached_property

@@ -215,6 +215,8 @@ def _decide_when_all_answer(seen: Observation, climb: Climb) -> Decision | Hold 
     if not climb.lineage or _has_fallen_back(seen, climb):
         return _first(seen, climb)
     if not climb.group:
+        if climb.cause is Cause.POD_REPLACED and seen.hindrance:
+            return None  # the pod at fault may be there still: it would be answered again at once, and for ever
         regrouped = replace(climb, lineage=seen.next_lineage, group=seen.group or "")
         cause = climb.cause if climb.cause in (Cause.POD_REPLACED, Cause.RESIZED) else Cause.RESUMED
         return raise_epoch(seen, regrouped, cause, f"every member answers again: {starts(seen)}")
