@@ -450,11 +450,11 @@ class GRPOTrainer:
         gradients = self._state.gradients
         if not self._trains_parts:  # otherwise the passes sum each rank's part
             self._group.sum_in_place(gradients)
-        norm = torch.linalg.vector_norm(gradients)
+        of_rank = self._state.gradient_norm()
         if self._trains_parts:
-            self._group.sum_in_place(norm.square_())
-            norm.sqrt_()
-        norm = float(norm)
+            self._group.sum_in_place(of_rank.square_())
+            of_rank.sqrt_()
+        norm = float(of_rank)
         if norm > self._config.gradient_clip:
             gradients.mul_(self._config.gradient_clip / norm)
         return norm

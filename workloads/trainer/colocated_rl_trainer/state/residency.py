@@ -26,6 +26,7 @@ from itertools import chain
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.nn.utils import get_total_norm
 from torch.optim.adamw import adamw
 
 from colocated_rl_api.job import TrainerMemory
@@ -43,6 +44,7 @@ STATE = {  # the kinds of state of each of a job's names
 PIECE = 1 << 26  # elements that an update on the host has there at once, twice: 512 MiB
 
 _EPSILON = 1e-8  # of AdamW
+_SUMMED = 1 << 18  # elements that a norm adds up at once: a CPU loses 2 % of the sum of 10^8 squares in float32
 _ALIGNMENT = 16  # bytes, of any dtype
 
 Blocks = tuple[Tensor, ...]
@@ -171,6 +173,10 @@ class Residency:
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
         self.is_onloaded = False
+
+    def gradient_norm(self) -> Tensor:
+        """Return the norm of this rank's gradients, a scalar."""
+        return get_total_norm(self.gradients.split(_SUMMED))
 
     def update(self, *, learning_rate: float, betas: tuple[float, float], weight_decay: float) -> None:
         """Call AdamW, or SGD, once with the current gradients, and set them to zero.
