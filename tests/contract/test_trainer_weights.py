@@ -152,6 +152,7 @@ ARCHITECTURES: dict[str, PreTrainedConfig] = {
         mamba_chunk_size=16,
         ssm_multipliers=[0.5, 0.6, 0.7, 0.8, 0.9],
     ),
+    "apertus": transformers.ApertusConfig(**SMALL),
     "biogpt": transformers.BioGptConfig(**SMALL),
     "opt": transformers.OPTConfig(
         vocab_size=48,
@@ -181,7 +182,8 @@ def test_export_of_any_architecture_is_what_transformers_loads(
     model = load_model(origin)
     Residency(model, torch.device("cpu")).parameters[0].mul_(1.5)
     for buffer in _written_buffers(model).values():
-        buffer.add_(torch.linspace(4, 4.01, buffer.numel()))  # biases of experts, which bfloat16 would make equal
+        # biases of experts, which bfloat16 would make equal
+        buffer.add_(torch.linspace(4, 4.01, buffer.numel()).view_as(buffer))
 
     write_model(model, out, origin=origin, dtype=dtype, file_bytes=20_000)
 
@@ -214,20 +216,25 @@ def test_tensors_that_files_hold_as_one_are_written_into_one_file(tmp_path: Path
     }
 
 
-@pytest.mark.parametrize("name", ["minimax m2", "ernie moe"])
-def test_constants_are_not_rounded_with_the_weights_that_adapters_leave_alone(tmp_path: Path, name: str) -> None:
-    """transformers reads those of MiniMax-M2 in bfloat16, and an engine in float32."""
+@pytest.mark.parametrize(
+    ("name", "last"),
+    [("minimax m2", "e_score_correction_bias"), ("ernie moe", "e_score_correction_bias"), ("apertus", "act_fn.beta")],
+)
+def test_constants_are_not_rounded_with_the_weights_that_adapters_leave_alone(
+    tmp_path: Path, name: str, last: str
+) -> None:
+    """transformers reads those of MiniMax-M2 in bfloat16, and an engine in float32. Apertus' are single numbers."""
     origin = tmp_path / "model"
     AutoModelForCausalLM.from_config(ARCHITECTURES[name]).save_pretrained(origin)
     tensors = load_file(origin / "model.safetensors")
-    (bias,) = [each for each in tensors if "layers.1." in each and each.endswith("e_score_correction_bias")]
-    tensors[bias] = torch.linspace(4, 4.01, 4).view_as(tensors[bias])
+    (constant,) = [each for each in tensors if "layers.1." in each and each.endswith(last)]
+    tensors[constant] = torch.linspace(4.001, 4.01, tensors[constant].numel()).view_as(tensors[constant])
     save_file(tensors, origin / "model.safetensors", {"format": "pt"})
 
     model = load_model(origin, frozen=torch.bfloat16)
 
     held = revert_weight_conversion(model, _written_buffers(model))
-    assert torch.equal(tensors[bias], held[bias])
+    assert torch.equal(tensors[constant], held[constant])
 
 
 def _written_buffers(model: PreTrainedModel) -> dict[str, torch.Tensor]:

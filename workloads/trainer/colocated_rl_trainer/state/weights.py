@@ -204,7 +204,7 @@ def _read_constants(model: PreTrainedModel, directory: Path) -> None:
         (named,) = revert_weight_conversion(model, {name: constant})
         if named in stored:
             owner, _, last = name.rpartition(".")
-            model.get_submodule(owner).register_buffer(last, stored[named][:].to(constant.device))
+            model.get_submodule(owner).register_buffer(last, stored[named][...].to(constant.device))
 
 
 def _compute_buffers_of_layers(model: PreTrainedModel) -> None:
