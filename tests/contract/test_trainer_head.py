@@ -16,6 +16,7 @@ from contract.trainer_ranks_in_process import in_ranks
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
+from colocated_rl_trainer.protocol.settings import ConfigError
 from colocated_rl_trainer.state.head import LogitForm, ScoringForward, score_without_logits
 from colocated_rl_trainer.state.weights import load_model
 from fakes.tiny_model import write_tiny_model
@@ -134,6 +135,15 @@ def test_model_whose_head_is_more_than_it_seems_computes_whole_logits(
 
     assert not isinstance(model.forward, ScoringForward)
     assert ["whole logits computed"] == [record.message for record in caplog.records]
+
+
+def test_a_head_in_float32_is_refused_where_the_model_computes_its_logits_by_itself(tmp_path: Path) -> None:
+    """It was ignored: engines computed logits in float32, and the trainer in bfloat16."""
+    config = transformers.Llama4TextConfig(**SMALL, intermediate_size_mlp=64, num_local_experts=2)
+    transformers.Llama4ForCausalLM(config).save_pretrained(tmp_path / "model")
+
+    with pytest.raises(ConfigError, match=r"fp32LmHead .* Llama4ForCausalLM computes whole logits"):
+        RankInProcess(tmp_path, tmp_path / "model", dtype="bfloat16", fp32LmHead=True)
 
 
 def test_what_is_no_pass_over_targets_computes_as_before() -> None:

@@ -150,6 +150,9 @@ class GRPOTrainer:
                 share=self._divide if self._is_shared else None,
                 frozen=self._dtype if self._config.lora else None,
             )
+        if self._config.fp32_lm_head and not isinstance(self.model.forward, ScoringForward):
+            name = type(self.model).__name__.removeprefix("FSDP")
+            raise ConfigError(f"fp32LmHead in spec.trainer.config: {name} computes whole logits, so leave it out")
         if lora := self._config.lora:
             self._origin = self._find_origin(lora)
             self._adapters = Adapters(self.model, lora, seed=self._config.seed)
