@@ -14,7 +14,7 @@ from allocations import allocated_by, resident_growth
 from contract.test_trainer_weights import ARCHITECTURES, EXPERTS, SMALL
 from contract.trainer_ranks_in_process import ANSWER_S, UnwatchedTrainer, in_ranks
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, Qwen2MoeConfig
+from transformers import AutoModelForCausalLM, HrmTextConfig, OlmoHybridConfig, PreTrainedConfig, Qwen2MoeConfig
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from colocated_rl_trainer.conformance.shards import Example, write_shards
@@ -144,9 +144,9 @@ def test_ranks_that_load_a_model_of_many_files_map_one_of_them_at_a_time(tmp_pat
         assert grown < 4 * parameters / 3 + max(files) + OBJECTS < 2 * parameters
 
 
-def differing_tensors(trainer: UnwatchedTrainer) -> list[str]:
+def differing_tensors(trainer: UnwatchedTrainer, model: Path | None = None) -> list[str]:
     """Names of those that are not as one rank loads them, buffers that no file holds included."""
-    alone = load_model(trainer._settings.model)
+    alone = load_model(model or trainer._settings.model)
     wanted = dict(alone.named_parameters()) | dict(alone.named_buffers())
     found = dict(trainer.model.named_parameters()) | dict(trainer.model.named_buffers())
     same = [name for name in wanted if torch.equal(whole(found[name]), wanted[name].detach())]
@@ -169,6 +169,35 @@ def test_what_ranks_load_is_the_model_also_where_its_files_have_another_form(
     AutoModelForCausalLM.from_config(ARCHITECTURES[name]).save_pretrained(tmp_path / "model")
 
     assert [[]] * ranks == in_ranks(ranks, tmp_path, tmp_path / "model", differing_tensors)
+
+
+def load_another(trainer: UnwatchedTrainer, model: Path) -> list[str]:
+    trainer.model = load_model(model, share=trainer._divide)
+    return differing_tensors(trainer, model)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        HrmTextConfig(**SMALL, head_dim=8),  # gates, queries, keys and values are one tensor in files
+        OlmoHybridConfig(  # a convolution is three there
+            **SMALL,
+            layer_types=["linear_attention", "full_attention"],
+            linear_num_key_heads=2,
+            linear_num_value_heads=4,
+            linear_key_head_dim=8,
+            linear_value_head_dim=8,
+        ),
+    ],
+    ids=lambda config: config.model_type,
+)
+def test_ranks_load_what_files_divide_otherwise(tmp_path: Path, config: PreTrainedConfig) -> None:
+    """Each took its rows of what is in a file for those of the tensor: wrong weights were trained and exported."""
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "another")
+    model = write_tiny_model(tmp_path / "model")
+
+    assert [[]] * 2 == in_ranks(2, tmp_path, model, partial(load_another, model=tmp_path / "another"))
 
 
 def load_a_part(trainer: UnwatchedTrainer) -> list[str]:

@@ -24,6 +24,7 @@ from transformers import (
 )
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
+    MergeModulelist,
     WeightConverter,
     build_glob_alternation,
     convert_and_load_state_dict_in_model,
@@ -133,8 +134,8 @@ def _load_part(
     """Load as transformers does it, with `share` between the model's definition and its weights.
 
     Its loader reads the slice of a file that a divided tensor needs, and converts what files hold in another form. It
-    can't where a rank gets none of the experts that files hold one by one, nor from files of torch (`.bin`): then each
-    rank loads all, as one alone.
+    can't where a rank gets none of the experts that files hold one by one, nor from files of torch (`.bin`); and where
+    files hold other tensors as one, or one as several, its slices are of those. Then each rank loads all, as one alone.
     """
     config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
     dtype = frozen or torch.float32
@@ -146,7 +147,7 @@ def _load_part(
     conversions = get_model_conversion_mapping(model)
     score_without_logits(model)
     share(model)
-    if leaves_a_rank_empty(_converted(model, conversions)) or not _has_safetensors(directory):
+    if not _is_in_slices(model, conversions) or not _has_safetensors(directory):
         model, loading = _load_whole(directory, attention, frozen)
         score_without_logits(model)
         share(model)
@@ -170,9 +171,16 @@ def _load_part(
     return model, loading
 
 
-def _converted(model: PreTrainedModel, conversions: Sequence[object]) -> list[Tensor]:
+def _is_in_slices(model: PreTrainedModel, conversions: Sequence[object]) -> bool:
+    """Return whether a rank's part of each tensor is a slice of one in the files, or some of the experts there."""
+    converters = [each for each in conversions if isinstance(each, WeightConverter)]
+    others = [each for each in converters if not isinstance(each.operations[0], MergeModulelist)]
+    return not _converted(model, others) and not leaves_a_rank_empty(_converted(model, converters))
+
+
+def _converted(model: PreTrainedModel, conversions: Sequence[WeightConverter]) -> list[Tensor]:
     """Return the parameters that files hold in another form than the model, as experts one by one."""
-    backwards = [each.reverse_transform() for each in conversions if isinstance(each, WeightConverter)]
+    backwards = [each.reverse_transform() for each in conversions]
     search = build_glob_alternation(backwards)[0].search
     return [parameter for name, parameter in model.named_parameters() if backwards and search(name)]
 
