@@ -35,7 +35,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
 from types import TracebackType
 from typing import Any, Self
 from weakref import WeakValueDictionary
@@ -56,7 +57,8 @@ from colocated_rl_operator.clients.errors import (
 )
 from colocated_rl_operator.clients.limiter import CallLimiter
 
-REQUEST_DEADLINE_S = 20.0  # waiting for its turn included
+TURN_DEADLINE_S = 120.0  # until a call's turn comes: what gives up before has waited for nothing, and waits again
+REQUEST_DEADLINE_S = 20.0  # from then on
 MAKING_DEADLINE_S = 65.0  # of calls that reach webhooks, each for up to 30: the server itself gives up after 60
 APPLY = "application/apply-patch+yaml"
 AT_ONCE = 32  # of one kind and namespace
@@ -275,18 +277,19 @@ class Kube:
         code, content = 0, bytearray()
         try:
             headers = {**self._access.headers(), "Accept": "application/json", "Content-Type": content_type}
-            async with asyncio.timeout(deadline_s), self._turn(path, resource):
-                if resource != "leases":
-                    await self._limiter.wait()
-                async with self._session.request(
+            async with (
+                self._turn(path, resource),
+                asyncio.timeout(deadline_s),
+                self._session.request(
                     verb, self._access.server + path, params=query, data=data, headers=headers, allow_redirects=False
-                ) as answer:
-                    code = answer.status
-                    self._limiter.hold(_retry_after_s(answer))
-                    async for piece in answer.content.iter_any():
-                        content += piece
-                        if len(content) > MAX_ANSWER_BYTES:
-                            raise ApiError(f"{what}: the answer is longer than {MAX_ANSWER_BYTES} bytes", code)
+                ) as answer,
+            ):
+                code = answer.status
+                self._limiter.hold(_retry_after_s(answer))
+                async for piece in answer.content.iter_any():
+                    content += piece
+                    if len(content) > MAX_ANSWER_BYTES:
+                        raise ApiError(f"{what}: the answer is longer than {MAX_ANSWER_BYTES} bytes", code)
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             raise ApiUnreachable(f"{what}: no answer from the API server: {in_words(error)}") from error
         finally:
@@ -299,9 +302,20 @@ class Kube:
             raise ApiUnreachable(f"{what}: {code}, and no JSON: something in between answered") from error
         return answer_body
 
-    def _turn(self, path: str, resource: str) -> asyncio.Semaphore:
+    @asynccontextmanager
+    async def _turn(self, path: str, resource: str) -> AsyncIterator[None]:
+        """Hold a turn among calls of this kind in this namespace, once the process has its turn. Raises TimeoutError."""
         namespace = path.partition("/namespaces/")[2].partition("/")[0]  # "": all namespaces
-        return self._turns.setdefault((namespace, resource), asyncio.Semaphore(AT_ONCE))
+        async with AsyncExitStack() as turn:
+            try:
+                async with asyncio.timeout(TURN_DEADLINE_S):
+                    turns = self._turns.setdefault((namespace, resource), asyncio.Semaphore(AT_ONCE))
+                    await turn.enter_async_context(turns)
+                    if resource != "leases":
+                        await self._limiter.wait()
+            except TimeoutError as error:
+                raise TimeoutError(f"not called, too many calls were before it for {TURN_DEADLINE_S:.0f} s") from error
+            yield
 
 
 def _read(path: str, content: bytearray) -> Body:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 
 CALLS_PER_S, BURST = 200.0, 400  # of one process; a take-over of 500 jobs makes about a thousand calls
-HOLD_AT_MOST_S = 15.0  # whatever the server asks for: less than a call's deadline, so that what waits is still sent
+HOLD_AT_MOST_S = 15.0  # whatever the server asks for
 
 
 class CallLimiter:
