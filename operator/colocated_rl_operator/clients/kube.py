@@ -304,7 +304,7 @@ class Kube:
 
     @asynccontextmanager
     async def _turn(self, path: str, resource: str) -> AsyncIterator[None]:
-        """Hold a turn among calls of this kind in this namespace, once the process has its turn. Raises TimeoutError."""
+        """Hold a turn among calls of this kind and namespace, once the process has its turn. Raises TimeoutError."""
         namespace = path.partition("/namespaces/")[2].partition("/")[0]  # "": all namespaces
         async with AsyncExitStack() as turn:
             try:
