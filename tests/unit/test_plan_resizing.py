@@ -428,6 +428,7 @@ def test_a_spare_that_is_lost_with_its_node_leaves_no_room_for_which_another_pod
         (make_member(SPARE, **lost, notice=Notice(FailureCause.POD_EVICTED, "a taint")), 1),
         (make_member(SPARE, **lost, is_starting=True), 2),
         (make_member(SPARE, **lost, trouble="gpu: CrashLoopBackOff"), 2),
+        (make_member(SPARE, **lost | {"silent_since": seen.now - 5}), 1),
         (make_member(SPARE, **lost | {"silent_since": seen.now + 1}), 2),
         (make_member(SPARE, facts=BLANK, ends_at=seen.now + 60), 2),
     ):
