@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import numpy as np
@@ -49,6 +50,7 @@ from colocated_rl_rollout.rules.samples import (
     Span,
     Tokens,
 )
+from colocated_rl_rollout.store.backup import backup_of
 from colocated_rl_rollout.store.batches import (
     BatchRecord,
     KeptClimb,
@@ -475,6 +477,12 @@ def spoil(path: Path, table: str) -> None:
         file.write(b"\xff" * 64)
 
 
+async def backed_up(store: Store) -> None:
+    async with asyncio.timeout(60):
+        while not backup_of(store.path).exists():  # noqa: ASYNC110 - a thread writes it
+            await asyncio.sleep(0.01)
+
+
 @pytest.mark.parametrize("table", ["samples", "turns", "segments", "groups_by_step", "evaluations"])
 async def test_a_damaged_store_is_named_and_goes_on_from_the_backup_of_a_checkpoint(
     store: Store, tmp_path: Path, table: str, caplog: pytest.LogCaptureFixture
@@ -484,7 +492,7 @@ async def test_a_damaged_store_is_named_and_goes_on_from_the_backup_of_a_checkpo
     completed_group(store)  # whoever restores can't know whether it was trained since
     store.commit(step)
     store.forget(step)
-    await store.flushed()
+    await backed_up(store)
     completed_group(store)
     store.remember_epoch(7)
     cursor, path = store.cursor, store.path
@@ -504,13 +512,26 @@ async def test_a_damaged_store_is_named_and_goes_on_from_the_backup_of_a_checkpo
     whole.close()
 
 
+async def test_no_epoch_waits_for_a_backup(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of 1.3 GB took as long as an epoch may: the controller stood still for 10 s, and lost its operator."""
+    ends = Event()
+    monkeypatch.setattr("colocated_rl_rollout.store.database.back_up", lambda path: ends.wait(60))
+    step = seal(store, [completed_group(store)]).step
+    store.commit(step)
+    store.forget(step)
+    monkeypatch.setattr("colocated_rl_rollout.store.store.EPOCH_DEADLINE_S", 5.0)
+    store.remember_epoch(7)
+    await store.flushed()
+    ends.set()
+
+
 async def test_a_backup_finds_a_batch_that_was_dealt_to_other_ranks_since(store: Store) -> None:
     for step in (1, 2):
         seal(store, [completed_group(store)])
         if step == 1:
             store.commit(step)
     store.forget(1)
-    await store.flushed()
+    await backed_up(store)
     before = samples_of(store, 2)
     assert await store.dealt(2, 3) is not None
     store.close()

@@ -52,7 +52,7 @@ def _is_whole(database: sqlite3.Connection, of: str = "") -> bool:
         raise
 
 
-def back_up(database: sqlite3.Connection, path: Path) -> None:
+def back_up(path: Path) -> None:
     """Write a backup of the database at `path`, whole or not at all. One that fails costs a line in the log."""
     unfinished = path.with_name(f"{path.name}.part")
     try:
@@ -60,7 +60,8 @@ def back_up(database: sqlite3.Connection, path: Path) -> None:
         if shutil.disk_usage(path.parent).free < 2 * path.stat().st_size:
             log(LOG, "store not backed up", logging.WARNING, reason="its volume has no room for it")
             return
-        database.execute("VACUUM INTO ?", (str(unfinished),))
+        with closing(sqlite3.connect(path, isolation_level=None)) as database:
+            database.execute("VACUUM INTO ?", (str(unfinished),))
         sync(unfinished)
         unfinished.replace(backup_of(path))
         sync(path.parent)

@@ -1,4 +1,4 @@
-"""Open the store's database file, and run the one thread that writes to it.
+"""Open the store's database file, and run the one thread that writes to it, and one that backs it up now and then.
 
 Statements are queued in order and committed together: while one commit is on its way to the disk, all further ones wait
 for the next commit, so a thousand samples a second cost a few commits a second. An entry of the queue is never split
@@ -29,7 +29,7 @@ from colocated_rl_rollout.store.tables import ADDED_COLUMNS, SCHEMA, SCHEMA_VERS
 
 BUSY_MS = 10_000
 NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)  # of volumes without: some of object stores and networks
-BACKUP_EVERY_S = 60.0  # and no sooner: nothing is committed meanwhile
+BACKUP_EVERY_S = 60.0  # and no sooner
 
 Statement = tuple[str, Sequence[Sequence[Any]]]
 """SQL and the rows it is executed for."""
@@ -134,6 +134,7 @@ class DatabaseWriter:
         self._queue: SimpleQueue[Entry | asyncio.Future[None] | threading.Event | None] = SimpleQueue()
         self._failure: StoreFailed | None = None
         self._backed_up_at: float | None = None
+        self._backup = threading.Thread()  # the newest; none has begun yet
         self._thread = threading.Thread(target=self._run, name="store-writer", daemon=True)
         self._thread.start()
 
@@ -188,6 +189,8 @@ class DatabaseWriter:
             self._answer(entries)
             for path in [entry.backs_up for entry in entries if isinstance(entry, Entry) and entry.backs_up]:
                 self._back_up(path)
+        if self._backup.ident is not None:
+            self._backup.join()
         self._database.close()
 
     def _commit(self, writes: Sequence[Sequence[Statement]]) -> None:
@@ -213,10 +216,13 @@ class DatabaseWriter:
                     self._database.execute("ROLLBACK")
 
     def _back_up(self, path: Path) -> None:
+        """Begin a backup, of a moment from which on others commit: a large one takes longer than an epoch may."""
         now = time.monotonic()
-        if self._failure is None and (self._backed_up_at is None or now >= self._backed_up_at + BACKUP_EVERY_S):
+        is_due = self._backed_up_at is None or now >= self._backed_up_at + BACKUP_EVERY_S
+        if self._failure is None and is_due and not self._backup.is_alive():
             self._backed_up_at = now
-            back_up(self._database, path)
+            self._backup = threading.Thread(target=back_up, args=(path,), name="store-backup", daemon=True)
+            self._backup.start()
 
     def _answer(self, entries: Sequence[object]) -> None:
         futures: dict[asyncio.AbstractEventLoop, list[asyncio.Future[None]]] = {}
