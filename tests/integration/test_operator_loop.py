@@ -29,7 +29,6 @@ from colocated_rl_api.rungs import Placement, Rung
 from colocated_rl_api.seats import ROLLOUT_SEAT
 from colocated_rl_operator.clients.errors import ApiUnreachable, NotAdmitted
 from colocated_rl_operator.clients.kube import Kube
-from colocated_rl_operator.loop import objects
 from colocated_rl_operator.loop.claim import claim
 from colocated_rl_operator.loop.deletion import DELETE_TRIES, expire_again_s
 from colocated_rl_operator.loop.drive import drive_job, note_job, note_pod
@@ -399,7 +398,7 @@ async def test_another_operator_sends_targets_before_it_applies_what_the_former_
     path = next(path for path in world.api.objects if "/networkpolicies/" in path)
     world.api.remove(path)
     world.api.watch("networkpolicies", lambda event, body: world.kubelet.moved.set())
-    monkeypatch.setattr(objects, "TAKE_OVER_S", 0.0)
+    monkeypatch.setattr("colocated_rl_operator.loop.job_state.TAKE_OVER_S", 0.0)
     async with world.operator():
         await world.until(lambda: path in world.api.objects)
 

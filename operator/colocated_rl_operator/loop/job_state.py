@@ -8,6 +8,7 @@ others may be in the middle of a switch.
 
 from __future__ import annotations
 
+import random
 from dataclasses import dataclass, field
 from datetime import datetime
 
@@ -24,6 +25,7 @@ from colocated_rl_operator.planner.observation import Job, Member, Memory, Refus
 from colocated_rl_operator.planner.status import Stall
 
 RELIST_S = 30.0
+TAKE_OVER_S = 60.0  # from the first look at a job until its objects are applied again, and up to three times as long
 
 
 @dataclass
@@ -60,7 +62,7 @@ class JobState:
     tried_of: int | None = None  # generation whose pods passed the server's dry run
     parts: StartParts | None = None  # of its pods, as loaded last
     parts_of: str = ""  # the name of their record
-    found_at: float = 0.0  # when this process first read the job
+    applies_at: float = 0.0  # when it applies objects that another process has applied
     objects_of: tuple[int, int] | None = None  # generation and replicas whose objects were applied
     applied_at: float = 0.0  # when they were
     failure: str = ""  # the API server's message that ended the last pass
@@ -90,7 +92,7 @@ async def refresh_pods(state: JobState, kube: Kube, pods: Pods, *, now: float) -
     """Read the whole job the first time, and list its pods again while a member stays away."""
     if state.record.status is None:
         await _read_job(state, kube, pods)
-        state.found_at = state.found_at or now
+        state.applies_at = state.applies_at or now + random.uniform(1, 3) * TAKE_OVER_S
     elif state.is_waiting and now >= state.listed_at + RELIST_S:
         await list_again(state, kube, pods)
     elif state.is_waiting:

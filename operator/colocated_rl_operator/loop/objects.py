@@ -50,7 +50,6 @@ LOG = logging.getLogger(__name__)
 
 AT_ONCE = 16  # calls to the API server for one job
 STALL_RETRY_S = 30.0
-TAKE_OVER_S = 20.0  # from the first look at a job until objects of pods that were there are applied
 FAILS_S = 30.0  # a failure of the API server that lasts so long is reported like a refusal
 NAME_RETRY_S = 1.0
 IS_ENDING = "object is being deleted"  # the server's message for a name that will be free
@@ -103,13 +102,13 @@ async def apply_plan(state: JobState, seen: Observation, decided: Plan, doors: D
 def _apply_in_s(state: JobState, seen: Observation, decided: Plan, doors: Doors) -> float | None:
     """Return the seconds until objects are applied; None for not at all.
 
-    Another process has applied those of pods that this one found. They wait, or a take-over of hundreds of jobs would
-    make thousands of calls before the last job has targets. A repair waits for the end of a switch.
+    Another process has applied those of pods that this one found. They have time, or a take-over of hundreds of jobs
+    would make thousands of calls before the last job has targets. A repair waits for the end of a switch.
     """
     if not _goes_on(seen, decided):
         return None
     if state.objects_of is None and seen.members:
-        return max(0.0, state.found_at + TAKE_OVER_S - doors.clock())
+        return max(0.0, state.applies_at - doors.clock())
     if state.objects_of != _objects_of(seen.job):
         return 0.0
     if set(decided.standings.values()) != {seen.job.ladder.top}:
