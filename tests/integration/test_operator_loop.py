@@ -1088,7 +1088,7 @@ async def test_a_pod_that_is_refused_cancels_no_deletion_beside_it(
 
 @pytest.mark.parametrize("world", [{"spares": 1}], indirect=True)
 async def test_a_pod_that_the_server_fails_to_delete_keeps_no_other_from_its_keys(world: FakeWorld) -> None:
-    """As where a webhook for deletions is down: kubelet started no pod that was made meanwhile."""
+    """A webhook for deletions was down, and kubelet started no pod that was made meanwhile."""
     stay_in_rollout(world)
     spare = pod_path("sums-gpu-1024-0")
 
