@@ -1106,9 +1106,12 @@ async def test_a_pod_that_the_server_fails_to_delete_keeps_no_other_from_its_key
     assert spare in world.api.objects
 
 
-async def test_a_job_that_stops_frees_its_pods_whatever_the_server_refuses_of_its_objects(world: FakeWorld) -> None:
+async def test_a_job_that_stops_frees_its_pods_whatever_the_server_refuses_of_its_objects(
+    world: FakeWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A policy of the cluster came later than the job: a member that did not stop kept its devices for ever."""
     passed_s = 0.0
+    monkeypatch.setattr("colocated_rl_operator.loop.job_state.TAKE_OVER_S", 0.0)
     world.kubelet.hold("gpu-1", under=lambda target: target.goal is Goal.STOP)
     stay_in_rollout(world)
     async with world.operator():
