@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from enum import Enum
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,12 @@ from contract.trainer_in_process import RankInProcess
 from contract.trainer_ranks_in_process import UnwatchedTrainer, in_ranks
 from full_disk import no_file_above
 from safetensors.torch import load_file
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import (
+    _MEM_FORMAT_ENCODING,
+    BytesStorageMetadata,
+    MetadataIndex,
+    TensorStorageMetadata,
+)
 from traces import wait_until
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -441,6 +447,36 @@ def test_a_checkpoint_of_others_calls_nothing(tmp_path: Path, change: Callable[[
     with pytest.raises(CheckpointBroken, match="something else in it than tensors"):
         read_parts({"weight": found}, directory)
     assert not call.file.exists()
+
+
+class PicklerOfDebian(pickle.Pickler):
+    """Pickles as Python 3.11.2 does: a member of an enum by `getattr`."""
+
+    def reducer_override(self, value: object) -> Any:
+        return (getattr, (type(value), value.name)) if isinstance(value, Enum) else NotImplemented
+
+
+class Taker:
+    def __init__(self, kind: object, name: str) -> None:
+        self.of = kind, name
+
+    def __reduce__(self) -> tuple[Callable[..., object], tuple[object, ...]]:
+        return getattr, self.of
+
+
+def test_a_checkpoint_of_another_python_is_read_and_no_attribute_but_of_an_enum_is_taken(tmp_path: Path) -> None:
+    """Every restart of a job whose images had Debian's own Python was refused its checkpoint."""
+    write_parts({"weight": torch.arange(3.0)}, tmp_path)
+    file = tmp_path / METADATA
+    described = io.BytesIO()
+    PicklerOfDebian(described).dump(pickle.loads(file.read_bytes()))
+    assert b"getattr" in described.getvalue()
+    file.write_bytes(described.getvalue())
+    assert {"weight": (3,)} == shapes_in(tmp_path)
+    for kind, name in ((MetadataIndex, "__init__"), (_MEM_FORMAT_ENCODING, "mro")):
+        file.write_bytes(pickle.dumps(Taker(kind, name)))
+        with pytest.raises(Refused, match="something else in it than tensors"):
+            shapes_in(tmp_path)
 
 
 def save_and_say_what(trainer: UnwatchedTrainer) -> dict[str, int]:

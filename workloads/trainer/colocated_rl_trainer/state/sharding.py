@@ -17,6 +17,7 @@ import pickle
 import warnings
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
+from enum import Enum, EnumType
 from pathlib import Path
 from typing import Any
 
@@ -213,9 +214,19 @@ class _Description(pickle.Unpickler):
     """Reads what describes tensors, and nothing else: a pickle may call anything, and a checkpoint may be others'."""
 
     def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("builtins", "getattr"):
+            return _member
         if name not in DESCRIBES_TENSORS.get(module, ()):
             raise Refused(f"the checkpoint's {METADATA} has something else in it than tensors: {module}.{name}")
         return super().find_class(module, name)
+
+
+def _member(kind: object, name: str) -> Enum:
+    """Return a member of an enum, which some Python 3.11 (3.11.2 of Debian 12) pickles as an attribute of it."""
+    if not isinstance(kind, EnumType) or name not in kind.__members__:
+        raise Refused(f"the checkpoint's {METADATA} has something else in it than tensors: an attribute of {kind}")
+    member: Enum = kind.__members__[name]
+    return member
 
 
 class _TensorReader(dcp.FileSystemReader):
