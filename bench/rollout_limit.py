@@ -266,14 +266,15 @@ async def measure(engines: int, tokens: int, port: int, directory: Path) -> Limi
 
 async def measure_switch(port: int, directory: Path, form: str) -> str:
     """Return the line of a form. The switch is over when nothing is in flight."""
-    requests = SWITCH_ENGINES * SWITCH_REQUESTS
+    requests, moment = SWITCH_ENGINES * SWITCH_REQUESTS, directory / SWITCHED
+    moment.unlink(missing_ok=True)
     async with controller(SWITCH_ENGINES, port, directory, in_flight=requests) as it:
         await until(lambda: it.gates.in_flight == requests and len(it.gates.open) == SWITCH_ENGINES)
-        while it.gates.in_flight == requests:  # the last look is in the quiet before the switch
+        while not moment.exists():  # the last look is in the quiet before the switch
             cpu_s = time.process_time()
             await asyncio.sleep(POLL_S)
         await until(lambda: it.gates.in_flight == 0)
-        took_s, spent_s = time.monotonic() - float((directory / SWITCHED).read_text()), time.process_time() - cpu_s
+        took_s, spent_s = time.monotonic() - float(moment.read_text()), time.process_time() - cpu_s
     memory_mib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     per_token = 1e6 * spent_s / (requests * SWITCH_TOKENS)
     return f"{form:32}  {took_s:9.1f}  {spent_s:5.1f}  {per_token:16.2f}  {memory_mib:10.0f}"
