@@ -304,7 +304,7 @@ class Kube:
 
     @asynccontextmanager
     async def _turn(self, path: str, resource: str) -> AsyncIterator[None]:
-        """Hold a turn among calls of this kind and namespace, once the process has its turn. Raises TimeoutError."""
+        """Hold a turn among calls of this kind and namespace, once the process has its turn. Raises ApiUnreachable."""
         namespace = path.partition("/namespaces/")[2].partition("/")[0]  # "": all namespaces
         async with AsyncExitStack() as turn:
             try:
@@ -314,7 +314,8 @@ class Kube:
                     if resource != "leases":
                         await self._limiter.wait()
             except TimeoutError as error:
-                raise TimeoutError(f"not called, too many calls were before it for {TURN_DEADLINE_S:.0f} s") from error
+                message = f"{path} was not called: for {TURN_DEADLINE_S:.0f} s too many calls were before it"
+                raise ApiUnreachable(message) from error
             yield
 
 
