@@ -48,9 +48,7 @@ def test_it_trains_and_every_version_reaches_the_first_engine(job: RunningJob) -
 
 
 def test_f13_its_status_shows_how_far_a_batch_is_while_it_is_collected(job: RunningJob, collected: Collected) -> None:
-    """The first one, which takes a minute. A later one begins with samples that were made ahead, and may be whole
-    before the status has its progress, every ten seconds.
-    """
+    """The first one, which is not sealed before the status has its progress, every ten seconds: minRolloutSeconds."""
     assert any(before < after for before, after in pairwise(collected[0])), (job.step, collected)
 
 
