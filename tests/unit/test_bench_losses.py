@@ -6,7 +6,7 @@ import pytest
 
 from bench import restart
 from bench.loss_at_size import LossOfPod, Simulated, Stages
-from colocated_rl_operator.planner.roster import SILENCE_S
+from colocated_rl_operator.planner.silence import SILENCE_S
 
 STAGES = Stages()
 

@@ -25,7 +25,8 @@ from colocated_rl_operator.clients.link import (
     Link,
     make_frame,
 )
-from colocated_rl_operator.planner.roster import SILENCE_S, muster
+from colocated_rl_operator.planner.roster import muster
+from colocated_rl_operator.planner.silence import SILENCE_S
 
 CLOSE = 0x8
 LONG_AGO_S = 60.0

@@ -60,13 +60,8 @@ from colocated_rl_operator.planner.plan import (
     stop,
 )
 from colocated_rl_operator.planner.reasons import Cause, Waiting
-from colocated_rl_operator.planner.roster import (
-    FORCE_AFTER_S,
-    MAX_DELAY_S,
-    RESTARTS_S,
-    SILENCE_S,
-    muster,
-)
+from colocated_rl_operator.planner.roster import FORCE_AFTER_S, MAX_DELAY_S, muster
+from colocated_rl_operator.planner.silence import RESTARTS_S, SILENCE_S
 
 V1 = WeightVersion(1, 1)
 BLANK = pod_facts(absent_engine(), absent_trainer(), epoch=0)

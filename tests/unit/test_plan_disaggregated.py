@@ -42,7 +42,7 @@ from colocated_rl_operator.planner.observation import (
 )
 from colocated_rl_operator.planner.plan import Plan, plan
 from colocated_rl_operator.planner.reasons import Cause
-from colocated_rl_operator.planner.roster import SILENCE_S
+from colocated_rl_operator.planner.silence import SILENCE_S
 
 V0, V1 = WeightVersion(0, 1), WeightVersion(1, 1)
 TRAINERS = ("sums-trainer-0-0", "sums-trainer-1-0")

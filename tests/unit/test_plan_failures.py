@@ -45,7 +45,7 @@ from colocated_rl_operator.planner.observation import (
 )
 from colocated_rl_operator.planner.plan import Plan, patience_s, plan
 from colocated_rl_operator.planner.reasons import Cause, Waiting
-from colocated_rl_operator.planner.roster import SILENCE_S
+from colocated_rl_operator.planner.silence import SILENCE_S
 
 V2 = WeightVersion(2, 1)
 

@@ -24,7 +24,7 @@ from colocated_rl_operator.planner.observation import (
     Observation,
 )
 from colocated_rl_operator.planner.reasons import Cause, Waiting
-from colocated_rl_operator.planner.roster import is_silent
+from colocated_rl_operator.planner.silence import is_silent
 
 UNCOUNTED = ", which does not count against backoffLimit"
 HOLD_UP_NOBODY = frozenset({"StateNotMirrored", "SlowNetwork"})  # problems with which a pod goes on all the same

@@ -1,11 +1,8 @@
 """Decide which pods the job should have: one usable pod in each seat.
 
-A pod that ended, or whose member stays silent, is replaced by a pod with the next attempt number; one that ended keeps
-its logs. Where kubelet reports that a container does not run, the pod is left to kubelet's restarts for longer: another
-pod would most likely fail in the same way, and the log would go with this one. If no member answers at all, the fault
-is more likely in the operator's own network: then silence replaces no pod, and counts only from when some member is
-heard again. Meanwhile podsReadyDeadlineSeconds decides, which does not run while every node reports its pod of the job
-as ready.
+A pod that ended, or whose member stays silent (`silence`), is replaced by a pod with the next attempt number; one that
+ended keeps its logs. While no member answers at all, podsReadyDeadlineSeconds decides, which does not run while every
+node reports its pod of the job as ready.
 
 A GPU pod's seat is filled again at once, even while the old pod is still ending: epoch, lineage and pod UID fence the
 old pod, and it owns no exclusive volume. In a queue's pod group the old pod counts until it has failed, and the queue
@@ -26,10 +23,9 @@ from colocated_rl_api.back_off import doubled_s
 from colocated_rl_api.seats import ROLLOUT_SEAT, is_spare
 from colocated_rl_operator.planner.actions import CreatePod, DeletePod, PodAction
 from colocated_rl_operator.planner.observation import Member, Observation, PodPhase
+from colocated_rl_operator.planner.silence import is_silent
 from colocated_rl_operator.planner.size import has_no_room, room_needed_at, seat_to_open, spares_to_keep
 
-SILENCE_S = 30.0  # a running member may stay silent this long, about what a replaced pod costs: the network heals
-RESTARTS_S = 300.0  # or this long, while its containers start, or kubelet restarts them again and again
 FORCE_AFTER_S = 30.0  # past the grace of a deletion: the node does not answer
 FIRST_DELAY_S, MAX_DELAY_S = 1.0, 60.0  # between two attempts at one seat
 MOST_ATTEMPTS = 10**9 - 1  # of as many digits as a pod's name has for it, see `resources.seat_and_attempt`
@@ -42,6 +38,7 @@ def muster(seen: Observation) -> tuple[tuple[PodAction, ...], float | None]:
     for pod in seen.members:
         if pod.ends_at is not None:
             _force_delete(pod, pod.ends_at, seen.now, actions, wake)
+            is_silent(seen, pod, wake)  # from when on its room is not waited for, see `size.will_have_room`
     actions += [
         DeletePod(pod.name, pod.uid, grace_s=None, why=_why(pod, seen.now))
         for pod in seen.current.values()
@@ -132,20 +129,6 @@ def _force_delete(pod: Member, ends_at: float, now: float, actions: list[PodActi
         actions.append(DeletePod(pod.name, pod.uid, grace_s=0, why=message))
     else:
         wake.append(ends_at + FORCE_AFTER_S)
-
-
-def is_silent(seen: Observation, pod: Member, wake: list[float] | None = None) -> bool:
-    """Return whether the pod has been silent for too long while others were heard.
-
-    wake: receives the moment at which the silence becomes too long.
-    """
-    heard_since = seen.memory.heard_since
-    if pod.phase is not PodPhase.RUNNING or pod.silent_since is None or heard_since is None:
-        return False
-    until = max(pod.silent_since, heard_since) + (RESTARTS_S if pod.trouble or pod.is_starting else SILENCE_S)
-    if seen.now < until and wake is not None:
-        wake.append(until)
-    return seen.now >= until
 
 
 def _why(pod: Member, now: float) -> str:

@@ -14,10 +14,10 @@ from __future__ import annotations
 from itertools import takewhile
 
 from colocated_rl_operator.planner.observation import Member, Observation
+from colocated_rl_operator.planner.silence import is_silent
 
 SPARE_AFTER_S = 5.0  # without room, of a pod of the group: many times what scheduler and kubelet need for one
 SHRINK_AFTER_S = 30.0  # without room, of a job that is asked to have fewer replicas and has no elasticPolicy
-LOST_AFTER_S = 30.0  # of silence: the room of such a pod is on a node that is gone, most likely
 
 
 def is_resizable(seen: Observation) -> bool:
@@ -88,14 +88,8 @@ def will_have_room(seen: Observation) -> bool:
 
 
 def _of_use(seen: Observation) -> list[Member]:
-    """Return the pods that are not of the group and whose room another one can have once they have ended."""
-    return [pod for pod in seen.beside if pod.is_fit and not _is_lost(seen, pod)]
-
-
-def _is_lost(seen: Observation, pod: Member) -> bool:
-    """Return whether a pod is silent as on a node that is gone, and not while its containers start."""
-    is_silent = pod.silent_since is not None and seen.now >= pod.silent_since + LOST_AFTER_S
-    return is_silent and not (pod.trouble or pod.is_starting)
+    """Return the pods that are not of the group and whose room another one can have: their node is there."""
+    return [pod for pod in seen.beside if pod.is_fit and not is_silent(seen, pod)]
 
 
 def seat_to_open(seen: Observation) -> str | None:
