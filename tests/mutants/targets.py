@@ -17,6 +17,7 @@ TARGETS: dict[str, tuple[str, ...]] = {
     f"{_PLANNER}/plan.py": _OF_PLAN,
     f"{_PLANNER}/resizing.py": _OF_PLAN,
     f"{_PLANNER}/roster.py": _OF_PLAN,
+    f"{_PLANNER}/silence.py": _OF_PLAN,
     f"{_PLANNER}/size.py": _OF_PLAN,
     f"{_PLANNER}/targets.py": _OF_PLAN,
     f"{_AGENT}/lanes/update_check.py": ("unit/test_agent_update_check.py",),
