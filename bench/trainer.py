@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import subprocess
 import sys
@@ -54,6 +55,8 @@ from setup.toolchain import clean_environment
 
 SHARED_MEMORY = Path("/dev/shm")
 PARTS = ("export", "checkpoint", "mirror", "load", "moves", "steps")
+HIDDEN = 512
+VOCABULARY = 32_000  # 62 times the hidden size: Qwen3 has 37 (8B) to 148 (0.6B) times, so logits count as there
 STEPS = 3  # of a training run, the first of which is not counted
 GROUP_SIZE, ROWS = 8, 4  # samples of a prompt; samples of a forward pass
 LENGTHS = {"uniform": [128] * 16, "long tail": [8] * 10 + [32] * 4 + [256] * 2}  # of completions
@@ -202,15 +205,16 @@ def beside_trl(name: str, lengths: Sequence[int], trained: str, dtype: str, fold
     order = torch.randperm(len(lengths), generator=chance).tolist()
     model = Qwen3ForCausalLM(
         Qwen3Config(
-            vocab_size=4096, hidden_size=256, intermediate_size=1024, num_hidden_layers=2, num_attention_heads=8,
-            num_key_value_heads=4, head_dim=32, eos_token_id=1, pad_token_id=0, bos_token_id=None,
+            vocab_size=VOCABULARY, hidden_size=HIDDEN, intermediate_size=1536, num_hidden_layers=4,
+            num_attention_heads=8, num_key_value_heads=4, head_dim=64, tie_word_embeddings=True, eos_token_id=1,
+            pad_token_id=0, bos_token_id=None,
         )
     )  # fmt: skip
     write_tiny_model(folder / "model")  # for its tokenizer
     model.save_pretrained(folder / "model")
 
     def tokens(count: int) -> list[int]:
-        drawn: list[int] = torch.randint(2, 4096, (count,), generator=chance).tolist()
+        drawn: list[int] = torch.randint(2, VOCABULARY, (count,), generator=chance).tolist()
         return drawn
 
     samples = [
@@ -264,7 +268,7 @@ def train(folder: Path) -> dict[str, Any]:
             Example(
                 sample["prompt"],
                 sample["response"],
-                [-8.3] * len(sample["response"]),
+                [-math.log(VOCABULARY)] * len(sample["response"]),
                 sample["reward"],
                 number // case["groupSize"],
             )
