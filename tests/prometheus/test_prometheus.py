@@ -103,7 +103,7 @@ def as_grafana_asks(query: str) -> str:
 def test_the_dashboard_shows_a_running_job(kubectl: KubectlCall, prometheus: Prometheus, job: RunningJob) -> None:
     (installed,) = json.loads(kubectl("get", "configmap", "-A", "-l", "grafana_dashboard=1", "-o", "json"))["items"]
     dashboard = json.loads(installed["data"]["colocated-rl.json"])
-    queries = {
+    missing = {
         as_grafana_asks(target["expr"]): panel["title"]
         for panel in dashboard["panels"]
         for target in panel.get("targets", [])
@@ -113,8 +113,13 @@ def test_the_dashboard_shows_a_running_job(kubectl: KubectlCall, prometheus: Pro
     def shows(query: str) -> bool:
         return any(math.isfinite(float(point["value"][1])) for point in prometheus.query(query))
 
+    def have_all_shown() -> bool:
+        for query in [query for query in missing if shows(query)]:
+            del missing[query]
+        return not missing
+
     job.wait_for_step(job.step + 2, deadline_s=START_S)  # a rate wants a scrape on either side of what it counts
-    assert {} == {query: title for query, title in queries.items() if not shows(query)}
+    wait_for("each panel to show", have_all_shown, deadline_s=SCRAPED_S, explain=lambda: str(missing))  # some: a switch
     assert [job.name] == prometheus("label/colocatedrljob/values", **{"match[]": "colocate_rollout_samples"})
 
 
