@@ -23,7 +23,7 @@ from colocated_rl_operator.clients.cluster import ClusterAccess
 from real_operator import JOBS, NAMESPACE, PODS, AdminApi, Body
 
 SECRETS = f"/api/v1/namespaces/{NAMESPACE}/secrets"
-START_S = 900.0
+START_S = 2400.0  # ten thousand pods are made in about a quarter of an hour
 
 
 @dataclass
