@@ -33,26 +33,35 @@ class Limiter:
     def hold(self, who: object, size: int) -> None:
         """Record the size that `who` holds now, if it has a turn."""
         if who in self._having:
+            was_full = self._is_full
             self._held += size - self._sizes.get(who, 0)
             self._sizes[who] = size
+            if was_full and not self._is_full:
+                self._go_on()
 
     def waits(self, who: object) -> bool:
-        return who in self._waiting or (self._is_full and who is not next(iter(self._having), who))
+        """Return whether `who` must wait for a turn, or with a turn for room. One that has asked for none goes on."""
+        is_behind = who in self._having and who is not next(iter(self._having))
+        return who in self._waiting or (self._is_full and is_behind)
 
     def give_back(self, who: object) -> None:
         """Give back the turn of `who`, or its place among those waiting. Without either, do nothing."""
         self._waiting.pop(who, None)
         if self._having.pop(who, None) is None:
             return
-        held_up = list(self._having.values()) if self._is_full else []
+        was_full = self._is_full
         self._held -= self._sizes.pop(who, 0)
-        for go in held_up:
-            go()
+        if was_full:
+            self._go_on()
         self._call_next()
 
     @property
     def _is_full(self) -> bool:
         return self._held > self._most_held
+
+    def _go_on(self) -> None:
+        for go in list(self._having.values()):
+            go()
 
     def _call_next(self) -> None:
         for who in self._waiting:
