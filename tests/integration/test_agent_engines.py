@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 from collections import Counter
 from typing import Any
 
@@ -18,6 +19,7 @@ from fakes.small_pod import PROMPT, SmallPod, small_pod
 V0, V1, V2 = (WeightVersion(step, 1) for step in range(3))
 ENGINES = 4
 MANY = 1000
+SOON_S = 0.2  # without an answer of a volume
 HANGS_S = 3.0  # deadline of calls where one is left without an answer
 NAMES = [engine_name(index) for index in range(ENGINES)]
 OFFLOAD: dict[Placement, list[str]] = {
@@ -243,3 +245,26 @@ async def test_model_whose_heads_the_engines_can_not_divide_is_named_with_what_c
         assert "28 attention heads" in pod.facts.problem.message
         assert "perPod to 3 or 6, of 6 devices" in pod.facts.problem.message
         assert {} == pod.engines
+
+
+async def test_engine_whose_model_can_not_be_read_is_not_waited_for_silently() -> None:
+    """The file is a pipe, whose opening waits in the kernel for a writer: nothing said so, nor could the agent end."""
+
+    def soon(pod: SmallPod) -> None:
+        pod._silent_s = SOON_S
+
+    engines = {"engine": {"perPod": 2}}
+    async with small_pod(mode="RolloutOnly", gpus={"count": 6}, rollout=engines, prepare=soon) as pod:
+        config = pod.directories.model / "config.json"
+        os.mkfifo(config)
+        try:
+            pod.send(pod.target(V0, Rung.SERVING, epoch=1))
+            await pod.news(lambda: pod.facts.problem is not None and pod.facts.problem.reason == "VolumeSilent")
+            assert pod.facts.problem is not None
+            assert f"{pod.directories.model} does not answer" in pod.facts.problem.message
+        finally:
+            file = os.open(config, os.O_RDWR)  # waits for nobody
+            config.unlink()
+            config.write_text(json.dumps({"num_attention_heads": 28}))
+            os.close(file)
+        await pod.news(lambda: pod.facts.problem is not None and pod.facts.problem.reason == "EngineLost")

@@ -96,11 +96,14 @@ class Agent:
         )
         self._metrics.show_in_flight(lambda: self._gate.in_flight)
         self._devices = Devices(self._runner, gpus=settings.gpus)
+        places = settings.directories
+        models = places.weights if settings.rules.ladder.trains else places.model
         self._engines = tuple(
             Engine(
                 settings,
                 index,
                 entrance=entrance,
+                volume=VolumeDirectory(models, silent_s=volume_silent_s),
                 session=session,
                 runner=self._runner,
                 devices=self._devices,
@@ -122,7 +125,7 @@ class Agent:
             made_good=self._problems.made_good,
         )
         tls = MemberTls.read(settings.directories.tls, kept=settings.directories.keys)
-        places, progress_s = settings.directories, settings.job.spec.switch.trainer_progress_seconds
+        progress_s = settings.job.spec.switch.trainer_progress_seconds
         client = DataClient(session, tls, settings.job.uid)
         self._shards = Shards(client, places.batches, settings.ranks, deadline_s=progress_s)
         volume = VolumeDirectory(places.weights, silent_s=volume_silent_s)

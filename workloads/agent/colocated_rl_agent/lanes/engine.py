@@ -31,6 +31,7 @@ from colocated_rl_agent.drivers.sglang import (
 )
 from colocated_rl_agent.files.exports import TensorDigests, export_directory
 from colocated_rl_agent.files.journal import EngineRecord, EngineStarted, Intent, Journal
+from colocated_rl_agent.files.volume import VolumeDirectory
 from colocated_rl_agent.gate.entrance import Backend, Entrance
 from colocated_rl_agent.lanes.last_words import last_words
 from colocated_rl_agent.lanes.probe import WeightsDoubted, require_agreement
@@ -81,8 +82,9 @@ class _Part:
 class Engine:
     """The Engine holds the view of one of the pod's engines and makes its calls.
 
-    index: of the engine in its pod. entrance: its part of the gate. exported: tensors of the exports that this agent
-    has read. changed: called when the view has changed. failed: called with (reason, message) for the pod's problem.
+    index: of the engine in its pod. entrance: its part of the gate. volume: the engine loads from it. exported: tensors
+    of the exports that this agent has read. changed: called when the view has changed. failed: called with (reason,
+    message) for the pod's problem.
     """
 
     def __init__(
@@ -91,6 +93,7 @@ class Engine:
         index: int,
         *,
         entrance: Entrance,
+        volume: VolumeDirectory,
         session: aiohttp.ClientSession,
         runner: RunnerLink,
         devices: Devices,
@@ -106,6 +109,7 @@ class Engine:
         self._port = settings.engine_port + index
         self._on = settings.devices_of(index)
         self._config = settings.directories.sockets / f"{self.name}.yaml"
+        self._volume = volume
         self._session = session
         self._runner = runner
         self._devices = devices
@@ -131,7 +135,7 @@ class Engine:
 
     # ------------------------------------------------------------------------------------------------- its process
     async def start(self, version: WeightVersion, span: EngineSpan | None = None) -> None:
-        """Start the engine, or its part in this pod. span: its pods, if it is over several."""
+        """Start the engine, or its part in this pod. span: its pods, if it is over several. Raises VolumeSilent."""
         settings, admin_key = self._settings, new_admin_key()
         part = self._part_in(span)
         if part is None:
@@ -139,8 +143,9 @@ class Engine:
         model, extra = settings.weights_of(version), settings.job.spec.rollout.engine_flags
         exported = {tensor.dtype for tensor in self._exported().get(version, {}).values()}
         gpus = len(self._on) * settings.pods_per_engine
-        if impossible := overflowing(dtype_of(extra), exported) or await asyncio.to_thread(
-            undivided_heads, model, gpus=gpus, of=settings.gpus, extra=extra
+        if impossible := overflowing(dtype_of(extra), exported) or await self._volume.call(
+            "read the model's configuration",
+            lambda _: undivided_heads(model, gpus=gpus, of=settings.gpus, extra=extra),
         ):
             self._lost(impossible, part_of=part.of)
             return
