@@ -449,6 +449,23 @@ def test_a_checkpoint_of_others_calls_nothing(tmp_path: Path, change: Callable[[
     assert not call.file.exists()
 
 
+@pytest.mark.parametrize(
+    "target",
+    [
+        b"cpathlib\nPosixPath\n",
+        b"ctorch.serialization\n_get_layout\n",
+        b"ctorch.distributed.checkpoint.metadata\n_MEM_FORMAT_ENCODING\n(I0\ntR",
+    ],
+    ids=["a class", "a function", "a member of an enum"],
+)
+def test_a_checkpoint_of_others_changes_no_class_of_the_process(tmp_path: Path, target: bytes) -> None:
+    """A pickle may set attributes of whatever it has named, and a method of PosixPath was a number from then on."""
+    (tmp_path / METADATA).write_bytes(target + b"(N(S'is_dir'\nI7\ndtb.")
+    with pytest.raises(Refused, match="something else in it than tensors: an attribute of"):
+        shapes_in(tmp_path)
+    assert tmp_path.is_dir()
+
+
 class PicklerOfDebian(pickle.Pickler):
     """Pickles as Python 3.11.2 does: a member of an enum by `getattr`."""
 

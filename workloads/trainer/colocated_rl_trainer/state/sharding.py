@@ -210,23 +210,43 @@ def _mesh(device_type: str, ranks: int) -> DeviceMesh:
     return init_device_mesh(device_type, (ranks,), mesh_dim_names=names)
 
 
-class _Description(pickle.Unpickler):
-    """Reads what describes tensors, and nothing else: a pickle may call anything, and a checkpoint may be others'."""
+_Unpickler: Any = pickle._Unpickler  # noqa: SLF001 - the one in C lets a pickle set attributes of what it names
+
+
+class _Description(_Unpickler):  # type: ignore[misc]  # typeshed has a part of it
+    """Reads what describes tensors, and nothing else: a pickle may call anything, and a checkpoint may be others'.
+
+    Nor does it set an attribute of a class, which would last for the whole process.
+    """
+
+    dispatch = _Unpickler.dispatch.copy()
+
+    def load_build(self) -> None:
+        *_, target, _ = self.stack
+        if callable(target) or isinstance(target, Enum):
+            raise _not_tensors(f"an attribute of {target}")
+        super().load_build()
+
+    dispatch[pickle.BUILD[0]] = load_build
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) == ("builtins", "getattr"):
             return _member
         if name not in DESCRIBES_TENSORS.get(module, ()):
-            raise Refused(f"the checkpoint's {METADATA} has something else in it than tensors: {module}.{name}")
+            raise _not_tensors(f"{module}.{name}")
         return super().find_class(module, name)
 
 
 def _member(kind: object, name: str) -> Enum:
     """Return a member of an enum, which some Python 3.11 (3.11.2 of Debian 12) pickles as an attribute of it."""
     if not isinstance(kind, EnumType) or name not in kind.__members__:
-        raise Refused(f"the checkpoint's {METADATA} has something else in it than tensors: an attribute of {kind}")
+        raise _not_tensors(f"an attribute of {kind}")
     member: Enum = kind.__members__[name]
     return member
+
+
+def _not_tensors(found: str) -> Refused:
+    return Refused(f"the checkpoint's {METADATA} has something else in it than tensors: {found}")
 
 
 class _TensorReader(dcp.FileSystemReader):
