@@ -274,6 +274,13 @@ def test_a_job_that_does_not_end_after_its_deletion() -> None:
     deleted = job(status=running())
     deleted["metadata"]["deletionTimestamp"] = "2026-01-01T00:00:00Z"
     assert ("Deleted", None) in reasons(explained(deleted))
+    assert [("Deleted", None)] == reasons(explained(deleted, [], {})), "nobody makes pods for it any more"
+
+
+def test_a_job_whose_operator_reaches_no_pod_is_a_problem_although_its_pods_serve() -> None:
+    cut_off = condition("PodsReady", "False", Reason.OPERATOR_CUT_OFF, "no member is heard")
+    found = explained(job(status=running(conditions=[cut_off])))
+    assert ([("OperatorCutOff", None)], True, None) == (reasons(found), found.is_problem, found.waits_for)
 
 
 # ----------------------------------------------------------------------------------------------------------------- pods
@@ -290,15 +297,16 @@ def crashed(reason: str = "Error", message: str = "CUDA error") -> Body:
     return {"containerStatuses": [{"name": "gpu", "restartCount": 3, "state": state, "lastState": ended}]}
 
 
-def unschedulable() -> Body:
-    words = "0/1 nodes are available: 1 Insufficient nvidia.com/gpu."
-    return {"phase": "Pending", "conditions": [{"type": "PodScheduled", "status": "False", "message": words}]}
+def unscheduled(reason: str, message: str) -> Body:
+    condition = {"type": "PodScheduled", "status": "False", "reason": reason, "message": message}
+    return {"phase": "Pending", "conditions": [condition]}
 
 
 @pytest.mark.parametrize(
     ("status", "reason", "message"),
     [
-        (unschedulable(), "Unschedulable", "Insufficient nvidia.com/gpu"),
+        (unscheduled("Unschedulable", "1 Insufficient nvidia.com/gpu"), "Unschedulable", "Insufficient nvidia.com/gpu"),
+        (unscheduled("SchedulingGated", "Scheduling is blocked"), "SchedulingGated", "Scheduling is blocked"),
         (
             waiting("ImagePullBackOff", "no such image"),
             "ImageNotPulled",
@@ -326,6 +334,29 @@ def test_a_volume_that_is_not_there_is_found_in_the_pods_events() -> None:
         events=[event],
     )
     assert ("VolumeNotMounted", "sums-gpu-0-0") in reasons(found)
+
+
+def test_a_job_that_waits_in_a_queue_is_no_problem() -> None:
+    gated = unscheduled("SchedulingGated", "Scheduling is blocked due to non-empty scheduling gates")
+    found = explained(
+        job(status=running(rung="Unknown")), [pod(seat, **gated) for seat in ("gpu-0", "gpu-1", "rollout")], {}
+    )
+    assert ({"SchedulingGated"}, False) == ({reason for reason, _ in reasons(found)}, found.is_problem)
+
+
+def test_newest_warnings_are_of_the_job_and_its_pods_by_their_time() -> None:
+    """Events are read of one object after the other."""
+    times = {"job": "00:59:00", "pod": "00:01:00"}
+    events = [
+        {
+            "involvedObject": {"name": name}, "type": "Warning", "reason": f"{name}-{count}",
+            "lastTimestamp": f"2026-01-01T{time[:-1]}{count}Z",
+        }
+        for name, time in times.items() for count in range(4)
+    ]  # fmt: skip
+    found = explained(job(status=running()), events=events)
+    expected = ["pod-3", "job-0", "job-1", "job-2", "job-3"]
+    assert expected == [words.split(": ")[1] for words in found.warnings]
 
 
 def test_a_seat_without_a_pod_is_reported() -> None:

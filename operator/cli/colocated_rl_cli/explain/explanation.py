@@ -21,6 +21,7 @@ from colocated_rl_api.job_status import ColocatedRLJobStatus, ConditionStatus, F
 from colocated_rl_api.rungs import Rung
 from colocated_rl_api.seats import is_spare, seats_for
 from colocated_rl_cli.base.errors import CliError
+from colocated_rl_cli.evidence.causes import event_ts
 from colocated_rl_cli.evidence.evidence import (
     Evidence,
     Object,
@@ -37,6 +38,9 @@ QUIET_S = 30.0  # over which rollout controllers count their tokens
 STRAGGLES_S = 10.0  # in the newest epochs, that the other pods of a role waited and one did not
 
 AT_REST = (Phase.SUSPENDING, Phase.SUSPENDED, Phase.QUEUED, Phase.FAILED)  # pods that end are no news
+HELD_UP = (  # conditions with the reasons that hold up a job whose pods may show nothing wrong
+    ("Reconciling", "BackingOff"), ("Reconciling", "PodsReadyDeadlineExceeded"), ("PodsReady", "OperatorCutOff"),
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -80,7 +84,7 @@ def explain(seen: Evidence) -> Explanation:
     facts = facts_of(seen)
     rungs = rungs_of(status, seen, facts)
     causes = [*_of_job(job, status)]
-    if not (_is_over(status) or status.phase in AT_REST):
+    if not (_is_over(status) or status.phase in AT_REST or metadata.get("deletionTimestamp")):
         causes += _of_pods(seen, status)
         causes += _of_members(status, facts, rungs, {cause.pod for cause in causes})
         causes += _of_rollout(seen, status, facts)
@@ -165,7 +169,7 @@ def _of_job(job: Object, status: ColocatedRLJobStatus) -> Iterator[Finding]:
     yield from (Finding(reason, message) for reason, message in stops.items())
     yield from (Finding("Suspended", one.message) for one in true if one.type == "Suspended")
     for one in status.conditions:
-        if one.type == "Reconciling" and one.reason in ("BackingOff", "PodsReadyDeadlineExceeded"):
+        if (one.type, one.reason) in HELD_UP:
             yield Finding(one.reason, one.message)
     if status.phase is Phase.SUSPENDING:
         yield Finding("Suspending", "")
@@ -219,7 +223,8 @@ def _trouble(pod: Object, events: Sequence[Object]) -> tuple[str, str] | None:
         return "PodTerminating", f"since {pod['metadata']['deletionTimestamp']}"
     for condition in status.get("conditions", ()):
         if condition["type"] == "PodScheduled" and condition["status"] == "False":
-            return "Unschedulable", condition.get("message", "")
+            is_gated = condition.get("reason") == "SchedulingGated"
+            return "SchedulingGated" if is_gated else "Unschedulable", condition.get("message", "")
     if status.get("reason") == "Evicted":
         return "Evicted", status.get("message", "")
     for container in (*status.get("initContainerStatuses", ()), *status.get("containerStatuses", ())):
@@ -323,7 +328,7 @@ def _stragglers(seen: Evidence, facts: Mapping[str, PodFacts | RolloutFacts]) ->
 # --------------------------------------------------------------------------------------------------------------- words
 def _warnings(seen: Evidence) -> Iterator[str]:
     shown = [event for event in seen.events if event.get("type") == "Warning"]
-    for event in shown[-5:]:
+    for event in sorted(shown, key=lambda event: event_ts(event) or 0.0)[-5:]:
         count = event.get("count") or (event.get("series") or {}).get("count") or 1
         often = f" ({count} times)" if count > 1 else ""
         yield f"{event['involvedObject'].get('name')}: {event.get('reason')}: {event.get('message', '')}{often}"[:400]

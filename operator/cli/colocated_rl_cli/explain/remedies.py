@@ -69,6 +69,11 @@ REMEDIES: dict[str, Remedy] = {
         heals=True,
     ),
     "PodsStarting": Remedy("pods are missing, starting or silent", "see the pods below", heals=True),
+    "OperatorCutOff": Remedy(
+        "every pod is ready, but the operator reaches none of them: what runs continues, and the next switch waits",
+        "check that nothing blocks port 8443 between the operator and this namespace; if the operator's log has "
+        "`authority made`, give the job new keys (docs/runbooks/ca-rotation.md, A job's keys again)",
+    ),
     "Deleted": Remedy(
         "the job is being deleted: members stop, then pods are deleted",
         "wait a minute; if it stays, the operator is not running: start it, or remove the finalizer "
@@ -125,6 +130,11 @@ REMEDIES: dict[str, Remedy] = {
     "Unschedulable": Remedy(
         "no node has room for the pod",
         "see the message: free devices or add nodes, correct gpus.resourceName or resources, or request fewer replicas",
+    ),
+    "SchedulingGated": Remedy(
+        "a scheduling gate holds the pod back, as that of a queue does until it admits the job",
+        "nothing while the queue is full; the workload of the pod group names the missing quota: kubectl get workloads",
+        heals=True,
     ),
     "ImageNotPulled": Remedy(
         "the node can't pull an image",
