@@ -153,6 +153,13 @@ async def test_one_that_has_ended_is_made_again(api: ClusterApi, kubectl: Played
     assert {"phase": "Running"} == made(api)["status"]
 
 
+async def test_one_that_is_there_keeps_its_end_and_says_so(
+    api: ClusterApi, kubectl: Played, scene: FollowersScene
+) -> None:
+    await run(kubectl, *READ)
+    assert "for 5 min from its start" in (await run(kubectl, "reader", "sums", "--minutes", "600"))[1]
+
+
 async def test_a_job_with_pods_needs_none(api: ClusterApi, kubectl: Played) -> None:
     api.jobs["sums"]["status"]["phase"] = "Rollout"
     code, said = await run(kubectl, *READ)

@@ -263,8 +263,9 @@ async def show_samples(args: Namespace) -> Exit:
 
 async def read_samples(args: Namespace) -> Exit:
     async with Api.reach(login(args), args.namespace) as api:
-        pod = await reader.start(api, args.job, minutes=args.minutes)
-        print_out(f"{api.namespace}/{args.job}: pod {pod} serves its samples, for {args.minutes} min from its start")
+        started = await reader.start(api, args.job, minutes=args.minutes)
+        pod, minutes = started["metadata"]["name"], started["spec"]["activeDeadlineSeconds"] // 60
+        print_out(f"{api.namespace}/{args.job}: pod {pod} serves its samples, for {minutes} min from its start")
         print_out(f"  kubectl crlj samples -n {api.namespace} {args.job}")
         print_out(f"  kubectl port-forward -n {api.namespace} pod/{pod} {names.PAGES_PORT}    # the page, in a browser")
         print_out(f"  kubectl delete pod -n {api.namespace} {pod}    # sooner than that")

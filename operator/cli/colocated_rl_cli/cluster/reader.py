@@ -81,20 +81,22 @@ def _others(words: Mapping[str, str] | None) -> dict[str, str]:
     return {key: value for key, value in (words or {}).items() if not key.partition("/")[0].endswith(own)}
 
 
-async def start(api: Api, name: str, *, minutes: int) -> str:
-    """Make the pod, unless there is one, and wait until it answers. Return its name. Raises CliError."""
+async def start(api: Api, name: str, *, minutes: int) -> Object:
+    """Make the pod, unless there is one, and wait until it answers. Return it. Raises CliError.
+
+    minutes: after which a new one ends; one that is there already keeps its own.
+    """
     job = await api.job(name)
     if not is_at_rest(job):
         raise UsageError(f"job {api.namespace}/{name} has pods of its own: kubectl crlj samples {name} asks them")
     found = await pods(api, name)
     for ended in (each for each in found if not _is_alive(each)):
         await api.delete_pod(ended["metadata"]["name"])
-    if not (alive := [each["metadata"]["name"] for each in found if _is_alive(each)]):
-        record = await _record(api, job)
-        made = await _made(api, reader_pod(job, record, minutes=minutes))
-        alive = [made["metadata"]["name"]]
-    await _until_it_answers(api, alive[0])
-    return str(alive[0])
+    pod = next(filter(_is_alive, found), None)
+    if pod is None:
+        pod = await _made(api, reader_pod(job, await _record(api, job), minutes=minutes))
+    await _until_it_answers(api, pod["metadata"]["name"])
+    return pod
 
 
 async def pods(api: Api, name: str) -> Sequence[Object]:
