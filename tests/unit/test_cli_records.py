@@ -33,6 +33,7 @@ def run() -> Records:
 # ------------------------------------------------------------------------------------------------------------- timeline
 def test_the_timeline_has_a_bar_for_each_pod_and_a_row_for_each_of_the_newest_steps(run: Records) -> None:
     lines = timeline.text(run, width=90, steps=5).splitlines()
+    assert "2026-11-21 13:47:30 to 2026-11-21 13:52:35 UTC, 5 min 5 s" == lines[0]
     pods = read_figures(run.lines).pods
     bars = {line.split()[0]: line for line in lines if line.split() and line.split()[0] in pods}
     assert pods == sorted(bars)

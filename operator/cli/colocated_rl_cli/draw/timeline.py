@@ -65,7 +65,7 @@ def text(records: Records, *, width: int = 100, steps: int = 10) -> str:
 def _bars(figures: RunFigures, width: int) -> Iterator[str]:
     name_width = max(len(pod) for pod in figures.pods)
     cells = max(10, width - name_width - 2)
-    yield f"{_clock(figures.began)} to {_clock(figures.ended)} UTC, {_spoken(figures.ended - figures.began)}"
+    yield f"{_moment(figures.began)} to {_moment(figures.ended)} UTC, {_spoken(figures.ended - figures.began)}"
     for pod in figures.pods:
         yield f"{pod:{name_width}}  {_bar(figures, [span for span in figures.spans if span.pod == pod], cells)}"
     shares = ", ".join(f"{holder.value} {100 * share:.0f} %" for holder, share in holder_shares(figures).items())
@@ -134,7 +134,7 @@ def render(records: Records) -> str:
 def _figures(figures: RunFigures) -> list[tuple[str, str]]:
     switches, shares = switch_seconds(figures), holder_shares(figures)
     return [
-        ("from", f"{_clock(figures.began)} UTC, for {_spoken(figures.ended - figures.began)}"),
+        ("from", f"{_moment(figures.began)} UTC, for {_spoken(figures.ended - figures.began)}"),
         ("time of the GPUs", _shares(shares) or "-"),
         ("switch, median and longest", f"{median(switches):.2f} s, {max(switches):.2f} s" if switches else "-"),
     ]
@@ -253,6 +253,10 @@ def _shares(shares: Mapping[PodHolder, float]) -> str:
 
 def _steps_old(age: int) -> str:
     return f"{age} step{'s' if age != 1 else ''}"
+
+
+def _moment(ts: float) -> str:
+    return datetime.fromtimestamp(ts, UTC).strftime("%Y-%m-%d %H:%M:%S")
 
 
 def _clock(ts: float) -> str:
