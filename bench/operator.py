@@ -87,9 +87,21 @@ async def running(access: ClusterAccess, name: str) -> AsyncIterator[MeasuredOpe
         kubeconfig.write_text(kubeconfig_of(access))
         port = free_port()
         with contextlib.redirect_stdout(io.StringIO()):
-            async with running_operator(kubeconfig, name, {"METRICS_PORT": str(port)}) as operator:
+            async with (
+                running_operator(kubeconfig, name, {"METRICS_PORT": str(port)}) as operator,
+                asyncio.TaskGroup() as tasks,
+            ):
                 os.sched_setaffinity(operator.process.pid, {OPERATOR_CORE})
+                watched = tasks.create_task(_until_it_ends(operator))
                 yield MeasuredOperator(operator, port)
+                watched.cancel()
+
+
+async def _until_it_ends(operator: RealOperator) -> None:
+    """Wait for the operator's end. Raises RuntimeError if nobody asked for it, as when it has lost its lease."""
+    if code := await operator.process.wait():
+        words = "\n".join(str(line) for line in operator.lines[-3:])
+        raise RuntimeError(f"the operator ended with code {code}: measure beside less work. It said:\n{words}")
 
 
 # ------------------------------------------------------------------------------------------------- one job, many sizes
