@@ -433,10 +433,8 @@ def test_a_spare_that_is_lost_with_its_node_leaves_no_room_for_which_another_pod
         (make_member(SPARE, facts=BLANK, ends_at=seen.now + 60), 2),
     ):
         assert replicas == climb_of(plan(later(with_pod(alone, ending), 30))).replicas
-    assert (
-        alone.now + 40
-        == plan(later(with_pod(alone, make_member(SPARE, **lost | {"silent_since": alone.now + 10})), 35)).wake_at
-    )
+    silent_later = with_pod(alone, make_member(SPARE, **lost | {"silent_since": alone.now + 10}))
+    assert alone.now + 40 == plan(later(silent_later, 35)).wake_at
     for heard_since, replicas in ((alone.now, 1), (alone.now + 1, 2), (None, 2)):  # it hears nobody, or only lately
         seen = replace(with_pod(alone, make_member(SPARE, **lost)), now=alone.now + 30)
         seen = replace(seen, memory=replace(seen.memory, heard_since=heard_since))

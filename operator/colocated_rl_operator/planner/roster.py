@@ -23,7 +23,7 @@ from colocated_rl_api.back_off import doubled_s
 from colocated_rl_api.seats import ROLLOUT_SEAT, is_spare
 from colocated_rl_operator.planner.actions import CreatePod, DeletePod, PodAction
 from colocated_rl_operator.planner.observation import Member, Observation, PodPhase
-from colocated_rl_operator.planner.silence import is_silent
+from colocated_rl_operator.planner.silence import is_silent, silent_at
 from colocated_rl_operator.planner.size import has_no_room, room_needed_at, seat_to_open, spares_to_keep
 
 FORCE_AFTER_S = 30.0  # past the grace of a deletion: the node does not answer
@@ -38,12 +38,13 @@ def muster(seen: Observation) -> tuple[tuple[PodAction, ...], float | None]:
     for pod in seen.members:
         if pod.ends_at is not None:
             _force_delete(pod, pod.ends_at, seen.now, actions, wake)
-            is_silent(seen, pod, wake)  # from when on its room is not waited for, see `size.will_have_room`
     actions += [
         DeletePod(pod.name, pod.uid, grace_s=None, why=_why(pod, seen.now))
         for pod in seen.current.values()
-        if is_silent(seen, pod, wake)
+        if is_silent(seen, pod)
     ]
+    silences = (silent_at(seen, pod) for pod in seen.members)  # the room of one that ends counts until then, see `size`
+    wake += [at for at in silences if at is not None and seen.now < at]
     actions += [*_renewals(seen), *_surplus(seen), *_former(seen)]
     wake += room_needed_at(seen).values() if seen.spare_members else ()
     wake += [refused.until for refused in seen.refused.values()]

@@ -13,15 +13,15 @@ SILENCE_S = 30.0  # a running member may stay silent this long, about what a rep
 RESTARTS_S = 300.0  # or this long, while its containers start, or kubelet restarts them again and again
 
 
-def is_silent(seen: Observation, pod: Member, wake: list[float] | None = None) -> bool:
-    """Return whether the pod has been silent for too long while others were heard.
-
-    wake: receives the moment at which the silence becomes too long.
-    """
+def silent_at(seen: Observation, pod: Member) -> float | None:
+    """Return when the pod has been silent for too long; None while it is not silent, or nobody is heard."""
     heard_since = seen.memory.heard_since
     if pod.phase is not PodPhase.RUNNING or pod.silent_since is None or heard_since is None:
-        return False
-    until = max(pod.silent_since, heard_since) + (RESTARTS_S if pod.trouble or pod.is_starting else SILENCE_S)
-    if seen.now < until and wake is not None:
-        wake.append(until)
-    return seen.now >= until
+        return None
+    return max(pod.silent_since, heard_since) + (RESTARTS_S if pod.trouble or pod.is_starting else SILENCE_S)
+
+
+def is_silent(seen: Observation, pod: Member) -> bool:
+    """Return whether the pod has been silent for too long while others were heard."""
+    at = silent_at(seen, pod)
+    return at is not None and seen.now >= at

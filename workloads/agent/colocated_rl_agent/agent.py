@@ -97,13 +97,15 @@ class Agent:
         self._metrics.show_in_flight(lambda: self._gate.in_flight)
         self._devices = Devices(self._runner, gpus=settings.gpus)
         places = settings.directories
-        models = places.weights if settings.rules.ladder.trains else places.model
+        weights = models = VolumeDirectory(places.weights, silent_s=volume_silent_s)
+        if not settings.rules.ladder.trains:
+            models = VolumeDirectory(places.model, silent_s=volume_silent_s)
         self._engines = tuple(
             Engine(
                 settings,
                 index,
                 entrance=entrance,
-                volume=VolumeDirectory(models, silent_s=volume_silent_s),
+                volume=models,
                 session=session,
                 runner=self._runner,
                 devices=self._devices,
@@ -128,8 +130,7 @@ class Agent:
         progress_s = settings.job.spec.switch.trainer_progress_seconds
         client = DataClient(session, tls, settings.job.uid)
         self._shards = Shards(client, places.batches, settings.ranks, deadline_s=progress_s)
-        volume = VolumeDirectory(places.weights, silent_s=volume_silent_s)
-        self._exports = Exports(volume, ranks=settings.engine_ranks if settings.has_engine else None)
+        self._exports = Exports(weights, ranks=settings.engine_ranks if settings.has_engine else None)
         self._volume = VolumeLane(
             self._exports,
             self._trainers,
