@@ -91,7 +91,7 @@ test-kubernetes: setup ## the tests that need a cluster, and whole jobs, on an o
 	@pytest $(TWO_JOBS) -m 'not release' tests/e2e/test_demo.py tests/e2e/test_two_pods.py tests/e2e/test_upgrade.py
 
 .PHONY: e2e-kueue
-e2e-kueue: setup ## jobs in a queue of the real Kueue, built from its module, 10 minutes the first time; no part of test
+e2e-kueue: setup ## jobs in a queue of the real Kueue, built from its module in 3 to 10 minutes; no part of test, but of CI
 	@tests/kueue/build.sh .build/kueue
 	@pytest tests/kueue
 

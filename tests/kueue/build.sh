@@ -10,10 +10,10 @@ version=v0.19.0
 [ "$(cat "$out/version" 2>/dev/null)" != $version ] || exit 0
 # shellcheck source=tests/localcluster/go-env.sh
 . ../localcluster/go-env.sh
-echo "build.sh: building Kueue $version: about 10 minutes on 2 cores the first time"
+echo "build.sh: building Kueue $version: 3 to 10 minutes on 2 cores the first time"
 rm -rf "$out" && mkdir -p "$out/bin"
 module_copy sigs.k8s.io/kueue@$version "$out/source"
-(cd "$out/source" && "$GO" build -ldflags='-s -w' -o "$out/bin/kueue" ./cmd/kueue)
+(cd "$out/source" && GOGC=off GOMEMLIMIT=2GiB "$GO" build -ldflags='-s -w' -o "$out/bin/kueue" ./cmd/kueue)
 mv "$out/source/config" "$out/config"
 rm -rf "$out/source"
 echo $version >"$out/version"
