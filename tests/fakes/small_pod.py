@@ -86,6 +86,7 @@ class StartedChild:
         self.incarnation = uuid.uuid4().hex[:16]
         self.running = True
         self.code: int | None = None
+        self.killed = False
         self._served = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=0)
 
     async def listen(self, place: int | Path) -> None:
@@ -113,6 +114,7 @@ class StartedChild:
             "running": self.running,
             "code": self.code,
             "tail": [],
+            "killed": self.killed,
         }
 
 
@@ -188,7 +190,9 @@ class SmallTrainer(FakeRank):
 
 
 class SmallRunner:
-    """The runner's end of its socket, without processes. devices: what it reads of each."""
+    """The runner's end of its socket, without processes. devices: what it reads of each. breaks_in: request whose
+    answer, and what follows from it, the agent does not hear, once.
+    """
 
     def __init__(self, pod: SmallPod) -> None:
         self._pod = pod
@@ -198,6 +202,7 @@ class SmallRunner:
         self._writer: asyncio.StreamWriter | None = None
         self._busy = asyncio.Lock()
         self._id = ""
+        self.breaks_in: str | None = None
         self.exit_code: int | None = None
 
     async def start(self) -> None:
@@ -210,18 +215,23 @@ class SmallRunner:
         """Stop as the container does: nobody hears how its children ended."""
         if self._server is not None:
             self._server.close()
-        writer, self._writer = self._writer, None
-        if writer is not None:
-            writer.close()
+        self.hang_up()
         async with self._busy:  # a child that is being started has to be there to be ended
             for child in self.children.values():
                 await child.end(-9)
+
+    def hang_up(self) -> None:
+        """Break the connection: until it has connected again, the agent hears of nothing."""
+        writer, self._writer = self._writer, None
+        if writer is not None:
+            writer.close()
 
     async def end_child(self, name: str, code: int, *, killed: bool = False) -> None:
         """End a child. killed: as the agent has asked for."""
         child = self.children.get(name)
         if child is not None and child.running:
             self._pod.forget(name)
+            child.killed = killed
             await child.end(code)
             self._tell(event="exited", name=name, incarnation=child.incarnation, code=code, tail=[], killed=killed)
 
@@ -238,6 +248,9 @@ class SmallRunner:
                     answer = {"ok": True, **await self._carry_out(request)}
             except KeyError as error:
                 answer = {"ok": False, "error": "NoSuchChild", "message": str(error)}
+            if request["op"] == self.breaks_in:
+                self.breaks_in = None
+                self.hang_up()
             self._tell(id=request["id"], **answer)
             if request["op"] == "kill":
                 await self.end_child(request["name"], -9, killed=True)

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from builders import TOGETHER
 from colocated_rl_agent.agent import Agent
 from colocated_rl_agent.planner import actions as do
-from colocated_rl_agent.runner.runner_link import ChildExited
+from colocated_rl_agent.runner.runner_link import ChildExited, ChildStatus, RunnerUnreachable
 from colocated_rl_api.facts import EngineState
 from colocated_rl_api.ladder import TIME_SLICED, Ladder, ladder_for
 from colocated_rl_api.member_wire import Refusal
@@ -96,6 +96,12 @@ class Life:
     async def container_restarts(self) -> None:
         await self.pod.restart_container()
 
+    async def runner_link_breaks(self, request: str | None) -> None:
+        """At once, or before the answer to the next such request."""
+        self.pod.runner.breaks_in = request
+        if request is None:
+            self.pod.runner.hang_up()
+
     async def ask(self, stream: bool, leaves_after_s: float | None) -> None:
         self.asked.append(asyncio.create_task(self.pod.ask(stream=stream, leaves_after_s=leaves_after_s)))
 
@@ -131,6 +137,7 @@ def moves_on(ladder: Ladder) -> st.SearchStrategy[Any]:
         move(Life.child_dies, st.sampled_from(["engine-0", "engine-1", "trainer-0"])),
         move(Life.agent_restarts, st.booleans()),
         move(Life.container_restarts),
+        move(Life.runner_link_breaks, st.sampled_from([None, "start", "kill"])),
         move(Life.ask, st.booleans(), st.sampled_from([None, 0.02])),
         move(Life.time_passes, st.floats(0, 0.05)),
     )
@@ -164,6 +171,7 @@ def test_whatever_happens_nothing_is_broken_and_the_pod_serves_again(placement: 
             for sick in (*pod.engines.values(), pod.trainer):
                 if sick is not None:
                     sick.faults.clear()
+            pod.runner.breaks_in = None
             await life.step(Rung.SERVING)
             assert "length" == await pod.ask(tokens=4)
             for engine in pod.engines.values():
@@ -592,6 +600,22 @@ async def test_trainer_that_says_yes_and_does_nothing_is_stopped(route: str, wor
         await pod.news(lambda: words in (pod.facts.problem.message if pod.facts.problem else ""))
         await switch
         assert [] == pod.broken
+
+
+# --------------------------------------------------------------------------------------------- what nobody heard of
+async def test_engine_that_was_killed_on_purpose_has_not_failed_though_nobody_heard_of_its_end() -> None:
+    """It counted as a failure of the engine, which a failure policy may count against the job."""
+    async with small_pod() as pod:
+        await pod.climb(V0)
+        [engine] = pod.agent._engines
+        child = pod.runner.children[engine.name]
+        pod.runner.breaks_in = "kill"
+        with pytest.raises(RunnerUnreachable):
+            await engine.kill("other weights come first", is_fault=False)
+        await pod.news(lambda: engine.view.is_absent)
+        assert (0, None) == (engine.failures, pod.agent._problems._failure)
+        await engine.attach(ChildStatus.model_validate(child.status()))
+        assert 0 == engine.failures, "nor when the connection breaks again"
 
 
 # ----------------------------------------------------------------------------------------------------- no room to keep

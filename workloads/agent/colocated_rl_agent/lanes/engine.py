@@ -276,10 +276,15 @@ class Engine:
         if self.view.incarnation != event.incarnation:
             return
         log(LOG, "engine gone", engine=self.name, incarnation=event.incarnation, reason=f"code {event.code}")
+        self._ended(event)
+
+    def _ended(self, event: ChildExited | None) -> None:
+        """Record the end of the engine. event: None: it ended with its container."""
         killed_for, self._killed_for = self._killed_for, None
         self._gone.set()
-        if killed_for is None or not event.was_killed:  # a request may fail before the end that it failed of is known
-            self._lost(self._end_of(event))
+        # a request may fail before the end that it failed of is known
+        if killed_for is None or (event is not None and not event.was_killed):
+            self._lost("it ended with its container" if event is None else self._end_of(event))
         elif self.view.broken is not None:
             self._lost(killed_for)
         else:
@@ -290,13 +295,16 @@ class Engine:
         record = self._journal.memory.engines.get(self.name)
         if child is None or not child.running:
             self._gone.set()
-            if not self.view.is_absent:
-                known = child is not None and child.incarnation == self.view.incarnation
-                self._lost(self._end_of(child) if child is not None and known else "it ended with its container")
+            missed = child.exit if child is not None else None
+            if missed is not None and missed.incarnation == self.view.incarnation:
+                self.exited(missed)
+            elif not self.view.is_absent:
+                self._ended(None)
             elif self._settings.has_part:  # the first pod has to hear of it
                 part_of = record.started.part_of if record else None
                 self._set(replace(self.view, part_of=part_of))
-            elif child is not None:  # an earlier agent saw it end: others of the pod serve without it
+            elif child is not None and child.incarnation not in self._exits:
+                # an earlier agent saw it end: others of the pod serve without it
                 self.failures = max(1, self.failures)
             return
         if child.incarnation == self.view.incarnation:
@@ -568,10 +576,10 @@ class Engine:
             self._failed("WeightsDiffer", self.view.rejected.message)
         self._set(self.view.gone(start_after=time.monotonic() + wait_s))
 
-    def _end_of(self, child: ChildExited | ChildStatus) -> str:
+    def _end_of(self, event: ChildExited) -> str:
         broken = f" ({self.view.broken})" if self.view.broken else ""
-        words = last_words(child.tail, was_asked=child.incarnation != self._unasked)
-        return f"it ended with code {child.code}{broken}; {words}"
+        words = last_words(event.tail, was_asked=event.incarnation != self._unasked)
+        return f"it ended with code {event.code}{broken}; {words}"
 
     def _set(self, view: EngineView) -> None:
         self.view = view

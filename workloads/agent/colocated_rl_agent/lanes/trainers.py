@@ -213,6 +213,7 @@ class Trainers:
         started = {record.rank: record for record in self._journal.memory.trainers}
         for rank in self._settings.ranks:
             child, record, view = children.get(trainer_name(rank)), started.get(rank), self._views[rank]
+            ended = child.exit if child is not None else None
             if child is not None and child.running:
                 if child.incarnation == view.incarnation:
                     continue
@@ -226,12 +227,15 @@ class Trainers:
                 await self._look(view)
                 if (exited := self._exits.get(child.incarnation)) is not None:
                     self.exited(exited)
-            elif record is not None:
-                known = child is not None and child.incarnation == record.incarnation
-                code = child.code if child is not None and known else None
+            elif record is not None and record.incarnation != view.incarnation:  # an earlier agent started it
                 last = RankView(rank, incarnation=record.incarnation, lineage=record.lineage)
-                self._set(last.gone(KILLED if code is None else code))
-                self._one_gone.set()
+                is_it = ended is not None and ended.incarnation == record.incarnation
+                self._set(last.gone(ended.code if ended is not None and is_it else KILLED))
+            elif ended is not None and ended.incarnation == view.incarnation:
+                self.exited(ended)
+            elif view.is_alive:
+                self._set(view.gone(KILLED))  # it ended with its container
+        self._one_gone.set()
 
     # ----------------------------------------------------------------------------------------------------- requests
     async def onload(self) -> None:

@@ -18,8 +18,9 @@ at most MAX_LINE bytes. The first one is
 
     {"event": "hello", "protocol": 1, "runner": ID, "terminating": false, "children": [CHILD, ...]}
 
-CHILD is the newest incarnation of a name: {"name", "incarnation", "running", "pid", "code", "tail"}; `code` is the exit
-code once the child is gone (negative: signal), `tail` its last lines. Requests carry an `id`, answers repeat it:
+CHILD is the newest incarnation of a name: {"name", "incarnation", "running", "pid", "code", "tail", "killed"}; `code`
+is the exit code once the child is gone (negative: signal), `tail` its last lines, `killed` as in the event of its exit.
+Requests carry an `id`, answers repeat it:
 
     {"id": 1, "op": "start", "name": "engine-0", "argv": [...], "env": {"A": "b", "C": null}, "secrets": ["..."],
      "devices": [0, 1]}
@@ -213,6 +214,7 @@ class Child:
             "pid": self.process.pid,
             "code": self.code if self.gone else None,
             "tail": list(self.tail) if self.gone else [],
+            "killed": self.killed,
         }
 
 
@@ -465,8 +467,7 @@ class Runner:
         del self.groups[child.process.pid]
         log("child exited", child=child.name, incarnation=child.incarnation, code=child.code)
         status = child.status()
-        told = {key: status[key] for key in ("name", "incarnation", "code", "tail")}
-        self._send(event="exited", **told, killed=child.killed)
+        self._send(event="exited", **{key: status[key] for key in ("name", "incarnation", "code", "tail", "killed")})
 
     # ------------------------------------------------------------------------------------------------ the end
     def _on_signal(self) -> None:

@@ -49,24 +49,6 @@ class _Message(BaseModel):
     model_config = ConfigDict(frozen=True, extra="ignore")
 
 
-class ChildStatus(_Message):
-    """Describes the newest incarnation of a name."""
-
-    name: str
-    incarnation: str
-    running: bool
-    code: int | None = None
-    tail: tuple[str, ...] = ()
-
-
-class RunnerHello(_Message):
-    event: Literal["hello"]
-    protocol: int
-    runner: str
-    terminating: bool
-    children: tuple[ChildStatus, ...]
-
-
 class ChildExited(_Message):
     event: Literal["exited"]
     name: str
@@ -79,6 +61,39 @@ class ChildExited(_Message):
     def was_killed(self) -> bool:
         """Return whether the request ended it. Else it ended by itself, or somebody else killed it."""
         return self.killed and self.code == KILLED
+
+
+class ChildStatus(_Message):
+    """Describes the newest incarnation of a name."""
+
+    name: str
+    incarnation: str
+    running: bool
+    code: int | None = None
+    tail: tuple[str, ...] = ()
+    killed: bool = False
+
+    @property
+    def exit(self) -> ChildExited | None:
+        """Return the event of its exit, which this agent may have missed; None while it runs."""
+        if self.running or self.code is None:
+            return None
+        return ChildExited(
+            event="exited",
+            name=self.name,
+            incarnation=self.incarnation,
+            code=self.code,
+            tail=self.tail,
+            killed=self.killed,
+        )
+
+
+class RunnerHello(_Message):
+    event: Literal["hello"]
+    protocol: int
+    runner: str
+    terminating: bool
+    children: tuple[ChildStatus, ...]
 
 
 class RunnerTerminating(_Message):
