@@ -618,6 +618,18 @@ async def test_engine_that_was_killed_on_purpose_has_not_failed_though_nobody_he
         assert 0 == engine.failures, "nor when the connection breaks again"
 
 
+async def test_steps_that_no_checkpoint_holds_are_at_risk_for_the_next_agent_too() -> None:
+    """It said that they were none, or had begun with its own next step: an alert came hours late."""
+    async with small_pod() as pod:
+        await pod.climb(V0)
+        await pod.climb(V1)
+        await pod.restart_agent(orderly=True)
+        await pod.news(lambda: pod.agent._trainers.unsaved() is not None)
+        steps, seconds = pod.agent._trainers.unsaved() or (0, 0.0)
+        assert 1 == steps
+        assert seconds > 0
+
+
 # ----------------------------------------------------------------------------------------------------- no room to keep
 def waits_for_room(pod: SmallPod, reason: str) -> bool:
     problem = pod.facts.problem

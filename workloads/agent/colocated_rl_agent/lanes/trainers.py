@@ -471,6 +471,8 @@ class Trainers:
                 network_fault=status.network_fault,
             )
         )
+        if self._unsaved_since is None and (status.step or 0) > (status.saved or 0):
+            self._unsaved_since = time.monotonic()  # at the latest: they are an earlier agent's, or were in memory
 
     def grew(self, rank: int, grown_bytes: int) -> None:
         """Take the host memory that a rank's process has gained since its first switch."""
