@@ -316,6 +316,7 @@ class SmallPod:
         self.engines_started: list[str] = []  # on which version each
         self.engine_fault: str | None = None  # of every engine, at each call for its checksum
         self.trainer_writes_probe = True
+        self.trainer_faults: dict[str, str] = {}  # of every trainer that starts from now on
         self.engine_info: dict[str, Any] = {}  # that every engine gives of itself
         self.logprob_error: float | None = None  # of every engine, which then computes in bfloat16
         self.others_hold: str | None = None  # checksum of most engines of the group; None: that of this one
@@ -401,6 +402,7 @@ class SmallPod:
                 writes_weights=self._settings.tends_exports,
                 writes_probe=self.trainer_writes_probe,
             )
+            self.trainer.faults |= self.trainer_faults
             child = StartedChild(name, self.trainer.app())
             await child.listen(self.trainer.socket)
         else:

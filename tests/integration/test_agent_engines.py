@@ -91,6 +91,7 @@ async def test_engine_that_dies_stops_no_other_and_serves_again(placement: Place
         assert Rung.SERVING is pod.ladder.standing(pod.facts, V0)
         await pod.news(lambda: pod.agent._gate.in_flight == ENGINES - 1)
         await pod.news(lambda: serve(pod) == {*NAMES})
+        assert None is pod.facts.problem, "it was said for as long as no rung was gained, and none was lost"
         assert others.items() <= pod.engines.items()
         assert {"abort"} == await ended(pod, asking)
         assert "length" == await pod.ask(tokens=4)

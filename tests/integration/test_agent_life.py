@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
+from aiohttp import web
 from full_disk import no_room_in
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -18,7 +19,7 @@ from builders import TOGETHER
 from colocated_rl_agent.agent import Agent
 from colocated_rl_agent.planner import actions as do
 from colocated_rl_agent.runner.runner_link import ChildExited, ChildStatus, RunnerUnreachable
-from colocated_rl_api.facts import EngineState
+from colocated_rl_api.facts import EngineState, TrainerState
 from colocated_rl_api.ladder import TIME_SLICED, Ladder, ladder_for
 from colocated_rl_api.member_wire import Refusal
 from colocated_rl_api.rungs import Placement, Rung, WeightVersion
@@ -628,6 +629,45 @@ async def test_steps_that_no_checkpoint_holds_are_at_risk_for_the_next_agent_too
         steps, seconds = pod.agent._trainers.unsaved() or (0, 0.0)
         assert 1 == steps
         assert seconds > 0
+
+
+# ---------------------------------------------------------------------------------------------------- what is over
+def refuse(request: web.Request) -> bytes:
+    raise web.HTTPServiceUnavailable
+
+
+@both_ladders
+async def test_batch_that_comes_at_last_is_no_problem_while_it_is_trained(placement: Placement) -> None:
+    """The pod reported it until the step was done, which may take an hour."""
+    async with small_pod(**OFFLOADS[placement]) as pod:
+        await pod.climb(V0)
+        assert pod.trainer is not None
+        pod.trainer.faults["train"] = "hang"
+        served, pod._net.batch = pod._net.batch, refuse
+        climbing = asyncio.create_task(pod.climb(V1))
+        await pod.news(lambda: pod.facts.problem is not None and pod.facts.problem.reason == "BatchUnavailable")
+        pod._net.batch = served
+        await pod.news(lambda: pod.facts.trainers[0].state is TrainerState.TRAINING)
+        assert pod.facts.problem is None
+        climbing.cancel()
+        await asyncio.wait({climbing})
+
+
+async def test_trainer_that_has_started_again_is_no_problem_while_it_trains() -> None:
+    """Beside an engine that stays no rung is gained before the step is done: the pod could be blamed for its rung."""
+    async with small_pod(**OFFLOADS[Placement.RESIDENT]) as pod:
+        await pod.climb(V0)
+        assert pod.trainer is not None
+        pod.trainer.faults["train"] = "crash"
+        climbing = asyncio.create_task(pod.climb(V1))
+        pod.trainer_faults["train"] = "hang"
+        await pod.news(lambda: pod.facts.problem is not None and pod.facts.problem.reason == "TrainerDied")
+        await pod.news(
+            lambda: (pod.facts.trainers[0].lineage, pod.facts.trainers[0].state) == (2, TrainerState.TRAINING)
+        )
+        assert pod.facts.problem is None
+        climbing.cancel()
+        await asyncio.wait({climbing})
 
 
 # ----------------------------------------------------------------------------------------------------- no room to keep

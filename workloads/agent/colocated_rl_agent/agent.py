@@ -324,6 +324,8 @@ class Agent:
                 return self._faults.gate_closed_until
             case do.OpenGate():
                 self._gate.open(self._engines[choice.engine].backend(), engine=choice.engine)
+                if not any(self._engine_failures):
+                    self._problems.made_good("EngineLost")
                 return now
             case action:
                 self._put_in_lane(action, choice.engine)
@@ -387,6 +389,7 @@ class Agent:
             and all(rank.is_off_device for rank in self._trainers.views)
         )
         await self._devices.read(nobody=nobody)
+        self._problems.made_good("RunnerUnreachable")
 
     async def _measure_host_memory(self, index: int) -> None:
         """Measure at one moment of each switch, so that values can be compared: an engine when it generates again, and
@@ -497,6 +500,8 @@ class Agent:
             await self._shards.fetch(target.batches, step, world_size=target.rendezvous.world_size)
         except ShardUnavailable as error:
             self._fail("BatchUnavailable", str(error))
+        else:
+            self._problems.made_good("BatchUnavailable")
 
     async def _check_probe(self, engine: Engine, version: WeightVersion) -> None:
         try:

@@ -172,6 +172,8 @@ class Trainers:
                 break
             await asyncio.sleep(START_POLL_S)
         self._unasked.clear()
+        for reason in ("TrainerDied", "TrainerFailed", "TrainerNotStarted", "TrainerNotReaped"):
+            self._made_good(reason)
         took_s = time.monotonic() - started
         self._metrics.trainer_load_seconds.observe(took_s)
         log(LOG, "trainers loaded", step=self.views[0].step, took_s=round(took_s, 4))

@@ -79,3 +79,5 @@ class VolumeLane:
                 "ExportsNotRemoved", f"older weights stay: {error}; the agent removes them through the pod's group"
             )
             await asyncio.sleep(VOLUME_AGAIN_S)
+        else:
+            self._made_good("ExportsNotRemoved")
