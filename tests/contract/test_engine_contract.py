@@ -114,12 +114,6 @@ class ObservedSGLang(SGLang):
         super().__init__(session, url=server.engine.url, admin_key=ADMIN_KEY, call_s=CALL_S)
         self.session, self.server = session, server
 
-    async def is_up(self, *, deadline_s: float = CALL_S) -> bool:
-        return await super().is_up(deadline_s=deadline_s)
-
-    async def takes_requests(self, *, deadline_s: float = CALL_S) -> bool:
-        return await super().takes_requests(deadline_s=deadline_s)
-
     async def stream(self, **request: Any) -> AsyncIterator[dict[str, Any]]:
         async with self.session.post(f"{self.url}/generate", json={"stream": True, **request}) as answer:
             assert answer.status == 200

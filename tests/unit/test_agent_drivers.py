@@ -302,6 +302,17 @@ async def test_call_that_is_not_answered_has_an_unknown_outcome(fake: tuple[Fake
             await impatient.pause()
 
 
+async def test_an_engine_has_as_long_to_say_that_it_is_there_as_for_any_call(fake: tuple[FakeEngine, SGLang]) -> None:
+    """The next agent took one that was busy for longer than two seconds for one that was starting, and ended it."""
+    engine, driver = fake
+    engine.faults |= {"/ping": "hang", "/ready": "hang"}
+    async with aiohttp.ClientSession() as session:
+        impatient = SGLang(session, url=driver.url, admin_key="key", call_s=SOON_S)
+        for look in (impatient.is_up, impatient.takes_requests):
+            with pytest.raises(OutcomeUnknown, match=f"not confirmed after {SOON_S} s"):
+                await look()
+
+
 async def test_update_may_take_longer_than_other_calls(tmp_path: Path, fake: tuple[FakeEngine, SGLang]) -> None:
     engine, driver = fake
     write_export(tmp_path / "0-2", version="0-2", weight=1.0)

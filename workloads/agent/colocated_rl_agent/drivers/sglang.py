@@ -273,7 +273,7 @@ class _Generated(_EngineAnswer):
 
 
 class SGLang:
-    """An SGLang is the client of one engine incarnation. call_s: deadline of each call that changes something."""
+    """An SGLang is the client of one engine incarnation. call_s: deadline of each call."""
 
     def __init__(self, session: aiohttp.ClientSession, *, url: str, admin_key: str, call_s: float) -> None:
         self._session = session
@@ -282,13 +282,13 @@ class SGLang:
         self.url = url
 
     # ------------------------------------------------------------------------------------------------ what it is
-    async def is_up(self, *, deadline_s: float = 2.0) -> bool:
+    async def is_up(self) -> bool:
         """Return whether it is started and healthy, paused or not. Raises OutcomeUnknown while nothing listens."""
-        return await self._status("/ping", deadline_s) == 200
+        return await self._status("/ping") == 200
 
-    async def takes_requests(self, *, deadline_s: float = 2.0) -> bool:
+    async def takes_requests(self) -> bool:
         """Return whether it is up and not paused; up without this means paused. Raises OutcomeUnknown."""
-        return await self._status("/ready", deadline_s) == 200
+        return await self._status("/ready") == 200
 
     async def model_info(self) -> ModelInfo:
         return read_answer(ModelInfo, await self._call("GET", "/model_info"), "/model_info")
@@ -432,8 +432,8 @@ class SGLang:
         return tuple(logprob for logprob, _, _ in found[1:] if logprob is not None)
 
     # ------------------------------------------------------------------------------------------------ transport
-    async def _status(self, path: str, deadline_s: float) -> int:
-        async with within(deadline_s, path), self._session.get(self.url + path, headers=self._headers) as answer:
+    async def _status(self, path: str) -> int:
+        async with within(self._call_s, path), self._session.get(self.url + path, headers=self._headers) as answer:
             return answer.status
 
     async def _call(
