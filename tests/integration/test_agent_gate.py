@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import gc
 import io
 import itertools
 import json
@@ -26,6 +27,7 @@ from hypothesis import strategies as st
 from waiting import until
 from yarl import URL
 
+from colocated_rl_agent.drivers.base import OutcomeUnknown
 from colocated_rl_agent.drivers.sglang import SGLang
 from colocated_rl_agent.gate import gate as gate_module
 from colocated_rl_agent.gate.call import Call
@@ -243,6 +245,28 @@ async def test_h38_request_that_its_caller_left_is_aborted_at_the_engine(scene: 
     assert "client_gone" == scene.ended[0][0]
     (rid,) = [body["rid"] for route, body in scene.engine.calls if route == "/generate"]
     assert ("/abort_request", {"rid": rid, "abort_all": False}) in scene.engine.calls, "not left to what it notices"
+
+
+async def test_abort_that_the_engine_fails_after_nobody_waits_for_it_is_no_error(
+    scene: GateScene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """asyncio reported it once for each request: an exception that nobody had retrieved."""
+    monkeypatch.setattr(gate_module, "ABORT_S", 0.0)
+    reported: list[dict[str, Any]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda loop, context: reported.append(context))
+    fails, has_failed = asyncio.Event(), asyncio.Event()
+
+    async def abort(rid: str) -> None:
+        await fails.wait()
+        has_failed.set()
+        raise OutcomeUnknown("the engine is lost")
+
+    await scene.gate._abort(dataclasses.replace(scene.backend, abort=abort), "rid")
+    fails.set()
+    await has_failed.wait()
+    await asyncio.sleep(0)
+    gc.collect()
+    assert [] == reported
 
 
 async def test_h58_broken_stream_hands_back_what_was_read(scene: GateScene) -> None:

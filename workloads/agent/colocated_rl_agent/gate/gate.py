@@ -323,10 +323,12 @@ class Gate:
 
     async def _abort(self, backend: Backend, rid: str) -> None:
         """Make sure that the engine stops working on a request whose caller or connection is gone."""
-        task = asyncio.ensure_future(backend.abort(rid))
-        with contextlib.suppress(TimeoutError, DriverError):  # the engine is gone, and the request with it
-            async with asyncio.timeout(ABORT_S):
-                await asyncio.shield(task)
+
+        async def abort() -> None:
+            with contextlib.suppress(DriverError):  # the engine is gone, and the request with it
+                await backend.abort(rid)
+
+        await asyncio.wait({asyncio.create_task(abort(), name="abort")}, timeout=ABORT_S)  # it goes on after that
 
 
 def _log_lost(running: Running, backend: Backend, error: OSError) -> None:
