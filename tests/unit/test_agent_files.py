@@ -6,6 +6,7 @@ import asyncio
 import hashlib
 import json
 import re
+import shutil
 import struct
 import subprocess
 import sys
@@ -258,6 +259,20 @@ def test_only_exports_of_other_versions_are_removed(export: Path) -> None:
     assert {"2-1", "2-2", "3-1"} == {path.name for path in exports_in(root).values()}
     remove_exports(root, VERSION)
     assert {"3-1", "lost+found"} == {path.name for path in root.iterdir()}
+
+
+def test_exports_that_somebody_else_removes_meanwhile_are_removed(export: Path) -> None:
+    """A removal that new trainers interrupted goes on in its thread: the next one reported that older weights stay."""
+    root = export.parent
+    for name in ("1-1", "2-1"):
+        (root / name).mkdir()
+
+    def remove_all_others() -> None:
+        for name in ("1-1", "2-1"):
+            shutil.rmtree(root / name, ignore_errors=True)
+
+    remove_exports(root, VERSION, remove_all_others)
+    assert ["3-1"] == [path.name for path in root.iterdir()]
 
 
 # -------------------------------------------------------------------------------------------------------------- shards

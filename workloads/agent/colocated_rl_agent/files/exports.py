@@ -10,6 +10,7 @@ the agent lists the volume again only after actions that may change exports.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import io
 import json
@@ -277,7 +278,8 @@ def exports_in(root: Path) -> dict[WeightVersion, Path]:
 def remove_exports(root: Path, keep: WeightVersion, beat: Beat = lambda: None) -> None:
     for version, directory in exports_in(root).items():
         if version != keep:
-            shutil.rmtree(directory)
+            with contextlib.suppress(FileNotFoundError):  # a call that was interrupted goes on, and removes it too
+                shutil.rmtree(directory)
             beat()
 
 
