@@ -118,6 +118,17 @@ async def test_a_container_that_restarts_has_it_again() -> None:
         assert group.engine.facts.problem is None
 
 
+@pytest.mark.parametrize("failures", [0, 3])
+async def test_no_engine_waits_for_one_that_is_not_started_again_yet(failures: int) -> None:
+    """It waited for the back-off of a reference that had failed before, and then for its start."""
+    async with beside() as group:
+        await group.engine.news(lambda: group.engine.facts.reference_ready is True)
+        lane = group.engine.agent._reference
+        lane._failures = failures
+        lane.attach(None)
+        assert (failures == 0) == (lane.awaited_until > 0)
+
+
 async def test_it_is_not_started_again_in_a_pod_that_ends() -> None:
     async with beside() as group:
         await group.climb(V0)

@@ -138,7 +138,8 @@ class ReferenceLane:
         """Match what is known to the runner's report, after a restart of either side."""
         if child is None or not child.running:
             self._is_gone()
-            self._hold_engines()
+            if not self._failures:  # after one, its start may wait for as long as an engine would wait for it
+                self._hold_engines()
         elif child.incarnation != self._incarnation:
             self._incarnation, self._was_asked = child.incarnation, True
             self._gone.clear()
