@@ -741,6 +741,20 @@ async def test_a_slow_network_is_waited_for_by_nothing_and_said_while_nothing_el
         assert [] == pod.broken
 
 
+async def test_full_volume_of_the_weights_costs_the_trainers_and_is_named() -> None:
+    """Most often it is memory of the pod, which never grows: the step is given up at once."""
+    async with small_pod() as pod:
+        await pod.climb(V0)
+        trainer = pod.trainer
+        assert trainer is not None
+        trainer.faults["export"] = "full"
+        climbing = asyncio.create_task(pod.climb(V1))
+        await pod.news(lambda: waits_for_room(pod, "TrainerFailed"))
+        assert WeightVersion(1, 2) == await climbing
+        assert trainer is not pod.trainer
+        assert [] == pod.broken
+
+
 async def test_full_volume_is_waited_for_at_the_end_too_and_said_for_as_long() -> None:
     async with small_pod() as pod:
         await pod.climb(V0)
