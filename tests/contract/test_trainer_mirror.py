@@ -176,16 +176,20 @@ def test_a_newer_checkpoint_counts_more_and_other_ranks_than_kept_it_go_back_to_
         assert {(2 if state == "Sharded" else 3, 2)} == {(each.step, each.saved) for each in group.wait_loaded()}
 
 
-def test_a_part_that_has_changed_is_not_read(model: Path, batches: list[list[Path]], tmp_path: Path) -> None:
+@pytest.mark.parametrize(("pods", "step"), [("1", 1), ("*", 0)], ids=["in one pod", "in both"])
+def test_a_part_that_has_changed_is_not_read(
+    model: Path, batches: list[list[Path]], tmp_path: Path, pods: str, step: int
+) -> None:
+    """It comes from the other pod that has it: the whole step was dropped."""
     job = TrainersOfJob(tmp_path / "job", model, batches)
     job.keep_the_first_step()
-    [own] = (job.folder / "pod-1/mirrors").glob("*.1-of-3.*")
-    content = bytearray(own.read_bytes())
-    content[-1] ^= 1
-    own.write_bytes(content)
+    for file in job.folder.glob(f"pod-{pods}/mirrors/*.1-of-3.*"):
+        content = bytearray(file.read_bytes())
+        content[-1] ^= 1
+        file.write_bytes(content)
     with job.start() as group:
-        assert {0} == steps(group.wait_loaded())
-    assert "mirror skipped" in (job.folder / "rank-0-lineage-2.log").read_text()
+        assert {step} == steps(group.wait_loaded())
+    assert "mirror damaged" in (job.folder / "rank-0-lineage-2.log").read_text()
 
 
 def test_a_step_that_can_not_be_kept_on_one_pod_is_kept_on_none_and_holds_up_nobody(

@@ -108,15 +108,14 @@ class Mirrors:
 
     def newest(self, *, after: int) -> MirrorPart | None:
         """Return this rank's part, verified, of the newest whole step beyond `after`, or None. Raises GroupLost."""
-        found = self._group.each(self._listed)
         self._remove(self._own, self._copy)  # of a predecessor
-        ages = {part.age for parts in found for part in parts if part.step > after and part.parts == self._parts}
-        for age in sorted(ages, reverse=True):
-            holders: dict[int, tuple[int, MirrorPart]] = {}
-            for rank, parts in enumerate(found):
-                holders |= {part.part: (rank, part) for part in parts if part.age == age and part.part not in holders}
-            if len(holders) == self._parts:
-                return self._take(found, holders)
+        for _ in range(2):  # a damaged part is there a second time
+            found = self._group.each(self._listed)
+            holders = self._newest_whole(found, after=after)
+            if not holders:
+                break
+            if (mine := self._take(found, holders)) is not None:
+                return mine
         self._remove_others(None)
         return None
 
@@ -195,10 +194,29 @@ class Mirrors:
         """Return the parts that this rank's pod has, by name."""
         return [part for file in sorted(self._directory.iterdir()) if (part := MirrorPart.named(file.name))]
 
+    def _newest_whole(
+        self, found: Sequence[Sequence[MirrorPart]], *, after: int
+    ) -> Mapping[int, tuple[int, MirrorPart]]:
+        """Return, for each part of the newest whole step, the first rank that has it; nothing if there is no such step.
+
+        found: what each rank's pod has.
+        """
+        ages = {part.age for parts in found for part in parts if part.step > after and part.parts == self._parts}
+        for age in sorted(ages, reverse=True):
+            holders: dict[int, tuple[int, MirrorPart]] = {}
+            for rank, parts in enumerate(found):
+                holders |= {part.part: (rank, part) for part in parts if part.age == age and part.part not in holders}
+            if len(holders) == self._parts:
+                return holders
+        return {}
+
     def _take(
         self, found: Sequence[Sequence[MirrorPart]], holders: Mapping[int, tuple[int, MirrorPart]]
     ) -> MirrorPart | None:
-        """Bring each pod the parts of its ranks, from the pods that have them, and verify them."""
+        """Bring each pod the parts of its ranks, from the pods that have them, and verify them.
+
+        Return this rank's; None, with the damaged ones removed, if a pod has a damaged one.
+        """
         mine = holders[self._part_of_rank(self._group.rank)][1]
         try:
             self._fetch(
@@ -214,9 +232,10 @@ class Mirrors:
         finally:
             self._remove(self._copy)
         if any(faults):
-            self._remove_others(None)
+            damaged = [self._directory / mine.name] if faults[self._group.rank] else []
+            self._group.each(lambda: self._remove(*damaged))  # before anybody lists them again
             reason = "; ".join(fault for fault in faults if fault)
-            log(_LOG, "mirror skipped", logging.WARNING, step=mine.step, reason=reason)
+            log(_LOG, "mirror damaged", logging.WARNING, step=mine.step, reason=reason)
             return None
         self._remove_others(mine.age)
         return mine
