@@ -523,6 +523,21 @@ def test_next_step_waits_for_an_engine_that_starts_again_beside_others(
         assert seen.now + seen.job.spec.switch.engine_start_seconds == decided.wake_at
 
 
+def test_trainer_that_has_died_is_not_left_alone_until_an_engine_has_started() -> None:
+    """The answer waited for an engine that starts again beside others, for a quarter of an hour at most."""
+    seen = dead(climbing(Rung.SERVING, Rung.SERVING, rollout=rollout_facts(sealed=2, trained=1)), 0)
+    first = seen.members[0]
+    facts = first.pod_facts
+    assert facts is not None
+    starting = facts.engines[0].model_copy(
+        update={"name": "engine-1", "state": EngineState.STARTING, "failures": 1, "starts_on": V1}
+    )
+    facts = facts.model_copy(update={"engines": (*facts.engines, starting)})
+    decided = plan(replace(seen, members=(replace(first, facts=facts), *seen.members[1:])))
+    assert decided.climb is not None
+    assert (Cause.TRAINER_DIED, 2, 2) == (decided.climb.cause, decided.climb.step, decided.climb.lineage)
+
+
 def test_f52_engines_of_one_pod_that_differ_are_named() -> None:
     decided = plan(with_engines(holding("a", "a"), "b", "b"))
     held = "engine-0 of sums-gpu-0-0 b, engine-1 of sums-gpu-0-0 b, sums-gpu-1-0 a"

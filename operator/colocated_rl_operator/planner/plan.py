@@ -243,7 +243,7 @@ def _decide_for_whole_group(seen: Observation, climb: Climb) -> Decision | Hold 
     if seen.is_up and climb.step >= seen.last_step:
         return _decide_after_last_step(seen, climb)
     if seen.is_up and _may_begin_next_step(seen, climb):
-        return _wait_for_engines(seen) or _begin_next_step(seen, replace(climb, step=climb.step + 1))
+        return _begin_next_step(seen, replace(climb, step=climb.step + 1))
     return after_death(seen, climb) if seen.trainer_died and not _holds_new_weights(seen) else None
 
 
@@ -299,7 +299,8 @@ def _begin_next_step(seen: Observation, following: Climb) -> Decision | Hold | N
     if seen.trainer_died:
         return after_death(seen, following)
     found = (
-        rest_after_roll_back(seen, following)
+        _wait_for_engines(seen)
+        or rest_after_roll_back(seen, following)
         or resize(seen, following, until=_deadline(seen))
         or _recycle_trainers(seen, following)
     )
