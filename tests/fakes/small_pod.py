@@ -198,7 +198,8 @@ class SmallRunner:
         self._pod = pod
         self.devices: list[dict[str, int]] = []
         self.children: dict[str, StartedChild] = {}
-        self._server: asyncio.Server | None = None
+        self._server: asyncio.Server | None = None  # through all restarts: one that closes loses who just connects
+        self._is_up = False
         self._writer: asyncio.StreamWriter | None = None
         self._busy = asyncio.Lock()
         self._id = ""
@@ -206,19 +207,22 @@ class SmallRunner:
         self.exit_code: int | None = None
 
     async def start(self) -> None:
-        self.children, self._id = {}, uuid.uuid4().hex[:16]
-        path = self._pod.directories.sockets / "runner.sock"
-        path.unlink(missing_ok=True)
-        self._server = await asyncio.start_unix_server(self._serve, path, limit=2**20)
+        self.children, self._id, self._is_up = {}, uuid.uuid4().hex[:16], True
+        if self._server is None:
+            path = self._pod.directories.sockets / "runner.sock"
+            self._server = await asyncio.start_unix_server(self._serve, path, limit=2**20)
 
     async def stop(self) -> None:
         """Stop as the container does: nobody hears how its children ended."""
-        if self._server is not None:
-            self._server.close()
+        self._is_up = False
         self.hang_up()
         async with self._busy:  # a child that is being started has to be there to be ended
             for child in self.children.values():
                 await child.end(-9)
+
+    def close(self) -> None:
+        if self._server is not None:
+            self._server.close()
 
     def hang_up(self) -> None:
         """Break the connection: until it has connected again, the agent hears of nothing."""
@@ -236,6 +240,11 @@ class SmallRunner:
             self._tell(event="exited", name=name, incarnation=child.incarnation, code=code, tail=[], killed=killed)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.closing(writer), contextlib.suppress(ConnectionError):
+            if self._is_up:
+                await self._serve_agent(reader, writer)
+
+    async def _serve_agent(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         if self._writer is not None:
             self._writer.close()
         self._writer = writer
@@ -781,5 +790,6 @@ async def _living(pod: SmallPod) -> AsyncIterator[SmallPod]:
     finally:
         await pod.stop_agent(orderly=False)
         await pod.runner.stop()
+        pod.runner.close()
         for port in pod.engine_ports:
             port.close()
