@@ -1,4 +1,8 @@
-"""Say who has the GPU of a pod, from the rung where the pod stands: timelines and the agent's metrics agree on it."""
+"""Say who has the GPU of a pod, from the rung where the pod stands: timelines and the agent's metrics agree on it.
+
+One case differs: an engine of a mixed job with devices of its own generates on while it waits at Offloaded for the
+others. An agent sees that its gate is open; a timeline sees rungs alone, and counts that wait as switch.
+"""
 
 from __future__ import annotations
 

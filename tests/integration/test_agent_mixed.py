@@ -10,6 +10,7 @@ import pytest
 from colocated_rl_agent.files.exports import export_directory
 from colocated_rl_api import names
 from colocated_rl_api.facts import TrainerState
+from colocated_rl_api.holders import PodHolder
 from colocated_rl_api.rungs import Rung, WeightVersion
 from fakes.small_pod import SmallGroup, SmallPod, small_group
 
@@ -46,6 +47,7 @@ async def test_an_engine_with_devices_of_its_own_serves_on_while_others_release_
             assert ["closed", "closed"] == [await pod.ask() for pod in beside(group)]
             assert before == group.engine.facts.engines[0].version
             assert "length" == await group.engine.ask(tokens=4), "it generates on"
+            assert PodHolder.ROLLOUT is group.engine.agent._holder(), "its GPUs counted as in a switch"
             assert [] == [route for route in routes(group.engine) if route != "/generate"], "nothing reached it"
             assert all(MEMORY & {*routes(pod)} for pod in beside(group))
             await group.climb(version)

@@ -628,7 +628,11 @@ class Agent:
             return PodHolder.IDLE
         rung = self._climb.rung
         self._has_served |= rung is self._ladder.top
-        return holder_of(rung, None, self._ladder, self._settings.role) if self._has_served else PodHolder.START
+        if not self._has_served:
+            return PodHolder.START
+        holder = holder_of(rung, None, self._ladder, self._settings.role)
+        # a mixed job's engine with devices of its own may wait at Offloaded for the others, and generates meanwhile
+        return PodHolder.ROLLOUT if holder is PodHolder.SWITCH and self._gate.is_open else holder
 
     @property
     def _stops(self) -> bool:
