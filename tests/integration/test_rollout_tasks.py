@@ -149,6 +149,19 @@ async def test_a_sum_is_asked_and_scored_without_pycosat(tmp_path: Path) -> None
         ]
 
 
+@pytest.mark.parametrize("name", ["ransom_note", "list_functions"])
+async def test_each_process_makes_the_same_problems(tmp_path: Path, name: str) -> None:
+    """Some tasks draw from sets of texts, or from Python's own generator: the process that scored an answer had another
+    problem than the one that was asked, and held out others. Of the first task each process had problems of its own.
+    """
+    asked = []
+    for _ in range(2):
+        async with processes(ReasoningGym(name=name, size=12), tmp_path, COMMAND) as made:
+            asked.append(await made.prompts(0, 12))
+            assert asked[0] == await made.prompts(0, 12)
+    assert asked[0] == asked[1]
+
+
 async def test_a_process_says_nothing_that_nobody_needs(tmp_path: Path) -> None:
     """A library of one of the tasks warned that its directory can't be written, and while it made its list of fonts."""
     process = await asyncio.create_subprocess_exec(

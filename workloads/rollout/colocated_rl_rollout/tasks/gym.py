@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import logging
+import random
 import sys
 import warnings
 from types import ModuleType
@@ -37,6 +38,7 @@ class GymTask:
         except Exception as error:  # its message is safe: no prompt exists yet that it could quote
             raise GymUnusable(in_words(error)) from error
         self._answer_after = task.answer_after
+        self._seed = task.seed
         self.size, self.digest = len(self._dataset), ""  # the job's own settings make the problems
         if self.size != task.size:
             raise GymUnusable(f"it has {self.size} problems, not the {task.size} of its size")
@@ -44,9 +46,11 @@ class GymTask:
 
     def prompt(self, position: int) -> tuple[int, PromptContent]:
         index = position % self.size
-        return index, self._dataset[index]["question"]
+        return index, self.row(index)["question"]
 
     def row(self, index: int) -> dict[str, Any]:
+        """Make a problem: the same one in each process, also of a task that draws from Python's own generator."""
+        random.seed(f"{self._seed}/{index}")
         entry: dict[str, Any] = self._dataset[index]
         return entry
 
@@ -55,7 +59,7 @@ class GymTask:
         answer = answer_in(response, self._answer_after)
         if answer is None:
             return 0.0
-        return float(self._dataset.score_answer(answer, self._dataset[index]) == 1.0)
+        return float(self._dataset.score_answer(answer, self.row(index)) == 1.0)
 
 
 def answer_in(text: str, answer_after: str | None) -> str | None:

@@ -39,6 +39,7 @@ MAX_FAMILY = 2048  # processes and threads of a process and of all that descends
 COUNT_S = 1.0  # between two counts
 FEW = 64  # a family of no more is never the one that leaves no process to others
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}  # or a library starts one for each core of the node
+ONE_ORDER = {"PYTHONHASHSEED": "0"}  # of sets of texts: one process scores what another one asked
 FEW_ARENAS = {"MALLOC_ARENA_MAX": "2"}  # of 64 MiB of address space each, which is what the limit of a process counts
 
 
@@ -71,7 +72,7 @@ class Families:
                 self._command,
                 stdin=connection.fileno(),
                 stdout=connection.fileno(),
-                env={**os.environ, **ONE_THREAD, **FEW_ARENAS},
+                env={**os.environ, **ONE_THREAD, **ONE_ORDER, **FEW_ARENAS},
                 start_new_session=True,
             )
             self._keepers[process.pid] = process
