@@ -15,7 +15,7 @@ from unit.test_rollout_store import JOB, S, completed_group, prompt, recorded, s
 
 from colocated_rl_api.rungs import WeightVersion
 from colocated_rl_rollout.pages import parquet
-from colocated_rl_rollout.rules.samples import Finish, Span, Tokens
+from colocated_rl_rollout.rules.samples import NO_TOKENS, Finish, Span, Tokens, Trajectory
 from colocated_rl_rollout.store.batches import write_batch
 from colocated_rl_rollout.store.store import Store
 from setup.layout import CHECKOUT
@@ -74,6 +74,16 @@ def test_a_sample_is_the_same_before_and_after_it_is_sealed(tmp_path: Path) -> N
         "behaviour_logp": [-0.125, -0.25, 0.0, -0.5, -0.625], "token_step": [1, 1, -1, 2, -1],
     } == before[0]  # fmt: skip
     assert [{**row, "state": "sealed", "step": 1} for row in before] == after
+
+
+def test_a_sealed_sample_without_a_response_has_a_row(store: Store) -> None:
+    """A session that was interrupted at once, the last of its batch: no file was written, and no sample shown."""
+    group = store.admit_whole(
+        (1, 2), [Trajectory(tokens, Finish.LENGTH, 0.5) for tokens in (answer((0, 1)), NO_TOKENS)]
+    )
+    seal(store, [group])
+    assert [[50], []] == [row["response_ids"] for row in rows(store)]
+    assert [[1, 2]] * 2 == [row["prompt_ids"] for row in rows(store)]
 
 
 def test_a_sample_in_any_state_has_a_row_and_types_are_as_documented(store: Store) -> None:

@@ -110,19 +110,17 @@ def _in_shard(file: Any, names: Sequence[str], wanted: Collection[int] | None) -
     figures = file.get_tensor("figures") if names else np.empty((len(of_each["sample"]), 0), np.float32)
     ends = file.get_tensor("sample_end")
     starts = ends - np.diff(ends, prepend=0)
-    tokens, mask, logp, steps = map(file.get_slice, ("tokens", "loss_mask", "behaviour_logp", "token_step"))
+    by_token = [file.get_slice(name) for name in ("tokens", "loss_mask", "behaviour_logp", "token_step")]
     for place, number in enumerate(of_each["sample"].tolist()):
         if wanted is not None and number not in wanted:
             continue
-        begin, end = int(starts[place]), int(ends[place])
-        answer = begin + int(of_each["prompt_tokens"][place])
+        begin, end, prompt = int(starts[place]), int(ends[place]), int(of_each["prompt_tokens"][place])
+        ids, written, drawn, step = (column[begin:end] for column in by_token)  # an empty slice may be an error
         yield SealedSample(
             number,
             GroupId(int(of_each["group"][place])),
             float(of_each["reward"][place]),
             bool(of_each["truncated"][place]),
             {name: value for name, value in zip(names, figures[place].tolist(), strict=True) if value == value},
-            Transcript(
-                tokens[begin:answer], tokens[answer:end], mask[answer:end] == 1, logp[answer:end], steps[answer:end]
-            ),
+            Transcript(ids[:prompt], ids[prompt:], written[prompt:] == 1, drawn[prompt:], step[prompt:]),
         )
