@@ -488,6 +488,19 @@ def test_pieces_add_up_to_the_whole(chat: Chat, text: str, stops: list[str], end
     assert [call["function"] for call in whole["message"].get("tool_calls", [])] == called
 
 
+def test_tokens_of_a_stream_stand_where_they_do_in_the_whole(chat: Chat) -> None:
+    """Those behind a character of several tokens had the places of earlier ones."""
+    tokens = tokens_of(chat, "aé c")
+    asks = CompletionRequest(np.array([1], np.int32), 100, 1.0)
+    reply = CompletionReply(Form(chat=False, streams=True, logprobs=True), asks, "m", 0, "x")
+    more = extension(tokens, Finish.STOP, 1)
+    pieces = Pieces(reply, chat)
+    events = [event for end in range(len(tokens)) for event in pieces.more(cut(tokens, end + 1))]
+    choices = [event["choices"][0] for event in (*events, *pieces.rest(tokens, Finish.STOP, more))]
+    streamed = [place for choice in choices if choice["logprobs"] for place in choice["logprobs"]["text_offset"]]
+    assert reply.whole(chat, tokens, Finish.STOP, more)["choices"][0]["logprobs"]["text_offset"] == streamed
+
+
 @given(st.text("abc", max_size=20), st.lists(st.text("abc", min_size=1, max_size=3), min_size=1, max_size=3))
 def test_a_stop_string_ends_where_it_is_first_whole(chat: Chat, text: str, stops: list[str]) -> None:
     ids = np.array(chat.encode(text), np.int32)

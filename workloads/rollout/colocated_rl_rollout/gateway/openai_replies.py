@@ -122,6 +122,7 @@ class Pieces:
         self._decoded = 0  # tokens
         self._sent = 0  # tokens that were sent
         self._length = 0  # characters that were sent
+        self._offset = 0  # of the next token: a text has fewer characters than its tokens that are parts of one
         self._begun = False
 
     def more(self, tokens: Tokens) -> Iterator[dict[str, Any]]:
@@ -157,7 +158,8 @@ class Pieces:
             yield self._chunk({"delta": {"role": "assistant", "content": ""}})
         choice: dict[str, Any] = {"delta": {"content": new}} if form.chat else {"text": new}
         if form.logprobs:
-            choice["logprobs"] = self._reply.logprobs(self._chat, tokens, self._sent, self._length)
+            choice["logprobs"] = logprobs = self._reply.logprobs(self._chat, tokens, self._sent, self._offset)
+            self._offset += sum(map(len, logprobs.get("tokens", ())))
         if form.token_ids:
             choice["token_ids"] = tokens.ids[self._sent :].tolist()
         event = self._chunk(choice)
