@@ -466,7 +466,9 @@ async def test_a_job_that_starts_over_does_so_for_clients_too(tmp_path: Path) ->
         await scene.switch(V1)
         await asyncio.gather(*asked)
         assert ANSWER == text_of(asked[0].result()) == "".join(pieces(chunks))
-        assert [V1] == [WeightVersion.parse(span["version"]) for span in extra(asked[0].result())["weight_versions"]]
+        more = extra(asked[0].result())
+        assert [V1] == [WeightVersion.parse(span["version"]) for span in more["weight_versions"]]
+        assert 1 == more["segments"], "what was thrown away is none"
 
 
 # ---------------------------------------------------------------------------------------------------- what is asked

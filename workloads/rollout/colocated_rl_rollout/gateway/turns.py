@@ -294,6 +294,7 @@ class Turns:
         else:
             if not self._keeps:
                 turn.tokens, turn.so_far, turn.experts, turn.replayed = NO_TOKENS, NO_TOKENS, NO_EXPERTS, NO_EXPERTS
+                turn.segments = 0
             self._park(turn)
 
     # ------------------------------------------------------------------------------------------------- waiting
