@@ -213,7 +213,7 @@ async def controller(engines: int, port: int, directory: Path, *, in_flight: int
         sessions = Sessions(
             store, metrics, group_size=GROUP_SIZE, max_staleness=64, changed=lambda: None, clock=time.monotonic
         )
-        changed = asyncio.Event()
+        changed, processes = asyncio.Event(), Rewards(spec)
         gates = Engines(
             DataClient(session, MemberTls.read(directory / "tls"), JOB_UID),
             settle_s=30.0,
@@ -227,9 +227,15 @@ async def controller(engines: int, port: int, directory: Path, *, in_flight: int
             engines=gates,
             prompts=PromptsInOrder(),
             chat=chat,
-            processes=Rewards(spec),
+            processes=processes,
             episodes=Episodes(
-                spec.rollout.prompts, sessions, count=0, socket=directory, model="job", gateway=lambda: ""
+                spec.rollout.prompts,
+                sessions,
+                data=processes.data,
+                count=0,
+                socket=directory,
+                model="job",
+                gateway=lambda: "",
             ),
             evaluation=None,
             turns=Turns(chat, metrics, keeps=True, changed=lambda: None, at_most=1, parked_at_most_s=1.0),

@@ -237,7 +237,13 @@ class SimulatedController:
             chat=chat,
             processes=processes,
             episodes=Episodes(
-                spec.rollout.prompts, sessions, count=0, socket=directory, model="job", gateway=lambda: ""
+                spec.rollout.prompts,
+                sessions,
+                data=processes.data,
+                count=0,
+                socket=directory,
+                model="job",
+                gateway=lambda: "",
             ),
             evaluation=None,
             turns=Turns(chat, metrics, keeps=True, changed=self._wake, at_most=1, parked_at_most_s=1.0),

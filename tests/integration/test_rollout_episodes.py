@@ -37,7 +37,7 @@ from colocated_rl_rollout.rules.samples import (
 )
 from colocated_rl_rollout.store.store import Store
 from colocated_rl_rollout.tasks.player import play
-from colocated_rl_rollout.tasks.task_wire import TaskReply
+from colocated_rl_rollout.tasks.task_wire import Data, TaskReply
 from fakes.rollout import JOB_UID
 from fakes.tasks import task_server
 
@@ -152,7 +152,9 @@ async def playing(
     program: str = PLAYER,
     prompts: Prompts = PROMPTS,
     sets: Sequence[EvaluationSet] = (),
+    digest: str = "x",
 ) -> AsyncIterator[EpisodesScene]:
+    """digest: of the rows that prompts are made of; the player's is x."""
     registry = CollectorRegistry()
     store, metrics = Store(directory / "state", job_uid=JOB_UID), RolloutMetrics(registry)
     clock = EpisodeClock()
@@ -165,11 +167,16 @@ async def playing(
         clock=clock,
     )
     os.mkfifo(directory / "go")
+
+    async def data() -> Data:
+        return Data(size=12, digest=digest, ends=(6, 12))
+
     with task_server(directory, command=[sys.executable, "-c", program]) as path:
         episodes = Episodes(
             prompts,
             sessions,
             sets=sets,
+            data=data,
             count=1,
             socket=path,
             model="the-model",
@@ -349,6 +356,17 @@ async def test_a_process_without_the_row_that_is_to_be_played_is_replaced(tmp_pa
         assert problem is not None
         assert "row 50 is of no environment there; it is started again" == problem.message
         await until(lambda: scene.episodes.problem is None)
+
+
+async def test_a_process_with_other_rows_than_prompts_are_made_of_plays_none(tmp_path: Path) -> None:
+    """An environment that shuffles its tasks anew: a group's episodes were of several tasks, and of held-out ones."""
+    async with playing(tmp_path, digest="y") as scene:
+        episode = scene.play(REWARDED)
+        await until(lambda: scene.episodes.problem)
+        assert scene.episodes.problem is not None
+        assert "the process that plays has other rows" in scene.episodes.problem.message
+        assert [] == [*scene.sessions]
+        episode.cancel()
 
 
 class BusyTasks:

@@ -228,7 +228,9 @@ async def evaluating(
     metrics = RolloutMetrics(CollectorRegistry())
     sessions = Sessions(store, metrics, group_size=2, max_staleness=1, changed=lambda: None, clock=lambda: 0.0)
     processes = TaskProcesses(prompts, count=1, socket=directory)
-    episodes = ScriptedEpisodes(prompts, sessions, count=0, socket=directory, model="job", gateway=lambda: "")
+    episodes = ScriptedEpisodes(
+        prompts, sessions, data=processes.data, count=0, socket=directory, model="job", gateway=lambda: ""
+    )
     held_out = HeldOut(processes, job.chat, max_prompt_tokens=9, position=PromptPosition(0), changed=lambda: None)
     held_out.missing = missing
     evaluation = Evaluator(

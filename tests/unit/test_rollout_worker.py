@@ -109,7 +109,13 @@ async def scene(tmp_path: Path, request: pytest.FixtureRequest) -> AsyncIterator
     metrics = RolloutMetrics(CollectorRegistry())
     sessions = Sessions(store, metrics, group_size=2, max_staleness=1, changed=lambda: None, clock=lambda: 0.0)
     episodes = ScriptedEpisodes(
-        job.spec.rollout.prompts, sessions, count=0, socket=tmp_path, model="job", gateway=lambda: ""
+        job.spec.rollout.prompts,
+        sessions,
+        data=processes.data,
+        count=0,
+        socket=tmp_path,
+        model="job",
+        gateway=lambda: "",
     )
     async with aiohttp.ClientSession() as session:
         yield WorkerScene(

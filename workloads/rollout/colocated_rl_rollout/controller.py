@@ -138,6 +138,7 @@ class Controller:
             spec.rollout.prompts,
             sessions,
             sets=spec.own_sets,
+            data=processes.data,
             count=settings.task_processes,
             socket=settings.tasks,
             model=job.name,

@@ -17,7 +17,7 @@ import itertools
 import logging
 import random
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -38,6 +38,7 @@ from colocated_rl_rollout.rewards.task_connection import (
 from colocated_rl_rollout.rules.samples import Trajectory
 from colocated_rl_rollout.store.database import Statement
 from colocated_rl_rollout.tasks.task_wire import (
+    Data,
     Play,
     RewardAnswer,
     Stop,
@@ -48,6 +49,11 @@ LOG = logging.getLogger(__name__)
 
 SEND_S = 30.0  # for a process to take a line
 FAULT_AT_MOST = 1000  # characters of a process's error
+OTHER_ROWS = (
+    "spec.rollout.prompts, or a set of spec.evaluation: the process that plays has other rows than the one that makes "
+    "prompts, so a row would be another task, perhaps a held-out one: let the environment list its tasks in one order, "
+    "with a seed for what it draws"
+)
 STOP_S = 30.0  # for an episode to end on request: it has to return its tools and sandboxes
 
 
@@ -90,7 +96,7 @@ class _Player:
 class Episodes:
     """Runs `count` processes that play; `run` keeps them up.
 
-    sets: of the evaluation, those with a source of their own.
+    sets: of the evaluation, those with a source of their own. data: describes the rows that prompts are made of.
     model: the one that episodes ask. gateway: its address on the pod's loopback, for processes beside the controller.
     """
 
@@ -100,6 +106,7 @@ class Episodes:
         sessions: Sessions,
         *,
         sets: Sequence[EvaluationSet] = (),
+        data: Callable[[], Awaitable[Data]],
         count: int,
         socket: Path,
         model: str,
@@ -108,6 +115,7 @@ class Episodes:
     ) -> None:
         self._prompts = prompts
         self._sets = sets
+        self._data = data
         self._environments = environments_of(sources_of(prompts, sets))
         self._sessions = sessions
         self._count = count if self._environments else 0
@@ -192,6 +200,8 @@ class Episodes:
             try:
                 async with TaskConnection.open(self._socket) as connection:
                     data = await connection.greet(self._prompts, sets=self._sets, count=self._count, model=self._model)
+                    if data != await self._data():
+                        raise TaskUnusable(OTHER_ROWS)
                     await self._attend(_Player(connection, data.ends))
             except ProcessLost as error:
                 log(LOG, "player replaced", logging.WARNING, reason=str(error))
