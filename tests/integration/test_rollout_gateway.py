@@ -343,6 +343,27 @@ async def test_a_stream_that_waits_shows_that_somebody_is_there(scene: Scene, mo
         assert "data: [DONE]" in [line async for line in lines]
 
 
+async def test_a_session_whose_stream_had_no_room_is_full_as_without_a_stream(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the stream had begun, by a comment, its episode failed instead of being cut short."""
+    monkeypatch.setattr("colocated_rl_rollout.gateway.gateway.SILENCE_S", 0.01)
+    named = {"X-Session-ID": "s"}
+    await scene.gate.open(V0)
+    await scene.ask(extra_headers=named)
+    await scene.gate.close()
+    (session,) = scene.controller._gateway._sessions
+    async with scene.client.chat.completions.with_streaming_response.create(
+        model="job", messages=[QUESTION], stream=True, extra_headers=named
+    ) as response:
+        lines = response.iter_lines()
+        assert ": waiting for an engine" == await anext(lines)
+        scene.gate.faults.append(GateFault.REJECTED)
+        await scene.gate.open(V0)
+        assert "context_length_exceeded" in "".join([line async for line in lines])
+    assert session.is_full
+
+
 async def test_a_stream_whose_call_is_held_back_shows_that_somebody_is_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

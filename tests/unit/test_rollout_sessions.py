@@ -332,6 +332,20 @@ def record_three_tokens(sessions: Sessions, session: Session, messages: Sequence
     asyncio.run(sessions.record(session, None, messages, "", prompt=prompt, tokens=tokens, finish=None, engine=None))
 
 
+def test_a_path_that_was_full_is_truncated_whatever_is_refused_after_it(tmp_path: Path) -> None:
+    """A reward that was none, sent first, made it one that the policy had ended."""
+    store = Store(tmp_path, job_uid=JOB_UID)
+    sessions = sessions_of(store)
+    session = sessions.begin("s")
+    record_three_tokens(sessions, session)
+    sessions.refuse("s", RequestRefused(400, "no room", code="context_length_exceeded"))
+    sessions.refuse("s", RequestRefused(400, "reward: NaN is no number there"))
+    full = [session.is_full]
+    record_three_tokens(sessions, session)
+    assert [True, False] == [*full, session.is_full]
+    store.close()
+
+
 def test_no_turn_begins_while_the_sessions_hold_all_tokens_that_they_may(tmp_path: Path) -> None:
     """Existing sessions grew without a bound: only a new one was refused."""
     store = Store(tmp_path, job_uid=JOB_UID)

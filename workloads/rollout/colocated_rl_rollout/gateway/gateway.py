@@ -294,6 +294,8 @@ class Gateway:
             if not stream.begun:
                 raise
             self._metrics.refused_requests.labels(refused.status).inc()
+            if place is not None:
+                self._sessions.refuse(place.session.id, refused)
             await stream.send([refused.body()])
         else:
             await stream.send(pieces.rest(turn.tokens, turn.finish, extension_of(turn)))

@@ -275,8 +275,10 @@ class Sessions:
         await self._store.flushed()
 
     def refuse(self, name: str, refused: RequestRefused) -> None:
-        """Record that a request of this session was refused, if the session exists."""
-        if (session := self._sessions.get(name)) is not None:
+        """Record that a request of this session was refused, if the session exists. A path that was full stays so until
+        another turn is recorded.
+        """
+        if (session := self._sessions.get(name)) is not None and not session.is_full:
             session.refused = refused
 
     # ------------------------------------------------------------------------------------------------- episodes
