@@ -131,6 +131,24 @@ def test_recorded_batches_are_there_though_a_checkpoint_holds_them(tmp_path: Pat
     assert [] == rows(store, state=S.FAILED)
 
 
+def test_recorded_batches_that_a_checkpoint_holds_since_are_there_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A checkpoint while a long file was written took samples from it that had not come yet."""
+    monkeypatch.setattr(parquet, "ROWS_A_PAGE", 3)
+    store = Store(tmp_path, job_uid=JOB, keeps_batches=True)
+    for step in range(1, 5):
+        seal(store, [completed_group(store)])
+        store.commit(step)
+    store.forget(1)
+    store.remember_epoch(1)
+    found = parquet._samples(tmp_path, None, None)
+    ids = [next(found)[0]["id"] for _ in range(4)]
+    store.forget(3)
+    store.remember_epoch(2)
+    assert [*range(1, 9)] == sorted([*ids, *(row["id"] for row, _ in found)])
+
+
 def test_batches_of_another_job_are_not_taken_for_ones_own_samples(store: Store) -> None:
     completed_group(store)
     recorded(store)

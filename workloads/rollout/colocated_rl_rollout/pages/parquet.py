@@ -75,7 +75,9 @@ def write(
     limit: int | None = None,
     text: Callable[[list[int]], str] | None = None,
 ) -> None:
-    """Write samples by id; first those of recorded batches that a checkpoint holds. limit: only the newest."""
+    """Write samples by id; first those of recorded batches that a checkpoint holds, and last those that one has taken
+    meanwhile. limit: only the newest.
+    """
     columns = COLUMNS | (WORDS if text else {})
     schema = pa.schema(
         [pa.field(name, kind, metadata={"description": meaning}) for name, (kind, meaning) in columns.items()]
@@ -89,10 +91,18 @@ def _samples(directory: Path, state: SampleState | None, limit: int | None) -> I
     store, batches = directory / "store.sqlite3", directory / "batches"
     with contextlib.closing(sqlite3.connect(f"{store.absolute().as_uri()}?mode=ro", uri=True)) as database:
         database.row_factory = sqlite3.Row
-        if limit is None and state in (None, SampleState.TRAINED):
+        steps, written = set[int](), set[int]()  # of batches in a checkpoint; samples of others
+
+        def retired() -> Iterator[Sample]:
             for (step,) in database.execute(tables.RETIRED_BATCHES).fetchall():
-                for sample in transcripts.in_batch(batches, step):
-                    yield _retired(sample, step), sample.transcript
+                for sample in transcripts.in_batch(batches, step) if step not in steps else ():
+                    if sample.id not in written:
+                        yield _retired(sample, step), sample.transcript
+                steps.add(step)
+
+        has_retired = limit is None and state in (None, SampleState.TRAINED)
+        if has_retired:
+            yield from retired()
         (after,) = database.execute(tables.BEFORE_NEWEST, {"limit": limit, "state": state}).fetchone()
         while True:
             database.execute("BEGIN")  # rows and tokens as they were at one moment
@@ -100,9 +110,12 @@ def _samples(directory: Path, state: SampleState | None, limit: int | None) -> I
             found = [(tables.shown(row), transcript) for row, transcript in transcripts.of(database, batches, rows)]
             database.execute("COMMIT")
             yield from sorted(found, key=lambda sample: int(sample[0]["id"]))
+            written.update(row["id"] for row in rows)
             if len(rows) < ROWS_A_PAGE:
-                return
+                break
             after = rows[-1]["id"]
+        if has_retired:
+            yield from retired()  # by a checkpoint since
 
 
 def _retired(sample: transcripts.SealedSample, step: int) -> dict[str, Any]:
