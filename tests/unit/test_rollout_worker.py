@@ -13,11 +13,13 @@ import aiohttp
 import numpy as np
 import pytest
 from prometheus_client import CollectorRegistry
+from safetensors import safe_open
 from safetensors.numpy import load_file
 from waiting import DEADLINE_S, until
 
+from colocated_rl_api.batch import HEADER_KEY, BatchHeader
 from colocated_rl_api.job import AtMaxStaleness, IncompleteBatch
-from colocated_rl_api.member_wire import Endpoint, JobFile
+from colocated_rl_api.member_wire import Endpoint, Goal, JobFile, RolloutTarget
 from colocated_rl_api.names import PromptPosition
 from colocated_rl_api.prompts import HttpReward
 from colocated_rl_api.rungs import WeightVersion
@@ -309,6 +311,22 @@ async def test_a_batch_that_would_take_the_last_of_the_volume_is_not_begun(scene
     scene.free[0] = 1 << 40
     await until(lambda: scene.store.sealed and not scene.store.problem)
     await scene.end(running)
+
+
+async def test_a_batch_has_the_temperature_of_the_moment_at_which_it_was_chosen(scene: WorkerScene) -> None:
+    """A target that came right behind gave it another one than that of the reference's scores."""
+    for _ in range(3):
+        await scene.complete(1.0, 0.0)
+    before = scene.worker.temperature
+    async with asyncio.TaskGroup() as group:
+        scene.worker._group = group
+        scene.worker._seal_if_due()
+        scene.worker.tune(
+            RolloutTarget(epoch=1, goal=Goal.CLIMB, trained_step=0, saved_step=0, engines=(), temperature=before / 2)
+        )
+    with safe_open(shard_path(scene.store.batch_directory, 1, 0), framework="np") as file:
+        header = BatchHeader.model_validate_json(file.metadata()[HEADER_KEY])
+    assert (before, before / 2) == (header.temperature, scene.worker.temperature)
 
 
 @pytest.mark.parametrize("scene", [{"filters": ["EqualRewards"], "maxFilteredPerBatch": 2}], indirect=True)

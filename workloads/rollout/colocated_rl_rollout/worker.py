@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 
 import numpy as np
@@ -467,7 +467,9 @@ class Worker(Sealer):
         else:
             self._held_since = None
             self._expect_switch()
-            self._sealing = self._group.create_task(self._seal(step, [self._store.groups[number] for number in chosen]))
+            sealed = [self._store.groups[number] for number in chosen]
+            scores = self._scores_of(sealed)  # now: before the task begins, a target may change the temperature
+            self._sealing = self._group.create_task(self._seal(step, sealed, self.temperature, scores))
 
     def _end_with_prompts(self, step: int) -> None:
         """Discard what fills no batch: none follows that before `step`."""
@@ -505,18 +507,27 @@ class Worker(Sealer):
             return None
         return {sample.id: sample.scores.logp for group in groups for sample in group.kept if sample.scores}
 
-    async def _seal(self, step: int, groups: list[Group]) -> None:
-        """Make the batch's files durable first; only then seal it and let anybody learn of it."""
+    async def _seal(
+        self,
+        step: int,
+        groups: list[Group],
+        temperature: float,
+        scores: Mapping[SampleId, NDArray[np.float32]] | None,
+    ) -> None:
+        """Make the batch's files durable first; only then seal it and let anybody learn of it.
+
+        scores: of a reference, at this temperature.
+        """
         write = partial(
             write_batch,
             self._store.batch_directory,
             groups,
             step=step,
             shards=trainer_ranks(self._spec),
-            temperature=self.temperature,
+            temperature=temperature,
             seed=self._rollout.prompts.seed,
             oldest_step=step - 1 - self._max_staleness,
-            reference=self._scores_of(groups),
+            reference=scores,
             prompt_position=self._store.position_after(groups),
             free_bytes=self._store.free_bytes,
         )
