@@ -24,6 +24,7 @@ from colocated_rl_rollout.gateway.sessions import (
     IDLE_S,
     INCOMPLETE_S,
     LOOK_S,
+    TURNS_AT_MOST,
     RecordedTurn,
     Session,
     Sessions,
@@ -393,6 +394,24 @@ def test_the_jobs_own_episodes_take_no_room_from_clients(tmp_path: Path) -> None
         sessions.begin("b")
     asyncio.run(sessions.delete("a"))
     assert "b" == sessions.begin("b").id
+    store.close()
+
+
+@pytest.mark.parametrize("goes_beyond", ["turns", "tokens"])
+def test_an_episode_of_the_jobs_own_does_not_grow_for_ever(tmp_path: Path, goes_beyond: str) -> None:
+    """An environment that rewrites its history, so that each turn is a path of its own, took all of the memory; and one
+    that began its turns at once had as many of them as it liked.
+    """
+    store = Store(tmp_path, job_uid=JOB_UID)
+    sessions = sessions_of(store, tokens_at_most=3)
+    episode = sessions.open(lambda _: None)
+    for _ in range(TURNS_AT_MOST if goes_beyond == "turns" else 1):
+        sessions.begin(episode.id)
+    if goes_beyond == "tokens":
+        record_three_tokens(sessions, episode)
+    with pytest.raises(RequestRefused, match="1024 turns, or 3 tokens in all of its paths") as refused:
+        sessions.begin(episode.id)
+    assert "session_too_long" == refused.value.code
     store.close()
 
 

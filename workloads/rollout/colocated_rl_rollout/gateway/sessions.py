@@ -49,7 +49,7 @@ IDLE_S = 7200.0  # a session without a turn for this long is dropped
 INCOMPLETE_S = 86_400.0  # so is a group in which nothing was done for so long, though some of it has a reward
 LOOK_S = 60.0
 SESSIONS_AT_MOST = 16_384
-TOKENS_AT_MOST = 16 * 1024 * 1024  # of all sessions: some 200 MB with their messages
+TOKENS_AT_MOST = 16 * 1024 * 1024  # of all sessions, and of one episode: some 200 MB with their messages
 TURNS_AT_MOST = 1024  # of one
 RETRY_S = 60
 EPISODE = "episode:"  # the prefix of the names of episodes that the job plays itself
@@ -211,8 +211,9 @@ class Sessions:
             self._of_clients += 1
         elif session.reward is not None:
             raise RequestRefused(409, f"session {name} has its reward: it takes no more turns", code="session_ended")
-        elif len(session.turns) >= TURNS_AT_MOST:
-            raise RequestRefused(409, f"session {name} has {TURNS_AT_MOST} turns already", code="session_too_long")
+        elif len(session.turns) + session.under_way >= TURNS_AT_MOST or session.held >= self._tokens_at_most:
+            message = f"session {name} has {TURNS_AT_MOST} turns, or {self._tokens_at_most} tokens in all of its paths"
+            raise RequestRefused(409, message, code="session_too_long")
         session.under_way += 1
         session.used_at = self._clock()
         return session
