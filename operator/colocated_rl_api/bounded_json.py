@@ -34,27 +34,35 @@ def read_objects(text: str, *, level: int) -> Any:
         except RecursionError:
             pass
     try:
-        return json.loads(_without_excess(text, level + 2))
+        return json.loads(without_excess(text, level=level))
     except RecursionError as error:
         raise ValueError("line 1: no object of an API server begins like this") from error
 
 
-def _without_excess(text: str, level: int) -> str:
-    """Return the text without those fields of fields, which begin at `level`, that hold too much or are too deep."""
+def without_excess(text: str, *, level: int) -> str:
+    """Return the text without those fields of fields of objects that hold too much or are too deep.
+
+    Of metadata, whose readers expect maps and lists, they are empty instead.
+    """
     kept: list[str] = []
-    depth = deepest = values = began = done = 0
+    field, depth, deepest, values, began, done = "", 0, 0, 0, 0, 0
+    is_metadata = False
     for token in _TOKEN.finditer(text):
         mark = token[0]
         values += mark in _BEGINS
         if mark in "[{":
             depth += 1
-            if depth == level:
+            if depth == level + 1:
+                is_metadata = field == '"metadata"'
+            elif depth == level + 2:
                 began, deepest, values = token.start(), 0, 0
-            deepest = max(deepest, depth - level)
+            deepest = max(deepest, depth - level - 2)
         elif mark in "]}":
             is_long = token.end() - began > MOST_CHARACTERS or values > MOST_VALUES
-            if depth == level and (is_long or deepest > MOST_LEVELS):
-                kept += (text[done:began], json.dumps(REFUSED))
+            if depth == level + 2 and (is_long or deepest > MOST_LEVELS):
+                kept += (text[done:began], text[began] + mark if is_metadata else json.dumps(REFUSED))
                 done = token.end()
             depth -= 1
+        elif depth == level:
+            field = mark  # that comes next, unless it is a comma or a value that is no list and no map
     return "".join((*kept, text[done:]))

@@ -46,7 +46,8 @@ async def configure(settings: kopf.OperatorSettings, **_: Any) -> None:
     settings.scanning.disabled = True  # else it lists namespaces and CRDs; __main__ has waited for ours
     # else kopf watches every pod
     settings.watching.label_selectors["pods"] = f"{names.MANAGED_BY_LABEL}={names.MANAGED_BY}"
-    settings.watching.chunk_size = 25  # objects of a list at once: a job can be 1.5 MB long, and 6 MB as a text
+    # objects of a list at once: a job can be 1.5 MB long, and 6 MB as a text; a pod twice as long
+    settings.watching.chunk_size = 10
     settings.watching.connect_timeout = 10
     settings.watching.server_timeout = 300
     settings.watching.client_timeout = 310

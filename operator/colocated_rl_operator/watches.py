@@ -7,8 +7,8 @@ any of these, so its own generator is wrapped in one that lists and watches agai
 that it knows. It waits longer each time, because a missing resource, such as a CRD that was removed, may be away for
 long.
 
-kopf reads all jobs at once, and a job that Python can't read would end it, and each operator after it. So it reads
-jobs by `bounded_json`.
+kopf reads all jobs and pods at once. One that Python can't read would end it, and each operator after it, and so would
+some that take more memory than there is. So it reads jobs by `bounded_json`, and pods by `pod_text`.
 
 All that is replaced is private to kopf. A test fails once a release of kopf no longer calls it; docs/design.md has the
 way out.
@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 from collections.abc import AsyncIterator, Awaitable, Callable
 from functools import partial
 from types import SimpleNamespace
@@ -28,12 +29,15 @@ from kopf._cogs.clients import api, errors, watching
 from colocated_rl_api import names
 from colocated_rl_api.bounded_json import ALONE, LISTED, WATCHED, read_objects
 from colocated_rl_api.logs import log
+from colocated_rl_operator.clients.pod_text import is_list, read_pods
 
 LOG = logging.getLogger(__name__)
 
 AGAIN_S, MAX_AGAIN_S = 1.0, 30.0
 
 CLOSED = "Connection closed."  # by aiohttp's StreamReader, to whoever reads from it while its session is closed
+
+_OF_POD = re.compile(r'\{"type":"[A-Z]+","object":\{"kind":"Pod",')  # the server writes kinds of its own like this
 
 Watch = Callable[..., AsyncIterator[Any]]
 
@@ -66,19 +70,26 @@ def patient(watch: Watch, *, rest: Callable[[float], Awaitable[None]] = asyncio.
 
 
 def bounded(request: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
-    """Return a request of kopf's like `request`, whose answer reads jobs by `bounded_json`."""
+    """Return a request of kopf's like `request`, whose answer reads jobs by `bounded_json` and pods by `pod_text`."""
 
-    async def request_jobs(method: str, url: str, **options: Any) -> Any:
+    async def request_objects(method: str, url: str, **options: Any) -> Any:
         answer = await request(method, url, **options)
-        if f"/{names.PLURAL}" in url:
+        if method == "get" and is_list(url.partition("?")[0]):
+            answer.json = partial(answer.json, loads=partial(read_pods, level=LISTED))
+        elif f"/{names.PLURAL}" in url:
             level = LISTED if method == "get" else ALONE
             answer.json = partial(answer.json, loads=partial(read_objects, level=level))
         return answer
 
-    return request_jobs
+    return request_objects
+
+
+def read_event(text: str) -> Any:
+    """Read a line of a watch. Raises ValueError."""
+    return read_pods(text, level=WATCHED) if _OF_POD.match(text) else read_objects(text, level=WATCHED)
 
 
 def keep_watching() -> None:
     """Make kopf's watches patient, and its reading bounded, in the whole process, from now on."""
     watching.continuous_watch = patient(watching.continuous_watch)
-    vars(api).update(request=bounded(api.request), json=SimpleNamespace(loads=partial(read_objects, level=WATCHED)))
+    vars(api).update(request=bounded(api.request), json=SimpleNamespace(loads=read_event))

@@ -35,7 +35,7 @@ from real_world import CANDIDATE, DEADLINE_S, LEASE, LEASE_PATH, SECRETS, RealWo
 import quick_yaml
 from builders import make_job, make_manifest
 from colocated_rl_api import names
-from colocated_rl_api.bounded_json import REFUSED
+from colocated_rl_api.bounded_json import MOST_VALUES, REFUSED
 from colocated_rl_api.ladder import TIME_SLICED
 from colocated_rl_api.member_wire import Goal, PodTarget, RolloutTarget
 from colocated_rl_api.rungs import Rung
@@ -862,16 +862,20 @@ EXCESS = {"deep": "[" * 5000 + "]" * 5000, "large": json.dumps([{}] * 300_000)}
 """The API server takes these as a trainer's configuration: more levels than Python reads, and a megabyte of objects."""
 
 
+async def raw_call(world: RealWorld, method: str, path: str, text: str | None = None) -> tuple[int, str]:
+    """The status and the text of the API server's answer, which Python may not be able to parse."""
+    headers = {**world.api.access.headers(), "Content-Type": "application/json"}
+    data = None if text is None else io.BytesIO(text.encode())
+    url = world.api.access.server + path
+    async with world.api.session.request(method, url, data=data, headers=headers) as answer:
+        return answer.status, await answer.text()
+
+
 async def test_a_job_that_nobody_can_read_is_refused_and_costs_no_other_job_its_operator(world: RealWorld) -> None:
     """It ended the operator, and each one after it, which reads the jobs of everybody at once."""
     elsewhere = f"/apis/{names.API_VERSION}/namespaces/{OPERATORS}/{names.PLURAL}"
 
-    async def call(method: str, path: str, text: str | None = None) -> tuple[int, str]:
-        headers = {**world.api.access.headers(), "Content-Type": "application/json"}
-        server = world.api.access.server
-        data = None if text is None else io.BytesIO(text.encode())
-        async with world.api.session.request(method, server + path, data=data, headers=headers) as answer:
-            return answer.status, await answer.text()
+    call = partial(raw_call, world)
 
     async def is_refused(kind: str) -> bool:
         _, text = await call("GET", f"{elsewhere}/{kind}")
@@ -896,6 +900,62 @@ async def test_a_job_that_nobody_can_read_is_refused_and_costs_no_other_job_its_
         async with asyncio.timeout(DEADLINE_S):
             while {404} != {(await call("GET", f"{elsewhere}/{kind}"))[0] for kind in EXCESS}:  # noqa: ASYNC110 - as above
                 await asyncio.sleep(0.1)
+
+
+CROWDED = {f"a{number}": "" for number in range(MOST_VALUES + 2)}
+DEEP_FIELDS = '{"f:a":' * 3000 + "{}" + "}" * 3000
+MUCH = ",".join(['{"name":"a"}'] * 200_000)
+
+
+async def test_pods_that_nobody_can_read_cost_no_job_its_operator(world: RealWorld) -> None:
+    """One ended the operator, and each one after it; a dozen took more than its memory. Whoever may make a pod in one
+    namespace decides what is in it: anything that the API server takes, with the label by which it is watched.
+    """
+    pods = f"/api/v1/namespaces/{OPERATORS}/pods"
+    jobs = f"/apis/{names.API_VERSION}/namespaces/{OPERATORS}/{names.PLURAL}"
+    managed = {"manager": "a", "operation": "Update", "apiVersion": "v1", "fieldsType": "FieldsV1", "fieldsV1": "DEEP"}
+
+    async def make(name: str) -> None:
+        is_deep, metadata = name.startswith("deep"), {"labels": {names.MANAGED_BY_LABEL: names.MANAGED_BY}}
+        metadata |= {"managedFields": [managed]} if is_deep else {}
+        containers = [{"name": "a", "image": "a", "env": [] if is_deep else ["MUCH"]}]
+        spec = {"nodeSelector": {"there-is": "none"}, "containers": containers}
+        pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": name, **metadata}, "spec": spec}
+        text = json.dumps(pod).replace('"DEEP"', DEEP_FIELDS).replace('"MUCH"', MUCH)
+        assert 201 == (await raw_call(world, "POST", pods, text))[0]
+
+    async def is_suspended() -> bool:
+        found = await world.api.call("GET", f"{jobs}/crowded")
+        return found["status"].get("phase") == "Suspended"
+
+    crowded = make_manifest("crowded", **SPEC, suspend=True)
+    crowded["metadata"] |= {"namespace": OPERATORS, "labels": CROWDED, "annotations": CROWDED}
+    before = ["deep-0", *(f"large-{number}" for number in range(10))]
+    meanwhile = ["deep-1", *(f"large-{number}" for number in range(10, 16))]
+    try:
+        for name in before:
+            await make(name)
+        await world.api.call("POST", jobs, crowded)
+        async with world.operator() as operator:
+            for name in meanwhile:
+                await make(name)
+            await world.until(lambda: world.is_complete)
+            async with asyncio.timeout(DEADLINE_S):
+                while not await is_suspended():  # noqa: ASYNC110 - nobody tells
+                    await asyncio.sleep(0.1)
+            assert peak_bytes(operator.process.pid) < 384 * 1024**2, "it may have 512 MiB"
+            assert 0 == await operator.end()
+    finally:
+        for name in (*before, *meanwhile):
+            await raw_call(world, "DELETE", f"{pods}/{name}", '{"gracePeriodSeconds": 0}')
+        await world.api.call("PATCH", f"{jobs}/crowded", {"metadata": {"finalizers": None}}, MERGE)
+        await world.api.call("DELETE", f"{jobs}/crowded")
+
+
+def peak_bytes(pid: int) -> int:
+    """The most memory that a process has had at once."""
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return next(1024 * int(line.split()[1]) for line in lines if line.startswith("VmHWM"))
 
 
 async def test_kubectl_waits_for_a_failure(world: RealWorld, kubectl: AsyncKubectl) -> None:

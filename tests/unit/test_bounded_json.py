@@ -47,6 +47,16 @@ def test_a_field_that_nobody_could_use_is_replaced_and_all_else_is_read(level: i
         assert {"metadata": {"name": "a"}, "spec": {"steps": 3, "trainer": REFUSED, "replicas": 2}} == job
 
 
+@pytest.mark.parametrize("level", [ALONE, WATCHED, LISTED])
+def test_excess_of_metadata_is_empty_and_of_its_kind(level: int) -> None:
+    """Words stood there, and whoever looked for a label in them failed: its job was never acted on, without a word."""
+    labels = json.dumps({str(number): "" for number in range(MOST_VALUES + 2)})
+    many = json.dumps(["a"] * (MOST_VALUES + 2))
+    job = f'{{"metadata": {{"name": "a", "labels": {labels}, "finalizers": {many}}}, "spec": {{"labels": {labels}}}}}'
+    for found in objects(read_objects(around(job, level), level=level), level):
+        assert {"metadata": {"name": "a", "labels": {}, "finalizers": []}, "spec": {"labels": REFUSED}} == found
+
+
 @given(part=PARTS, other=PARTS)
 def test_whatever_else_is_in_an_object_is_what_it_was(part: Any, other: Any) -> None:
     """Beside something that is not read, too: brackets and quotes in strings are none."""

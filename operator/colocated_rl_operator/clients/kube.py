@@ -56,6 +56,7 @@ from colocated_rl_operator.clients.errors import (
     NotFound,
 )
 from colocated_rl_operator.clients.limiter import CallLimiter
+from colocated_rl_operator.clients.pod_text import is_list, read_pods
 
 TURN_DEADLINE_S = 120.0  # until a call's turn comes: what gives up before has waited for nothing, and waits again
 REQUEST_DEADLINE_S = 20.0  # from then on
@@ -148,6 +149,7 @@ class Kube:
 
     # --------------------------------------------------------------------------------------------------------- pods
     async def list_pods(self, namespace: str, job_uid: JobUid) -> list[Body]:
+        """Return the `brief` of each pod that is labelled as one of the job, whoever made it."""
         return await self._labelled_pods(namespace, f"{names.JOB_UID_LABEL}={job_uid}")
 
     async def list_readers(self, namespace: str, job: str) -> list[Body]:
@@ -297,7 +299,7 @@ class Kube:
         if code >= 300:
             raise _translate(verb, path, code, content)
         try:
-            answer_body: Body = _read(path, content)
+            answer_body: Body = _read(verb, path, content)
         except (ValueError, RecursionError) as error:
             raise ApiUnreachable(f"{what}: {code}, and no JSON: something in between answered") from error
         return answer_body
@@ -319,12 +321,14 @@ class Kube:
             yield
 
 
-def _read(path: str, content: bytearray) -> Body:
+def _read(verb: str, path: str, content: bytearray) -> Body:
     found: Body
-    if f"/{names.PLURAL}" not in path:
-        found = json.loads(content)
-    else:
+    if verb == "get" and is_list(path):
+        found = read_pods(content.decode(), level=LISTED)
+    elif f"/{names.PLURAL}" in path:
         found = read_objects(content.decode(), level=LISTED if path.endswith(names.PLURAL) else ALONE)
+    else:
+        found = json.loads(content)
     return found
 
 

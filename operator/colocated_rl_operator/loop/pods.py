@@ -11,22 +11,7 @@ from collections.abc import Mapping, Sequence
 from colocated_rl_api import names
 from colocated_rl_api.names import JobUid, PodUid
 from colocated_rl_operator.clients.kube import Body, version_of
-
-OF_CONTAINER = frozenset({"name", "image"})
-OF_SPEC = frozenset({"nodeName", "schedulingGates", "schedulingGroup"})
-
-
-def brief(pod: Body) -> Body:
-    """Return of a pod what the operator reads, and no more: most of a pod is what its containers are started with, and
-    who wrote which of its fields.
-    """
-    metadata = {key: value for key, value in pod["metadata"].items() if key != "managedFields"}
-    spec = {key: value for key, value in pod.get("spec", {}).items() if key in OF_SPEC}
-    for kind in ("initContainers", "containers"):
-        listed = pod.get("spec", {}).get(kind, ())
-        spec[kind] = [{key: each[key] for key in OF_CONTAINER & each.keys()} for each in listed]
-    spec["volumes"] = [each for each in pod.get("spec", {}).get("volumes", ()) if "secret" in each]
-    return {"metadata": metadata, "spec": spec, "status": pod.get("status", {})}
+from colocated_rl_operator.clients.pod_text import brief
 
 
 class Pods:
