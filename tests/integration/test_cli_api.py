@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
+
 import aiohttp
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from colocated_rl_api.bounded_json import REFUSED
+from colocated_rl_api.bounded_json import MOST_VALUES, REFUSED
 from colocated_rl_cli.cluster.api import Api
 
 DEEP = '{"metadata": {"name": "deep"}, "spec": {"trainer": ' + "[" * 5000 + "]" * 5000 + "}}"
@@ -17,7 +19,14 @@ LISTED = f'{{"items": [{DEEP}, {OTHER}]}}'
 WATCHED = "".join(f'{{"type": "ADDED", "object": {job}}}\n' for job in (DEEP, OTHER))
 
 
+ENVIRONMENT = json.dumps([{"name": "a"}] * MOST_VALUES)
+LARGE = f'{{"metadata": {{"name": "large", "labels": {{}}}}, "spec": {{"containers": {ENVIRONMENT}}}, "status": {{}}}}'
+PODS = f'{{"kind": "PodList", "metadata": {{}}, "items": [{LARGE}]}}'
+
+
 async def answer(request: web.Request) -> web.Response:
+    if request.path.endswith("/pods"):
+        return web.Response(text=PODS, content_type="application/json")
     text = WATCHED if "watch" in request.query else DEEP if request.path.endswith("/deep") else LISTED
     return web.Response(text=text, content_type="application/json")
 
@@ -31,3 +40,14 @@ async def test_a_job_too_deep_for_python_hides_no_other() -> None:
         assert {"trainer": REFUSED} == (await api.job("deep"))["spec"]
         watched = [each async for each in api.watch(api.jobs, {}, what="jobs")]
     assert [REFUSED, {"config": {}}] == [job["spec"]["trainer"] for _, job in watched]
+
+
+async def test_a_large_pod_is_one_of_a_jobs_like_others() -> None:
+    """The whole of it was left out, and words were in its place: commands ended with a traceback. Whoever may make a
+    pod may give it the label of a job.
+    """
+    application = web.Application()
+    application.add_routes([web.get("/{path:.*}", answer)])
+    async with TestServer(application) as server, aiohttp.ClientSession(server.make_url("/")) as session:
+        (pod,) = await Api(session, "us").pods_of("sums")
+    assert ("large", {}, REFUSED) == (pod["metadata"]["name"], pod["status"], pod["spec"]["containers"])

@@ -223,3 +223,44 @@ async def test_what_can_not_begin_is_code_3(api: ClusterApi, kubectl: Played, an
         code, complaints = await ended(process)
     assert Exit.NO_ANSWER == code
     assert message in complaints
+
+
+LINES = "HTTP/1.1 200 OK\nContent-Type: application/x-ndjson\n"
+BEGUN = LINES + "X-Begins-After: 0\n\n"
+SAMPLE = {"id": 1, "state": "completed", "reward": 0.5, "ended": 1}
+
+
+@pytest.mark.parametrize(
+    ("answer", "words", "message"),
+    [
+        ("HTTP/1.1 200 OK\n\n" + "[" * 5000, [], "is no JSON"),
+        (page([]), [], "shows samples of another form"),
+        (page({"samples": [SAMPLE | {"reward": 10**400}]}), ["--text"], "another form, see 0.reward"),
+        (LINES + f"X-Begins-After: {'9' * 5000}\n\n", ["--follow"], "does not say where its samples begin"),
+    ],
+)
+async def test_a_pod_that_shows_something_else_is_no_answer(
+    api: ClusterApi, kubectl: Played, answer: str, words: list[str], message: str
+) -> None:
+    """Reward code is beside the pages, and may serve others at their port. Each of these was a traceback."""
+    api.pages[POD, "/v1/samples"] = answer
+    async with started(kubectl, *words) as process:
+        code, complaints = await ended(process)
+    assert Exit.NO_ANSWER == code
+    assert message in complaints
+    assert "Traceback" not in complaints
+
+
+@pytest.mark.parametrize("broken", ["[" * 5000, json.dumps(SAMPLE | {"ended": "x"})])
+async def test_a_stream_that_brings_something_else_is_asked_again(
+    api: ClusterApi, kubectl: Played, broken: str
+) -> None:
+    api.pages[POD, "/v1/samples"] = f"{BEGUN}{json.dumps(SAMPLE)}\n{broken}\n"
+    async with started(kubectl, "--follow", "-o", "json") as process:
+        assert SAMPLE == await row(process)
+        assert process.stderr is not None
+        assert b"; it is asked again\n" in await process.stderr.readline()
+        del api.jobs["sums"]
+        code, complaints = await ended(process)
+    assert "Traceback" not in complaints
+    assert Exit.FINE == code

@@ -916,7 +916,8 @@ async def test_pods_that_nobody_can_read_cost_no_job_its_operator(world: RealWor
     managed = {"manager": "a", "operation": "Update", "apiVersion": "v1", "fieldsType": "FieldsV1", "fieldsV1": "DEEP"}
 
     async def make(name: str) -> None:
-        is_deep, metadata = name.startswith("deep"), {"labels": {names.MANAGED_BY_LABEL: names.MANAGED_BY}}
+        is_deep = name.startswith("deep")
+        metadata: Body = {"labels": {names.MANAGED_BY_LABEL: names.MANAGED_BY}}
         metadata |= {"managedFields": [managed]} if is_deep else {}
         containers = [{"name": "a", "image": "a", "env": [] if is_deep else ["MUCH"]}]
         spec = {"nodeSelector": {"there-is": "none"}, "containers": containers}
@@ -926,12 +927,12 @@ async def test_pods_that_nobody_can_read_cost_no_job_its_operator(world: RealWor
 
     async def is_suspended() -> bool:
         found = await world.api.call("GET", f"{jobs}/crowded")
-        return found["status"].get("phase") == "Suspended"
+        return bool(found["status"].get("phase") == "Suspended")
 
     crowded = make_manifest("crowded", **SPEC, suspend=True)
     crowded["metadata"] |= {"namespace": OPERATORS, "labels": CROWDED, "annotations": CROWDED}
-    before = ["deep-0", *(f"large-{number}" for number in range(10))]
-    meanwhile = ["deep-1", *(f"large-{number}" for number in range(10, 16))]
+    before = ["deep-0", *(f"large-{number}" for number in range(5))]
+    meanwhile = ["deep-1", *(f"large-{number}" for number in range(5, 10))]
     try:
         for name in before:
             await make(name)

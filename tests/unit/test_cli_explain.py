@@ -96,6 +96,13 @@ def explained(
     return explain(Evidence(one, PODS if pods is None else pods, more.pop("events", []), seen, NOW, **more))
 
 
+@pytest.mark.parametrize("page", [[], None, 7, {"facts": None}, {"facts": [], "target": {}}, {"facts": {"type": []}}])
+def test_a_page_of_another_form_is_passed_over(page: Any) -> None:
+    """Whoever is in a pod may serve one in the place of the member's: it was a traceback."""
+    states = {"sums-gpu-0-0": page, "sums-gpu-1-0": gpu_page(), "sums-rollout-0": rollout_page()}
+    assert {"sums-gpu-1-0": "Serving"} == explained(job(status=running()), states=states).rungs
+
+
 def reasons(found: Explanation) -> list[tuple[str, str | None]]:
     return [(cause.reason, cause.pod) for cause in found.causes]
 

@@ -30,6 +30,7 @@ from colocated_rl_cli.evidence.causes import event_time
 CALL_DEADLINE_S = 30.0
 MAX_LINE_BYTES = 4 * 1024 * 1024
 MAX_LOG_BYTES = 64 * 1024 * 1024
+COLLECTIONS = (names.PLURAL, "pods", "events", "persistentvolumeclaims")  # last in the path of a list
 
 Object = dict[str, Any]
 
@@ -159,7 +160,7 @@ class Api:
         self, method: str, path: str, *, what: str, query: Mapping[str, str] | None = None, body: object = None
     ) -> Any:
         async with self._request(method, path, what=what, query=query, body=body) as answer:
-            level = LISTED if path.endswith(f"/{names.PLURAL}") else ALONE
+            level = LISTED if method == "GET" and path.rpartition("/")[2] in COLLECTIONS else ALONE
             return await answer.json(loads=partial(read_objects, level=level))
 
     @asynccontextmanager

@@ -42,11 +42,15 @@ async def post(api: Api, pod: str, path: str, body: str) -> None:
 
 async def page(api: Api, pod: str, path: str, query: Mapping[str, str] | None = None) -> Any:
     """Return a page's JSON. Raises NotReached, NotAllowed, ObjectMissing (the member has no such page)."""
-    text = await text_page(api, pod, path, query=query)
+    return read_json(await text_page(api, pod, path, query=query), f"page {path} of pod {pod}")
+
+
+def read_json(text: str | bytes, what: str) -> Any:
+    """Parse JSON of a member, which may be of anybody who is in its pod. Raises NotReached."""
     try:
         return json.loads(text)
-    except json.JSONDecodeError as error:
-        raise NotReached(f"page {path} of pod {pod} is no JSON: {text[:200]!r}") from error
+    except (ValueError, RecursionError) as error:
+        raise NotReached(f"{what} is no JSON: {text[:200]!r}") from error
 
 
 async def text_page(

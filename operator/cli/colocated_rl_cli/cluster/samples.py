@@ -7,7 +7,9 @@ import json
 import textwrap
 from collections.abc import AsyncGenerator, Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import BaseModel, Field, TypeAdapter, ValidationError
 
 from colocated_rl_api import names
 from colocated_rl_cli.base.errors import (
@@ -20,7 +22,7 @@ from colocated_rl_cli.base.errors import (
 from colocated_rl_cli.base.output import document, row_of, table
 from colocated_rl_cli.cluster import reader
 from colocated_rl_cli.cluster.api import Api
-from colocated_rl_cli.cluster.pages import opened, page
+from colocated_rl_cli.cluster.pages import opened, page, read_json
 from colocated_rl_cli.evidence.evidence import is_at_rest, is_over
 
 PAGE = "/v1/samples"
@@ -33,24 +35,52 @@ COLUMNS = {"id": 8, "group_id": 8, "state": 11, "reward": 9, "finish": 6, "attem
 Row = Mapping[str, Any]
 
 
+class _SampleShown(BaseModel):
+    """Says what commands read of a sample: a pod shows whatever somebody in it wants."""
+
+    id: int
+    state: str
+    reward: Annotated[float, Field(allow_inf_nan=False)] | None
+    prompt: str | None = None
+    response: str | None = None
+
+
+class _EndedShown(_SampleShown):
+    ended: int
+
+
+class _StepShown(BaseModel):
+    step: int
+
+
+class _EvaluationShown(_StepShown):
+    name: str
+
+
+_SAMPLES, _ENDED = TypeAdapter(list[_SampleShown]), TypeAdapter(_EndedShown)
+_BATCHES, _EVALUATIONS = TypeAdapter(list[_StepShown]), TypeAdapter(list[_EvaluationShown])
+
+
 async def newest(api: Api, job: str, query: Mapping[str, str]) -> list[Row]:
     """Return the newest samples that match the query. Raises CliError."""
-    found: list[Row] = (await page(api, await rollout_pod(api, job), PAGE, query))["samples"]
-    return found
+    pod = await rollout_pod(api, job)
+    return [*_rows(_SAMPLES, await page(api, pod, PAGE, query), "samples", pod)]
 
 
 async def batches(api: Api, job: str) -> list[Row]:
     """Return the record of each batch, the oldest first. Raises CliError."""
-    pod, found = await rollout_pod(api, job), list[Row]()
-    while more := (await page(api, pod, "/v1/batches", {"after": str(found[-1]["step"] if found else 0)}))["batches"]:
-        found += more
+    pod, found, after = await rollout_pod(api, job), list[Row](), 0
+    while more := _rows(_BATCHES, await page(api, pod, "/v1/batches", {"after": str(after)}), "batches", pod):
+        if more[-1]["step"] <= after:
+            raise NotReached(f"pod {pod} shows batches up to step {after} again and again")
+        found, after = [*found, *more], more[-1]["step"]
     return found
 
 
 async def evaluations(api: Api, job: str) -> list[dict[str, Any]]:
     """Return every evaluation, the oldest first. Raises CliError."""
-    found: list[dict[str, Any]] = (await page(api, await rollout_pod(api, job), "/v1/evaluations"))["evaluations"]
-    return found
+    pod = await rollout_pod(api, job)
+    return _rows(_EVALUATIONS, await page(api, pod, "/v1/evaluations"), "evaluations", pod)
 
 
 async def followed(
@@ -71,11 +101,11 @@ async def followed(
             async with opened(api, pod, PAGE, query={"follow": "true", **query, **going_on}) as answer:
                 if not answer.headers.get("content-type", "").startswith(LINES):
                     raise ObjectMissing(f"pod {pod} is of an earlier release, whose samples can't be followed")
-                after = int(answer.headers[BEGINS_AFTER])
+                after = _place(answer.headers.get(BEGINS_AFTER, ""), pod)
                 reported, wait_s = "", RETRY_S
                 async for line in answer.lines():
                     if line:
-                        row: Row = json.loads(line)
+                        row = _ended(read_json(line, f"a sample of pod {pod}"), pod)
                         if "state" not in query and row["ended"] > after + 1:
                             report(
                                 f"{row['ended'] - after - 1} that ended before are in a checkpoint, and only counted"
@@ -144,6 +174,35 @@ async def rollout_pod(api: Api, job: str) -> str:
     else:
         why = f"has no rollout pod that runs: kubectl crlj explain {job} shows why"
     raise ObjectMissing(f"job {api.namespace}/{job} {why}")
+
+
+def _rows(kind: TypeAdapter[Any], shown: Any, name: str, pod: str) -> list[dict[str, Any]]:
+    """Return the rows of a page. Raises NotReached if they have another form than commands read."""
+    rows: Any = shown.get(name) if isinstance(shown, dict) else None
+    _check(kind, rows, name, pod)
+    found: list[dict[str, Any]] = rows
+    return found
+
+
+def _ended(row: Any, pod: str) -> Row:
+    """Return a row of a stream. Raises NotReached if it has another form."""
+    _check(_ENDED, row, "samples", pod)
+    found: Row = row
+    return found
+
+
+def _check(kind: TypeAdapter[Any], value: Any, name: str, pod: str) -> None:
+    try:
+        kind.validate_python(value)
+    except ValidationError as error:
+        wrong = ".".join(map(str, error.errors(include_url=False, include_input=False)[0]["loc"]))
+        raise NotReached(f"pod {pod} shows {name} of another form{f', see {wrong}' if wrong else ''}") from error
+
+
+def _place(text: str, pod: str) -> int:
+    if not (text.isascii() and text.isdecimal() and len(text) < 20):
+        raise NotReached(f"pod {pod} does not say where its samples begin")
+    return int(text)
 
 
 def listed(rows: list[Row], form: str, *, text: bool) -> str:

@@ -84,12 +84,13 @@ def facts_of(seen: Evidence) -> dict[str, PodFacts | RolloutFacts]:
     """Return the facts of each member whose page was read and understood, by pod."""
     found: dict[str, PodFacts | RolloutFacts] = {}
     for pod, state in seen.states.items():
-        if isinstance(state, CliError):
+        facts = state.get("facts") if isinstance(state, Mapping) else None
+        if not isinstance(facts, Mapping):
             continue
-        model = PodFacts if state.get("facts", {}).get("type") == "podFacts" else RolloutFacts
+        model = PodFacts if facts.get("type") == "podFacts" else RolloutFacts
         try:
-            found[pod] = model.model_validate(state["facts"])
-        except (pydantic.ValidationError, KeyError):
+            found[pod] = model.model_validate(facts)
+        except pydantic.ValidationError:
             continue  # of another version: reported in the notes
     return found
 
