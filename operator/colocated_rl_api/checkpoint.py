@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Annotated
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, Field, ValidationError
 
 from colocated_rl_api.logs import in_words
 from colocated_rl_api.names import PromptPosition
@@ -17,6 +18,7 @@ from colocated_rl_api.weights import Digest
 
 FORMAT = 2
 CONTENTS = "checkpoint.json"
+FileName = Annotated[str, Field(pattern="^[^/]+$")]  # none leads out of the directory, which may be others'
 _NAME = re.compile(r"step-(\d{8})")
 
 
@@ -30,7 +32,7 @@ class Contents(BaseModel):
     format: int
     step: int
     lineage: int = 0  # of the trainers that wrote the checkpoint
-    digests: dict[str, Digest]  # of every other file, by file name
+    digests: dict[FileName, Digest]  # of every other file, by file name
     prompt_position: PromptPosition | None = None  # of its last batch's header; None: of an older trainer
     replay_from: int = 0  # batches up to this step may be gone since it was written; 0: of an older trainer
 

@@ -449,6 +449,21 @@ def test_a_checkpoint_of_others_calls_nothing(tmp_path: Path, change: Callable[[
     assert not call.file.exists()
 
 
+@pytest.mark.parametrize("name", ["/dev/zero", "../checkpoint/__0_0.distcp", "", None])
+def test_a_checkpoint_of_others_names_no_file_but_its_own(tmp_path: Path, name: str | None) -> None:
+    """torch opens whatever file a description names, and reads as much of it as that says."""
+    directory = tmp_path / "checkpoint"
+    directory.mkdir()
+    write_parts({"weight": torch.arange(3.0)}, directory)
+    metadata = pickle.loads((directory / METADATA).read_bytes())
+    metadata.storage_data = {key: replace(place, relative_path=name) for key, place in metadata.storage_data.items()}
+    (directory / METADATA).write_bytes(pickle.dumps(metadata))
+    with pytest.raises(Refused, match="names a file that is not beside it"):
+        shapes_in(directory)
+    with pytest.raises(CheckpointBroken, match="names a file that is not beside it"):
+        read_parts({"weight": torch.zeros(3)}, directory)
+
+
 @pytest.mark.parametrize(
     "target",
     [

@@ -367,6 +367,8 @@ def test_damaged_own_checkpoint_is_made_up_for_from_the_former_one(tmp_path: Pat
         (30, None, "no checkpoint of step 30: it has those of steps 20, 40"),
         (None, "contents torn", r"step-00000040 is not whole: .*names another step"),
         (40, "changed", r"model has changed since it was written; .*names another step"),
+        (40, "endless", r"model is no file; .*names another step"),
+        (40, "elsewhere", r"step-00000040 is not whole: .*names another step"),
         (None, "all gone", "no checkpoint: it has none"),
         (None, "no directory", "can't be read"),
     ],
@@ -380,6 +382,12 @@ def test_a_former_checkpoint_that_can_not_be_used_is_named_and_no_older_one_is_t
             (former / "step-00000040" / CONTENTS).write_text("{")
         case "changed":
             (former / "step-00000040" / "model").write_text("weights of 41")
+        case "endless":
+            (former / "step-00000040" / "model").unlink()
+            (former / "step-00000040" / "model").symlink_to("/dev/zero")
+        case "elsewhere":
+            contents = former / "step-00000040" / CONTENTS
+            contents.write_text(contents.read_text().replace('"model"', '"../step-00000020/model"'))
         case "all gone":
             for name in _names(former):
                 (former / name).rename(tmp_path / name)

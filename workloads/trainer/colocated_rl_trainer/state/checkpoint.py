@@ -327,6 +327,8 @@ def _fault(saved: Saved, rank: int, size: int) -> str | None:
     try:
         contents = Contents.read(saved.directory)
         part = sorted(contents.digests)[rank::size]
+        if others := [name for name in part if not (saved.directory / name).is_file()]:  # a device may have no end
+            return f"{saved.directory / others[0]} is no file"
         found = digests_of([saved.directory / name for name in part], like=contents.digests)
         for name in part:
             if found[name] != contents.digests[name]:

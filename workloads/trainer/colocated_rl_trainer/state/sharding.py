@@ -255,6 +255,10 @@ class _TensorReader(dcp.FileSystemReader):
     def read_metadata(self, *_: Any, **__: Any) -> Metadata:
         with (Path(self.path) / METADATA).open("rb") as stream:
             read: Metadata = _Description(stream).load()
+        for place in (read.storage_data or {}).values():
+            name = getattr(place, "relative_path", None)
+            if not isinstance(name, str) or Path(name).name != name or not name:
+                raise Refused(f"the checkpoint's {METADATA} names a file that is not beside it: {name!a:.100}")
         return read
 
 
