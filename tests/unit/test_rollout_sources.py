@@ -174,6 +174,22 @@ def test_a_file_that_is_not_what_its_name_says_is_named(tmp_path: Path, ending: 
         read(tmp_path, f"all{ending}")
 
 
+@pytest.mark.parametrize("ending", [".parquet", ".arrow"])
+def test_two_columns_of_one_name_are_told(tmp_path: Path, ending: str) -> None:
+    """The last one counted, and nothing said so."""
+    table = pyarrow.Table.from_arrays([["3?"], ["4"], ["5"]], names=["prompt", "answer", "answer"])
+    write(tmp_path / f"all{ending}", table)
+    with pytest.raises(RowsUnusable, match="several columns of one name, 'answer'"):
+        read(tmp_path, f"all{ending}")
+
+
+@pytest.mark.parametrize("name", ["../other.jsonl", "/etc/hosts", ".."])
+def test_a_directory_that_datasets_saved_names_no_file_but_its_own(tmp_path: Path, name: str) -> None:
+    (tmp_path / "state.json").write_text(json.dumps({"_data_files": [{"filename": name}]}))
+    with pytest.raises(RowsUnusable, match=r"state\.json names .*, which is not beside it"):
+        data_files(tmp_path)
+
+
 def test_the_row_that_is_wrong_is_named_with_its_file(tmp_path: Path) -> None:
     write(tmp_path / "good.parquet", ROWS[:10])
     write(tmp_path / "bad.parquet", [*ROWS[:7], {**ROWS[7], "prompt": ""}])

@@ -14,6 +14,7 @@ import itertools
 import json
 from array import array
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from datetime import date, datetime, time, timedelta
@@ -150,7 +151,10 @@ def _saved_files(directory: Path) -> list[Path]:
         raise RowsUnusable(f"{directory.name} is a directory that datasets.save_to_disk did not write: name its files")
     if not (files := _read_json(state)["_data_files"]):
         raise RowsUnusable(f"{directory.name}: no rows")
-    return [directory / file["filename"] for file in files]
+    named = [str(file["filename"]) for file in files]
+    if others := [name for name in named if Path(name).name != name or name == ".."]:
+        raise RowsUnusable(f"{directory.name}: state.json names {others[0]!a:.100}, which is not beside it")
+    return [directory / name for name in named]
 
 
 def _read_json(path: Path) -> Any:
@@ -222,6 +226,10 @@ def _arrow_rows(path: Path) -> Iterator[Row]:
             batches = _ipc_batches(path)
         before = 0
         for batch in batches:
+            if twice := [name for name, count in Counter(batch.schema.names).items() if count > 1]:
+                raise RowsUnusable(
+                    f"{path.name} has several columns of one name, {twice[0]!a:.100}: rename or drop some"
+                )
             for column in batch.columns:
                 _validate(column)
             kinds = [_in_microseconds(column.type) for column in batch.columns]
