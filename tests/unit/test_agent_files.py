@@ -31,6 +31,7 @@ from colocated_rl_agent.files.batches import (
     shard_path,
 )
 from colocated_rl_agent.files.exports import (
+    MESSAGE_CHARS,
     ExportTorn,
     TensorDigest,
     exports_in,
@@ -204,6 +205,20 @@ def test_a_manifest_that_leads_to_the_agents_keys_is_not_quoted(export: Path, tm
         verify_export(export.parent, VERSION)
     assert token[:8] not in str(torn.value)
     assert token[-8:] not in str(torn.value)
+
+
+@pytest.mark.parametrize("file", ["model.safetensors.index.json", "manifest.json"])
+def test_what_is_wrong_with_a_long_file_is_told_in_few_words(export: Path, file: str) -> None:
+    """The whole file was in the message, which goes into a log at each try: 64 MiB, four times as long in its repr."""
+    (export / file).write_bytes(b'{"words": "' + b"words" * 10_000 + b'\xff"}')
+    with pytest.raises(ExportTorn, match="can't be read: ") as torn:
+        verify_export(export.parent, VERSION)
+    assert "words" not in str(torn.value)
+    tensors = {"words" * 1000: 1, **{str(number): 1 for number in range(1000)}}
+    (export / "manifest.json").write_text(json.dumps({"version": "1-1", "tensors": tensors, "digests": {}}))
+    with pytest.raises(ExportTorn, match="can't be read: ") as torn:
+        verify_export(export.parent, VERSION)
+    assert len(str(torn.value)) <= MESSAGE_CHARS
 
 
 def test_export_may_have_an_index_of_its_files(export: Path) -> None:

@@ -34,6 +34,7 @@ from colocated_rl_agent.files.volume import (
     in_threads,
 )
 from colocated_rl_api.back_off import doubled_s
+from colocated_rl_api.logs import in_words
 from colocated_rl_api.rungs import WeightVersion
 from colocated_rl_api.weights import MANIFEST, Algorithm, Digest, Manifest, TensorEntry, algorithm_of
 
@@ -44,6 +45,8 @@ VERIFY_AGAIN_S = 1.0  # after the first failure, doubled after each further one:
 VERIFY_AGAIN_MOST_S = 30.0
 MAX_MANIFEST_BYTES = 64 * 1024 * 1024  # also of an index
 MAX_HEADER_BYTES = 100_000_000  # of a safetensors file, by its specification
+MESSAGE_CHARS = 1000
+MOST_FAULTS = 3  # of a manifest, in a message
 INDEX = "model.safetensors.index.json"
 _HASHES: Mapping[Algorithm, Callable[[], Any]] = {Algorithm.XXH3_128: xxhash.xxh3_128, Algorithm.SHA256: hashlib.sha256}
 
@@ -52,6 +55,9 @@ class ExportTorn(Exception):
     """The files of an export differ from its manifest, or there is no manifest. Only a new export helps, unless a
     volume shared with other pods does not show the files yet.
     """
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message[:MESSAGE_CHARS])  # names in files are as long as their writer wants
 
 
 @dataclass(frozen=True)
@@ -221,7 +227,7 @@ def read_tensor_file(
             if reader.read(1):
                 raise ValueError("it goes on after its last tensor")
         except (ValueError, KeyError, TypeError, OverflowError) as error:
-            raise ExportTorn(f"{path} is not a safetensors file: {error!r}") from error
+            raise ExportTorn(f"{path} is not a safetensors file: {in_words(error)}") from None
         return TensorFile(f"{algorithm}:{reader.whole.hexdigest()}", tensors, digests)
 
 
@@ -296,7 +302,8 @@ def _manifest(directory: Path) -> Manifest:
     except OSError as error:
         raise ExportTorn(f"{directory / MANIFEST} can't be read: {error}") from error
     except ValidationError as error:  # its own message quotes the file: it may be a link, and lead to the agent's keys
-        faults = (f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors(include_input=False))
+        found = error.errors(include_input=False)[:MOST_FAULTS]
+        faults = (f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in found)
         raise ExportTorn(f"{directory / MANIFEST} can't be read: {'; '.join(faults)}") from None
 
 
@@ -316,7 +323,7 @@ def _require_that_index_names(directory: Path, files: set[str]) -> None:
     try:
         named = set(json.loads(_read(index))["weight_map"].values())
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise ExportTorn(f"{index} can't be read: {error!r}") from error
+        raise ExportTorn(f"{index} can't be read: {in_words(error)}") from None  # its repr has the file
     if named != files:
         raise ExportTorn(
             f"{index} names {sorted(map(str, named))}, the export holds {sorted(files)}: write one that fits, or none"
