@@ -1130,6 +1130,32 @@ def test_links_among_a_former_jobs_samples_are_not_followed(tmp_path: Path, link
         Store(tmp_path / "own", job_uid=JOB, former=FormerJob(checkpoint(tmp_path, 1), samples=first))
 
 
+def test_what_was_written_ahead_of_a_former_jobs_store_is_no_link(tmp_path: Path) -> None:
+    """It could lead to the keys of the pod that copies, or to a device without an end."""
+    three_steps(tmp_path)
+    (tmp_path / "first" / "store.sqlite3-wal").symlink_to("/etc/hostname")
+    with pytest.raises(StoreFailed, match=r"store\.sqlite3-wal, which spec\.restoreFrom names, is no plain file"):
+        Store(tmp_path / "own", job_uid=JOB, former=FormerJob(checkpoint(tmp_path, 1), samples=tmp_path / "first"))
+
+
+@pytest.mark.parametrize(
+    "added",
+    [
+        "CREATE TRIGGER a BEFORE DELETE ON facts BEGIN INSERT INTO facts SELECT value, 1 FROM numbers; END",
+        "CREATE VIEW a AS WITH RECURSIVE n(v) AS (SELECT 1 UNION ALL SELECT v + 1 FROM n) SELECT v FROM n",
+        "CREATE VIRTUAL TABLE a USING fts5(b)",
+    ],
+)
+def test_a_former_store_does_nothing_by_itself(tmp_path: Path, added: str) -> None:
+    """Somebody else may have made it. A trigger ran, and could run for ever, as the new job took its copy over."""
+    three_steps(tmp_path)
+    with closing(sqlite3.connect(tmp_path / "first" / "store.sqlite3")) as database:
+        database.execute(added)
+        database.commit()
+    with pytest.raises(StoreFailed, match=r"has what no job's store has, such as a (trigger|view|table)"):
+        Store(tmp_path / "own", job_uid=JOB, former=FormerJob(checkpoint(tmp_path, 1), samples=tmp_path / "first"))
+
+
 def test_samples_of_a_job_that_still_runs_are_refused(tmp_path: Path) -> None:
     running = Store(tmp_path / "first", job_uid=OTHER)
     with pytest.raises(StoreFailed, match="its job still runs; suspend or delete it first"):

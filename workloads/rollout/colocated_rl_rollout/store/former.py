@@ -20,6 +20,9 @@ from colocated_rl_api.names import JobUid
 from colocated_rl_rollout.store.backup import damage_of
 from colocated_rl_rollout.store.database import StoreFailed, copy_database, unused
 
+# It runs, perhaps without an end, when others write to a table, or read one of that name.
+_ADDED = "SELECT type FROM sqlite_master WHERE type NOT IN ('table', 'index') OR sql LIKE 'CREATE VIRTUAL%'"
+
 
 @dataclass(frozen=True)
 class FormerJob:
@@ -49,6 +52,9 @@ class FormerJob:
                 f"{self.samples} has no {path.name}: let spec.restoreFrom.samples name the directory of a job's store"
             )
         unfinished = path.with_name(f"{path.name}.part")
+        ahead = source.with_name(f"{source.name}-wal")  # what was written ahead of it
+        if ahead.is_symlink() or (ahead.exists() and not ahead.is_file()):
+            raise StoreFailed(f"{ahead}, which spec.restoreFrom names, is no plain file: copy the store again")
         try:
             with unused(self.samples / "lock"):
                 _copy_files(self.samples / batches.name, batches)
@@ -81,6 +87,11 @@ def _hand_over(path: Path, job_uid: JobUid, *, step: int) -> None:
     step: behind it this job has weights of its own, so evaluations of later ones are not its.
     """
     with closing(sqlite3.connect(path, isolation_level=None)) as database:
+        if added := database.execute(_ADDED).fetchone():
+            raise StoreFailed(
+                f"the store that spec.restoreFrom names has what no job's store has, such as a {added[0]}: copy it "
+                "again, or name none"
+            )
         if damage := damage_of(database):
             raise StoreFailed(
                 f"the store that spec.restoreFrom names is damaged: {damage}; copy it again, or name none"
