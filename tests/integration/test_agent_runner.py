@@ -22,6 +22,7 @@ import refusing_kernel
 
 from colocated_rl_agent.runner import runner
 from colocated_rl_agent.runner.runner_link import (
+    KILLED,
     ChildExited,
     RunnerEvent,
     RunnerHello,
@@ -417,6 +418,9 @@ async def test_children_outlive_the_agent_and_are_reported_to_the_next_one(tmp_p
         alive = await it.link.start("engine-0", SLEEP, {})
         dead = await it.link.start("trainer-0", [sys.executable, "-c", "print('bye')"], {})
         await it.exited(dead)
+        asked = await it.link.start("trainer-1", SLEEP, {})
+        await it.link.kill("trainer-1")
+        await it.exited(asked)
         first_said: asyncio.Future[RunnerEvent] = asyncio.get_running_loop().create_future()
         second = RunnerLink(it.socket, first_said.set_result)
         connection = asyncio.create_task(second.run())
@@ -424,8 +428,9 @@ async def test_children_outlive_the_agent_and_are_reported_to_the_next_one(tmp_p
             hello = await first_said
         connection.cancel()
         assert isinstance(hello, RunnerHello)
-        assert {("engine-0", alive, True, None), ("trainer-0", dead, False, 0)} == {
-            (child.name, child.incarnation, child.running, child.code) for child in hello.children
+        assert {("engine-0", alive, None), ("trainer-0", dead, (0, False)), ("trainer-1", asked, (KILLED, True))} == {
+            (child.name, child.incarnation, child.exit and (child.exit.code, child.exit.was_killed))
+            for child in hello.children
         }
 
 
