@@ -123,12 +123,12 @@ def test_a_job_in_a_watch_is_whole() -> None:
     ],
 )
 async def test_kopf_lists_pods_by_their_briefs(method: str, url: str, is_brief: bool) -> None:
-    class Answer:
+    class AnsweredList:
         async def json(self, *, loads: Any = json.loads) -> Any:
             return loads(json.dumps({"items": [made()]}))
 
     async def request(*_: object, **__: object) -> Any:
-        return Answer()
+        return AnsweredList()
 
     found = await (await bounded(request)(method, url)).json()
     assert (brief(made()) if is_brief else made()) == found["items"][0]
