@@ -27,7 +27,7 @@ from colocated_rl_operator.clients.cluster import ClusterAccess
 from colocated_rl_operator.manifests import belongings, resources
 from colocated_rl_operator.manifests.resources import PodImages
 from colocated_rl_operator.planner.observation import Job
-from real_operator import ACCOUNT, OPERATORS, Body, account_of_chart
+from real_operator import ACCOUNT, OPERATORS, Body, account_of_chart, cluster_without_nodes
 
 pytestmark = pytest.mark.cluster
 
@@ -142,14 +142,24 @@ def in_container(**parts: Any) -> Callable[[Body], None]:
     return lambda body: body["spec"]["containers"][0].update(securityContext=parts)
 
 
+def with_ports(**port: int) -> Callable[[Body], None]:
+    return lambda body: body["spec"]["containers"][0].update(ports=[port])
+
+
 def token_for(**audience: str) -> Callable[[Body], None]:
     return with_volume(projected={"sources": [{"serviceAccountToken": {"path": "token", **audience}}]})
+
+
+def certificate_of(signer: str) -> Callable[[Body], None]:
+    source = {"signerName": signer, "keyType": "ED25519", "credentialBundlePath": "a.pem"}
+    return with_volume(projected={"sources": [{"podCertificate": source}]})
 
 
 NO_TOKEN = "audience that pods of jobs may have none for"
 NO_PRIVILEGE = "no container of a job is privileged"
 NO_NODE = "only what their profile"
 
+HOST_PROCESS = {"windowsOptions": {"hostProcess": True}}
 PODS_REFUSED = {
     "without an owner": (without_owner, NO_SHAPE),
     "owned by another kind": (owned_by_another, NO_SHAPE),
@@ -163,6 +173,8 @@ PODS_REFUSED = {
     "network of its node": (in_spec(hostNetwork=True), NO_NODE),
     "processes of its node": (in_spec(hostPID=True), NO_NODE),
     "path of its node": (with_volume(hostPath={"path": "/"}), NO_NODE),
+    "port of its node": (with_ports(containerPort=80, hostPort=80), NO_NODE),
+    "process of its node": (in_spec(hostNetwork=True, securityContext=HOST_PROCESS), NO_PRIVILEGE),
 }  # fmt: skip
 
 
@@ -240,6 +252,17 @@ async def test_a_thief_of_the_token_makes_no_pod_that_is_none_of_a_job(
             body = pod_of_a_job(change)
             assert words in await thief.make(body), what
         assert "" == await thief.make(pod_of_a_job(token_for(audience="sts.amazonaws.com"))), "a cloud's identity"
+
+
+@pytest.mark.since_kubernetes(1, 35)  # with certificates of pods
+async def test_a_thief_of_the_token_makes_no_pod_with_a_certificate_for_the_server(tmp_path: Path) -> None:
+    """It is no token, and names the pod's ServiceAccount as well. Another's signer is none that the server goes by."""
+    gates = ("--feature-gates=PodCertificateRequest=true", "--runtime-config=certificates.k8s.io/v1beta1=true")
+    with cluster_without_nodes(tmp_path / "c", *gates) as access:
+        async with calling(access, account_of_chart(access, tmp_path)) as (_, thief):
+            certificate = certificate_of("kubernetes.io/kube-apiserver-client-pod")
+            assert "would know the pod's ServiceAccount" in await thief.make(pod_of_a_job(certificate))
+            assert "" == await thief.make(pod_of_a_job(certificate_of("vault.example/pods")))
 
 
 async def test_a_thief_of_the_token_makes_changes_and_deletes_nothing_of_others(
