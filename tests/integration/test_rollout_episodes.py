@@ -154,7 +154,7 @@ async def playing(
     sets: Sequence[EvaluationSet] = (),
     digest: str = "x",
 ) -> AsyncIterator[EpisodesScene]:
-    """digest: of the rows that prompts are made of; the player's is x."""
+    """Play with that program. digest: of the rows that prompts are made of; the player's is x."""
     registry = CollectorRegistry()
     store, metrics = Store(directory / "state", job_uid=JOB_UID), RolloutMetrics(registry)
     clock = EpisodeClock()

@@ -346,7 +346,7 @@ async def test_a_stream_that_waits_shows_that_somebody_is_there(scene: Scene, mo
 async def test_a_session_whose_stream_had_no_room_is_full_as_without_a_stream(
     scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where the stream had begun, by a comment, its episode failed instead of being cut short."""
+    """An episode whose stream had begun, by a comment, failed instead of being cut short."""
     monkeypatch.setattr("colocated_rl_rollout.gateway.gateway.SILENCE_S", 0.01)
     named = {"X-Session-ID": "s"}
     await scene.gate.open(V0)

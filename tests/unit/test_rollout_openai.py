@@ -489,7 +489,7 @@ def test_pieces_add_up_to_the_whole(chat: Chat, text: str, stops: list[str], end
 
 
 def test_tokens_of_a_stream_stand_where_they_do_in_the_whole(chat: Chat) -> None:
-    """Those behind a character of several tokens had the places of earlier ones."""
+    """Tokens behind a character of several ones had the places of earlier ones."""
     tokens = tokens_of(chat, "aé c")
     asks = CompletionRequest(np.array([1], np.int32), 100, 1.0)
     reply = CompletionReply(Form(chat=False, streams=True, logprobs=True), asks, "m", 0, "x")

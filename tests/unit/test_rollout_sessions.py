@@ -16,6 +16,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from prometheus_client import CollectorRegistry
+from unit.test_rollout_store import checkpoint
 
 from colocated_rl_api.job import MANY_STEPS
 from colocated_rl_api.rungs import WeightVersion
@@ -38,6 +39,8 @@ from colocated_rl_rollout.rules.samples import (
     Span,
     Tokens,
 )
+from colocated_rl_rollout.store.backup import back_up
+from colocated_rl_rollout.store.former import FormerJob
 from colocated_rl_rollout.store.store import Store
 from fakes.rollout import JOB_UID, write_model
 
@@ -498,6 +501,33 @@ async def test_a_reward_that_comes_again_changes_nothing_as_long_as_its_sample_i
     assert 404 == await again(), "nothing is kept for good"
     assert 2 == store.counts.total()
     store.close()
+
+
+@pytest.mark.parametrize("restored", [False, True])
+async def test_sessions_of_an_older_copy_of_the_store_are_not_trained_again(tmp_path: Path, restored: bool) -> None:
+    """Samples of a backup, and of a former job behind its checkpoint, were given up for that; its sessions were not."""
+    store = Store(tmp_path / "first", job_uid=JOB_UID)
+    sessions = sessions_of(store)
+    for name in ("a", "b"):
+        session = sessions.begin(name)
+        segment = Tokens(np.zeros(1, np.int32), np.zeros(1, np.float32), (Span(WeightVersion(0, 1), 0, 1),))
+        await sessions.record(
+            session, None, (), "", prompt=np.zeros(1, np.int32), tokens=segment, finish=Finish.STOP, engine=None
+        )
+        sessions.end(session)
+        await sessions.reward(name, 1.0, "g")
+    if restored:
+        back_up(store.path)
+    store.close()
+    former = None
+    if restored:
+        store.path.write_bytes(b"no database")
+        store.path.with_name("store.sqlite3-wal").unlink(missing_ok=True)
+    else:
+        former = FormerJob(checkpoint(tmp_path, 1), samples=tmp_path / "first")
+    again = Store(tmp_path / ("first" if restored else "second"), job_uid=JOB_UID, former=former)
+    assert [] == [*sessions_of(again)]
+    again.close()
 
 
 @pytest.mark.parametrize("swallows", [False, True])

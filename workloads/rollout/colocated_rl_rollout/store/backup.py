@@ -2,8 +2,8 @@
 
 A page that a disk has spoilt makes no statement fail that does not read it, so all of the file is read when it is
 opened. The damaged file is kept beside, for people. What can be read of it goes on: the epoch, the place in the
-prompts, and evaluations. Of samples that the backup has under way nobody knows any more whether they were trained
-since: the store gives those up, so that none is trained twice.
+prompts, and evaluations. Of samples that the backup has under way, and of sessions, nobody knows any more whether they
+were trained since: sessions are dropped, and the store gives those samples up, so that none is trained twice.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import Any
 
 from colocated_rl_api.durable import sync
 from colocated_rl_api.logs import in_words, log
+from colocated_rl_rollout.store import tables
 
 LOG = logging.getLogger(__name__)
 
@@ -38,8 +39,8 @@ def damage_of(database: sqlite3.Connection) -> str:
     """Return which tables are damaged, or "" if all of the file is whole. Reads all of it. Raises sqlite3.Error."""
     if _is_whole(database):
         return ""
-    tables = [name for (name,) in database.execute("SELECT name FROM sqlite_master WHERE type = 'table' ORDER BY name")]
-    damaged = [table for table in tables if not _is_whole(database, f"('{table}')")]
+    names = [name for (name,) in database.execute("SELECT name FROM sqlite_master WHERE type = 'table' ORDER BY name")]
+    damaged = [table for table in names if not _is_whole(database, f"('{table}')")]
     return ", ".join(damaged) or "pages of no table"
 
 
@@ -82,6 +83,8 @@ def restore(path: Path) -> bool:
             if damage_of(database):
                 return False
             _take_what_is_whole(database, path)
+            for statement in tables.FORGET_SESSIONS:
+                database.execute(statement)
     except sqlite3.Error:
         return False
     sync(unfinished)

@@ -17,6 +17,7 @@ from colocated_rl_api.checkpoint import Contents, NoSuchCheckpoint, choose
 from colocated_rl_api.durable import sync
 from colocated_rl_api.logs import in_words
 from colocated_rl_api.names import JobUid
+from colocated_rl_rollout.store import tables
 from colocated_rl_rollout.store.backup import damage_of
 from colocated_rl_rollout.store.database import StoreFailed, copy_database, unused
 
@@ -99,6 +100,9 @@ def _hand_over(path: Path, job_uid: JobUid, *, step: int) -> None:
         database.execute("BEGIN")
         database.execute("DELETE FROM facts WHERE name IN ('epoch', 'began_at')")
         database.execute("DELETE FROM evaluations WHERE step > ?", (step,))
+        trained = database.execute("SELECT value FROM facts WHERE name = 'trained_step'").fetchone()
+        for statement in tables.FORGET_SESSIONS if step > (trained or (0,))[0] else ():  # they may be trained since
+            database.execute(statement)
         database.execute("INSERT OR REPLACE INTO facts VALUES ('job_uid', ?)", (job_uid,))
         database.execute("COMMIT")
         database.execute("PRAGMA journal_mode = DELETE")  # everything is in the one file that is renamed

@@ -107,6 +107,7 @@ REWARD_OF_SAMPLE = "SELECT reward, grouping, figures FROM samples WHERE session 
 TURN = "INSERT INTO turns VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"
 DROP_SESSION = "DELETE FROM sessions WHERE id = ?"
 DROP_TURNS = "DELETE FROM turns WHERE session_id = ?"
+FORGET_SESSIONS = "DELETE FROM turns", "DELETE FROM sessions"  # all of them
 SHOWN = """
 SELECT samples.id, group_id, prompt_index, state, reason, attempts, resent, finish, reward, step, ended,
 unversioned, figures FROM samples JOIN groups ON groups.id = group_id
