@@ -333,7 +333,8 @@ def record_three_tokens(sessions: Sessions, session: Session, messages: Sequence
     """Record a first turn: one token of its prompt, two of its response."""
     prompt = np.array([7], np.int32)
     tokens = Tokens(np.array([1, 2], np.int32), -np.ones(2, np.float32), (Span(WeightVersion(0, 1), 0, 2),))
-    asyncio.run(sessions.record(session, None, messages, "", prompt=prompt, tokens=tokens, finish=None, engine=None))
+    turn = sessions.record(session, None, messages, "", prompt=prompt, tokens=tokens, finish=Finish.STOP, engine=None)
+    asyncio.run(turn)
 
 
 def test_a_path_that_was_full_is_truncated_whatever_is_refused_after_it(tmp_path: Path) -> None:
@@ -347,6 +348,24 @@ def test_a_path_that_was_full_is_truncated_whatever_is_refused_after_it(tmp_path
     full = [session.is_full]
     record_three_tokens(sessions, session)
     assert [True, False] == [*full, session.is_full]
+    store.close()
+
+
+def test_a_path_that_was_full_is_truncated_also_after_a_restart(tmp_path: Path) -> None:
+    store = Store(tmp_path, job_uid=JOB_UID)
+    sessions = sessions_of(store)
+    for name in ("a", "b"):
+        record_three_tokens(sessions, sessions.begin(name))
+        sessions.end(sessions.find(name))
+    sessions.refuse("a", RequestRefused(400, "no room", code="context_length_exceeded"))
+    store.close()
+    store = Store(tmp_path, job_uid=JOB_UID)
+    sessions = sessions_of(store)
+    for name in ("a", "b"):
+        asyncio.run(sessions.reward(name, 1.0, "g"))
+    group = sessions.admit()
+    assert group is not None
+    assert [Finish.LENGTH, Finish.STOP] == [sample.finish for sample in group.samples]
     store.close()
 
 

@@ -52,6 +52,7 @@ SESSIONS_AT_MOST = 16_384
 TOKENS_AT_MOST = 16 * 1024 * 1024  # of all sessions, and of one episode: some 200 MB with their messages
 TURNS_AT_MOST = 1024  # of one
 RETRY_S = 60
+NO_ROOM = "context_length_exceeded"  # of a refusal
 EPISODE = "episode:"  # the prefix of the names of episodes that the job plays itself
 Given = tuple[float, str | None, Mapping[str, float]]  # a reward, the name of its group, and figures beside it
 MARK = "\u2063colocated-rl-reply\u2063"  # stands for a reply while the template renders what follows it
@@ -124,7 +125,7 @@ class Session:
     @property
     def is_full(self) -> bool:
         """Return whether its path had no room for another turn."""
-        return bool(self.turns) and self.refused is not None and self.refused.code == "context_length_exceeded"
+        return bool(self.turns) and self.refused is not None and self.refused.code == NO_ROOM
 
     @property
     def held(self) -> int:
@@ -281,6 +282,8 @@ class Sessions:
         """
         if (session := self._sessions.get(name)) is not None and not session.is_full:
             session.refused = refused
+            if session.turns and refused.code == NO_ROOM:  # for the next start: only the newest turn's end counts
+                self._store.write((tables.CUT_TURN, [(name, len(session.turns))]))
 
     # ------------------------------------------------------------------------------------------------- episodes
     def open(self, turned: Callable[[int | None], None]) -> Session:

@@ -105,6 +105,7 @@ SESSIONS = "SELECT id, reward, grouping, figures FROM sessions ORDER BY number"
 REWARD_SESSION = "UPDATE sessions SET reward = ?, grouping = ?, figures = ? WHERE id = ?"
 REWARD_OF_SAMPLE = "SELECT reward, grouping, figures FROM samples WHERE session = ? ORDER BY id DESC LIMIT 1"
 TURN = "INSERT INTO turns VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"
+CUT_TURN = "UPDATE turns SET finish = 'length' WHERE session_id = ? AND number = ?"
 DROP_SESSION = "DELETE FROM sessions WHERE id = ?"
 DROP_TURNS = "DELETE FROM turns WHERE session_id = ?"
 FORGET_SESSIONS = "DELETE FROM turns", "DELETE FROM sessions"  # all of them
