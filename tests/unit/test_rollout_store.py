@@ -60,6 +60,7 @@ from colocated_rl_rollout.store.batches import (
 )
 from colocated_rl_rollout.store.database import StoreFailed, open_database
 from colocated_rl_rollout.store.former import FormerJob
+from colocated_rl_rollout.store.recording import deal_anew
 from colocated_rl_rollout.store.store import SPARE_BYTES, BatchNotDealt, Store, WrongMove
 from colocated_rl_rollout.store.transcripts import in_batch
 
@@ -807,11 +808,40 @@ async def test_a_batch_is_dealt_once_to_all_who_ask_for_it_at_once(store: Store)
     store.close()
 
 
+async def test_a_batch_is_dealt_once_though_who_asked_first_has_left(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two threads wrote the same files, and the next caller was told to make room on the volume."""
+    seal(store, [completed_group(store)])
+    begun, ends = asyncio.Event(), Event()
+    dealt: list[int] = []
+    loop = asyncio.get_running_loop()
+
+    def deal_slowly(directory: Path, record: BatchRecord, *, shards: int) -> BatchRecord:
+        dealt.append(shards)
+        loop.call_soon_threadsafe(begun.set)
+        ends.wait(60)
+        return deal_anew(directory, record, shards=shards)
+
+    monkeypatch.setattr("colocated_rl_rollout.store.store.deal_anew", deal_slowly)
+    first = asyncio.create_task(store.dealt(1, 3))
+    await begun.wait()
+    first.cancel()
+    await asyncio.wait([first])
+    second = asyncio.create_task(store.dealt(1, 3))
+    await asyncio.sleep(0)
+    ends.set()
+    assert [3] == [len(record.sha256) for record in [await second] if record]
+    assert [3] == dealt
+    store.close()
+
+
 async def test_a_batch_that_is_forgotten_while_it_is_dealt_leaves_no_file(store: Store) -> None:
     seal(store, [completed_group(store)])
     store.commit(1)
     dealing = asyncio.create_task(store.dealt(1, 3))
-    await asyncio.sleep(0)  # it has begun
+    for _ in range(2):
+        await asyncio.sleep(0)  # it has begun, in a task of its own
     store.forget(1)
     assert await dealing is None
     assert [] == [*store.batch_directory.glob("*")]

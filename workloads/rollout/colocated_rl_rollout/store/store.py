@@ -441,7 +441,13 @@ class Store(StoreReader):
         )
 
     async def dealt(self, step: int, shards: int) -> BatchRecord | None:
-        """Return the batch of a step, durably dealt to `shards` ranks; None if it is not kept. Raises BatchNotDealt."""
+        """Return the batch of a step, durably dealt to `shards` ranks; None if it is not kept. Raises BatchNotDealt.
+
+        A caller that leaves does not end it: the thread would write on, beside that of the next caller.
+        """
+        return await asyncio.shield(asyncio.create_task(self._dealt(step, shards), name=f"deal/{step}"))
+
+    async def _dealt(self, step: int, shards: int) -> BatchRecord | None:
         async with self._dealing:
             before = self.batch(step)
             if before is None or len(before.sha256) == shards:
