@@ -44,6 +44,23 @@ def test_a_recording_job_is_the_first_without_its_trainer() -> None:
     )  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    "label",
+    [
+        "app.kubernetes.io/instance", "argocd.argoproj.io/instance", "kustomize.toolkit.fluxcd.io/name",
+        "applyset.kubernetes.io/part-of", "objectset.rio.cattle.io/hash", "kapp.k14s.io/app", "helm.sh/chart",
+    ],
+)  # fmt: skip
+def test_a_tool_that_has_applied_the_first_job_does_not_take_the_new_one_for_its_own(label: str) -> None:
+    """Argo CD deleted the new job with its next sync, because its label says that the job is of its application."""
+    first = job()
+    first["metadata"]["labels"] |= {label: "apps", "kueue.x-k8s.io/queue-name": "research", "example.com/cost": "7"}
+    found = made(one_side.rollout_only(first, name=None, steps=None)).metadata.model_extra or {}
+    assert {"team": "sums", "kueue.x-k8s.io/queue-name": "research", "example.com/cost": "7"} == found["labels"]
+    first["metadata"]["labels"] = {label: "apps"}
+    assert "labels" not in one_side.rollout_only(first, name=None, steps=None)
+
+
 @pytest.mark.parametrize("keeps", [{"mode": "RolloutOnly"}, {"storage": {"keepBatches": True}}])
 def test_a_training_job_trains_what_the_first_has_kept(keeps: dict[str, Any]) -> None:
     found = made(one_side.train_only(job(step=4, **keeps), name=None, steps=None, recorded=None))

@@ -16,6 +16,9 @@ from colocated_rl_cli.base.yaml_text import written
 from colocated_rl_cli.manifest.manifest import judge
 
 OF_A_RUN = ("suspend", "recorded", "managedBy")  # fields that belong to the first job alone
+OF_A_TOOL = (  # domains of labels by which tools know what they applied: they delete a copy that they did not apply
+    "app.kubernetes.io", "applyset.kubernetes.io", "argoproj.io", "cattle.io", "fluxcd.io", "helm.sh", "k14s.io",
+)  # fmt: skip
 
 
 def rollout_only(job: Mapping[str, Any], *, name: str | None, steps: int | None) -> str:
@@ -54,13 +57,15 @@ def _named(job: Mapping[str, Any], side: str) -> str:
 
 
 def _manifest(job: Mapping[str, Any], mode: Mode, name: str, changes: Mapping[str, Any]) -> str:
-    metadata = {key: job["metadata"][key] for key in ("namespace", "labels") if job["metadata"].get(key)}
+    labels = job["metadata"].get("labels") or {}
+    kept = {key: value for key, value in labels.items() if not key.partition("/")[0].endswith(OF_A_TOOL)}
+    metadata = {"namespace": job["metadata"].get("namespace"), "labels": kept}
     left_out = (*OF_A_RUN, "evaluation" if mode is Mode.TRAIN_ONLY else "restoreFrom")
     spec = {key: value for key, value in job["spec"].items() if key not in left_out}
     document = {
         "apiVersion": names.API_VERSION,
         "kind": names.KIND,
-        "metadata": {"name": name, **metadata},
+        "metadata": {"name": name, **{key: value for key, value in metadata.items() if value}},
         "spec": {**spec, "mode": mode.value, **changes},
     }
     text = written(document, width=110)
