@@ -32,6 +32,7 @@ from waiting import DEADLINE_S
 from builders import make_manifest
 from colocated_rl_agent.metrics import GpuSeconds
 from colocated_rl_api import names
+from colocated_rl_api.bounded_json import REFUSED
 from colocated_rl_api.holders import PodHolder
 from colocated_rl_api.seats import FIRST_SPARE
 from colocated_rl_cli import __main__ as program
@@ -132,6 +133,68 @@ def test_a_job_that_moves_is_explained_with_code_0(run: Run) -> None:
     assert (Exit.FINE, "") == (done.code, done.stderr)
     assert "sums-gpu-0-0: Serving" in done.stdout
     assert "Nothing is wrong. It waits for: rollout fills batch 3: 3 of 8 samples finished" in done.stdout
+
+
+def test_an_epoch_without_a_cause_has_none(run: Run, api: ClusterApi) -> None:
+    """It was said to be None."""
+    del api.jobs["sums"]["status"]["cause"]
+    assert run("explain", "sums").stdout.startswith("default/sums: Rollout, step 2 of 3, epoch 4\n")
+
+
+def test_a_job_is_explained_although_its_events_can_not_be_read(run: Run, api: ClusterApi) -> None:
+    """Where events have a store of their own, they are away while all else answers: there was no explanation then."""
+    api.refused["/events"] = 503
+    done = run("explain", "sums")
+    assert (Exit.FINE, True) == (done.code, "sums-gpu-0-0: Serving" in done.stdout)
+    assert "note: events of namespace default: the API server is not reached" in done.stdout
+
+
+def test_a_job_into_which_too_much_was_written_is_explained(run: Run, api: ClusterApi) -> None:
+    """It stalls with InvalidSpec, and `explain`, which says so, ended with a traceback."""
+    job = api.jobs["sums"]
+    job["spec"]["rollout"] = REFUSED
+    job["status"]["conditions"] = [
+        {"type": "Stalled", "status": "True", "reason": "InvalidSpec", "message": "spec.rollout: not read",
+         "lastTransitionTime": "2026-01-01T00:00:00Z"}
+    ]  # fmt: skip
+    done = run("explain", "sums")
+    assert (Exit.PROBLEM, True) == (done.code, "InvalidSpec: the spec breaks a rule" in done.stdout)
+
+
+@pytest.mark.parametrize("answer", ["[]", "3", '{"facts": []}', '{"facts": null}', "[" * 100_000, "1" * 5000])
+def test_a_pod_that_answers_something_else_hides_no_other(run: Run, api: ClusterApi, answer: str) -> None:
+    """One page that was no object ended `explain` for all pods with a traceback."""
+    api.pages["sums-gpu-0-0", "/v1/state"] = f"HTTP/1.1 200 OK\n\n{answer}"
+    done = run("explain", "sums")
+    assert Exit.FINE == done.code
+    assert "3 of 8 samples finished" in done.stdout, "as the rollout pod says"
+
+
+@pytest.mark.parametrize("answer", [{}, [], {"samples": None}, {"samples": ["x"]}, {"samples": [{"reward": "x"}]}])
+@pytest.mark.parametrize("more", [[], ["--text"], ["-o", "json"]], ids=" ".join)
+def test_what_is_no_sample_is_not_shown_as_one(run: Run, api: ClusterApi, answer: Any, more: list[str]) -> None:
+    """It ended the command with a traceback."""
+    api.pages["sums-rollout-0", "/v1/samples"] = page(answer)
+    done = run("samples", "sums", *more)
+    assert (Exit.NO_ANSWER, "", 1) == (done.code, done.stdout, len(done.stderr.splitlines()))
+
+
+@pytest.mark.parametrize("command", ["timeline", "eval", "top --once"])
+def test_what_could_not_be_read_of_a_job_is_said(run: Run, api: ClusterApi, command: str) -> None:
+    """A log that came not within 30 s, or whose node was away, was left out without a word."""
+    word, *more = command.split()
+    assert "" == run(word, "sums", *more).stderr, "no container has been there before those that run"
+    api.pods[0]["status"]["containerStatuses"][0]["restartCount"] = 1
+    api.refused["pods/sums-rollout-0/log"], api.refused["/events"] = 500, 403
+    done = run(word, "sums", *more)
+    assert Exit.FINE == done.code
+    expected = (
+        "not complete: log of container agent of pod sums-gpu-0-0: the API server answers 400",
+        "not complete: log of container rollout of pod sums-rollout-0: the API server answers 500",
+        "not complete: events of namespace default: ",
+    )
+    lines = done.stderr.splitlines()
+    assert [True] * 3 == [line.startswith(each) for line, each in zip(lines, expected, strict=True)], lines
 
 
 def test_what_is_no_log_line_in_a_log_is_passed_over(run: Run, api: ClusterApi) -> None:
@@ -389,7 +452,29 @@ def test_a_bundle_is_made_also_where_the_job_can_not_be_explained(run: Run, api:
     api.refused["/events"] = 403
     inside, unread = bundled(run, tmp_path)
     assert {"job.yaml", "pods/sums-gpu-0-0.yaml", "pods/sums-gpu-0-0/agent.log"} <= inside
-    assert ["explanation.txt", "events.yaml"] == [line.partition(":")[0] for line in unread.splitlines()[:2]]
+    assert ["events.yaml"] == [line.partition(":")[0] for line in unread.splitlines() if "/events" in line]
+    assert "explanation.txt" in inside
+
+
+def test_a_bundle_has_the_events_of_a_job_whose_pods_may_not_be_read(run: Run, api: ClusterApi, tmp_path: Path) -> None:
+    """They were left out with those of the pods, and are what says why there is no pod."""
+    api.events = [{"involvedObject": {"uid": "uid-1", "name": "sums"}, "reason": "ObjectRefused", "type": "Warning"}]
+    api.refused["/pods"] = 403
+    bundled(run, tmp_path)
+    with tarfile.open(tmp_path / "sums.tar.gz") as archive:
+        events = archive.extractfile("sums-bundle/events.yaml")
+        assert events is not None
+        assert b"ObjectRefused" in events.read()
+
+
+@pytest.mark.parametrize("name", ["there.tar.gz", "no/folder.tar.gz"])
+def test_a_bundle_that_can_not_be_written_reads_nothing(run: Run, api: ClusterApi, tmp_path: Path, name: str) -> None:
+    """All logs of all pods were read before the file was looked at."""
+    (tmp_path / "there.tar.gz").write_text("of yesterday")
+    done = run("bundle", "sums", "--file", str(tmp_path / name))
+    assert (Exit.USAGE, []) == (done.code, api.asked)
+    assert "exists already: name another" in done.stderr or "is no folder that you may write to" in done.stderr
+    assert "of yesterday" == (tmp_path / "there.tar.gz").read_text()
 
 
 def test_jobs_with_one_side_alone_are_written_for_whoever_applies_them(run: Run, tmp_path: Path) -> None:
@@ -416,6 +501,15 @@ def test_a_job_is_suspended_and_resumed(run: Run, api: ClusterApi) -> None:
     api.jobs["sums"]["status"]["phase"] = "Complete"
     done = run("suspend", "sums")
     assert (Exit.PROBLEM, True) == (done.code, "it is over (Complete)" in done.stderr)
+
+
+@pytest.mark.parametrize("command", ["suspend", "resume", "retry"])
+def test_a_job_that_is_being_deleted_is_not_steered(run: Run, api: ClusterApi, command: str) -> None:
+    """It was said to be suspended, with its volumes kept."""
+    api.jobs["sums"]["metadata"]["deletionTimestamp"] = "2026-01-01T00:00:00Z"
+    done = run(command, "sums")
+    assert (Exit.NO_ANSWER, "", True) == (done.code, done.stdout, "is being deleted" in done.stderr)
+    assert "suspend" not in api.jobs["sums"]["spec"]
 
 
 def test_a_failed_job_is_retried_and_no_other(run: Run, api: ClusterApi) -> None:
@@ -472,6 +566,7 @@ def test_a_member_that_can_not_be_reached_is_code_3_where_it_is_needed(
         ("Complete", False, "is over, and has no pods: kubectl crlj reader sums makes one that serves its samples"),
         ("Failed", False, "is over, and has no pods: kubectl crlj reader sums makes one that serves its samples"),
         ("Suspended", True, "is suspended, and has no pods: kubectl crlj reader sums makes one"),
+        ("Queued", False, "is queued, and has no pods: kubectl crlj reader sums makes one"),
         ("Pending", False, "kubectl crlj explain sums shows why"),
     ],
 )
@@ -566,6 +661,26 @@ def test_standard_input_that_is_named_twice_has_nothing_the_second_time(kubectl:
     assert Exit.PROBLEM == done.returncode
     assert b"no ColocatedRLJob in it" in done.stdout + done.stderr
     assert b"Traceback" not in done.stderr
+
+
+def test_a_page_is_utf8_whatever_the_locale_is(kubectl: Played, api: ClusterApi, tmp_path: Path) -> None:
+    """It says so of itself, and a reason in another alphabet ended the command with a traceback."""
+    error = {"ts": 1.0, "level": "error", "event": "failed", "reason": "\u4e8c", "pod": "sums-gpu-0-0"}
+    api.logs["sums-gpu-0-0", "agent"] += json.dumps(error) + "\n"
+    done = subprocess.run(
+        [sys.executable, "-m", "colocated_rl_cli", "timeline", "sums", "--html", str(tmp_path / "page.html")],
+        env={**kubectl.environment, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"},
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert (Exit.FINE, True) == (done.returncode, done.stderr.endswith("page.html: written\n")), done.stderr
+    assert "failed: \u4e8c" in (tmp_path / "page.html").read_text(encoding="utf-8")
+
+
+def test_a_kubectl_that_is_no_command_line_is_code_2(run: Run, kubectl: Played) -> None:
+    kubectl.environment["KUBECTL"] = "kubectl '--as=me"
+    done = run("top", "sums")
+    assert (Exit.USAGE, True) == (done.code, "KUBECTL is no command line: No closing quotation" in done.stderr)
+    assert "" == run("__complete", "top", "s").stdout
 
 
 def test_a_character_that_the_locale_lacks_is_shown_by_its_number(kubectl: Played, api: ClusterApi) -> None:
@@ -816,6 +931,17 @@ def test_top_says_when_it_is_not_up_to_date_and_goes_on_when_the_server_is_back(
         api.jobs["sums"]["status"] |= {"phase": "Complete", "step": 3}
         screen.wait_for(r"\x1b\[\?1049l.*Complete.*step 3 of 3", after=at)
         assert Exit.FINE == screen.process.wait(DEADLINE_S)
+
+
+def test_nothing_is_asked_for_a_file_that_is_there(run: Run, tmp_path: Path) -> None:
+    """It was said after the last answer."""
+    (tmp_path / "job.yaml").write_text("mine")
+    done = run("init", "--file", str(tmp_path / "job.yaml"))
+    assert (Exit.USAGE, True) == (done.code, "exists already: name another file, or use --force" in done.stderr)
+    words = ("init", "sums", "--model", "m", "--task", "chain_sum", "--file", str(tmp_path / "job.yaml"))
+    assert (Exit.USAGE, "mine") == (run(*words).code, (tmp_path / "job.yaml").read_text())
+    assert Exit.FINE == run(*words, "--force").code
+    assert "name: sums" in (tmp_path / "job.yaml").read_text()
 
 
 def test_questions_are_asked_on_a_terminal(kubectl: Played, tmp_path: Path) -> None:

@@ -146,6 +146,23 @@ async def test_who_had_the_gpus_and_every_evaluation_come_from_it_once_pods_are_
     assert [(0, 0.25), (1, 0.75)] == [(one["step"], one["mean"]) for one in json.loads(said)]
 
 
+async def test_a_job_that_is_queued_has_one_too(api: ClusterApi, kubectl: Played, scene: FollowersScene) -> None:
+    """It has no pods, and was said to have pods of its own."""
+    api.jobs["sums"]["status"]["phase"] = "Queued"
+    assert 0 == (await run(kubectl, *READ))[0]
+    assert "completed" in (await run(kubectl, *LISTED))[1]
+
+
+async def test_what_it_says_to_run_is_for_the_cluster_of_the_job(
+    api: ClusterApi, kubectl: Played, scene: FollowersScene
+) -> None:
+    """Without the context, the commands asked another cluster."""
+    code, said = await run(kubectl, *READ, "--context", "gpu cluster", "--kubeconfig", "k")
+    commands = [line for line in said.splitlines() if line.startswith("  kubectl ")]
+    assert (0, 3) == (code, len(commands))
+    assert all(" -n default --kubeconfig=k '--context=gpu cluster' " in command for command in commands)
+
+
 async def test_one_that_has_ended_is_made_again(api: ClusterApi, kubectl: Played, scene: FollowersScene) -> None:
     await run(kubectl, *READ)
     api.pods[0]["status"] = {"phase": "Failed", "reason": "DeadlineExceeded"}

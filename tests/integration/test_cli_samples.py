@@ -234,7 +234,8 @@ SAMPLE = {"id": 1, "state": "completed", "reward": 0.5, "ended": 1}
     ("answer", "words", "message"),
     [
         ("HTTP/1.1 200 OK\n\n" + "[" * 5000, [], "is no JSON"),
-        (page([]), [], "shows samples of another form"),
+        (page([]), [], "is no object of JSON"),
+        (page({"samples": {}}), [], "shows samples of another form"),
         (page({"samples": [SAMPLE | {"reward": 10**400}]}), ["--text"], "another form, see 0.reward"),
         (LINES + f"X-Begins-After: {'9' * 5000}\n\n", ["--follow"], "does not say where its samples begin"),
     ],

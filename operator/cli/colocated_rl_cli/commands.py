@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import shlex
 import signal
 import sys
 import time
@@ -118,7 +120,14 @@ def _text_of(name: str) -> str:
 
 
 def init(args: Namespace) -> Exit:
+    _refuse_to_replace(args)
     return _hand_over(starter.manifest(questions.wishes_from(args)), args)
+
+
+def _refuse_to_replace(args: Namespace) -> None:
+    """Raise UsageError if the output file exists and may not be replaced: before anything is asked or read."""
+    if args.file is not None and not args.force and Path(args.file).exists():
+        raise UsageError(f"{args.file} exists already: name another file, or use --force to replace it")
 
 
 def _hand_over(text: str, args: Namespace) -> Exit:
@@ -126,15 +135,9 @@ def _hand_over(text: str, args: Namespace) -> Exit:
     if args.file is None:
         print_out(text.removesuffix("\n"))
         return Exit.FINE
-    path = Path(args.file)
-    try:
-        with path.open("x" if not args.force else "w") as file:
-            file.write(text)
-    except FileExistsError as error:
-        raise UsageError(f"{path} exists already: name another file, or use --force to replace it") from error
-    except OSError as error:
-        raise UsageError(f"{path} can't be written: {error}") from error
-    print_error(f"{path}: written; next: kubectl apply -f {path}")
+    _refuse_to_replace(args)
+    _write(args.file, text)
+    print_error(f"next: kubectl apply -f {args.file}")
     return Exit.FINE
 
 
@@ -180,13 +183,18 @@ async def explained(api: Api, name: str) -> Explanation:
     """Explain a job from its objects, events, members' pages and newest log lines. Raises CliError."""
     job, pods = await api.job(name), await api.pods_of(name)
     running = [pod for pod in pods if pod.get("status", {}).get("phase") == "Running" and has_pages(pod)][:MANY_PODS]
-    events = await api.events_about(job["metadata"]["uid"])
-    for pod in [pod for pod in pods if pod.get("status", {}).get("phase") == "Pending"][:MANY_EVENTS]:
-        events += await api.events_about(pod["metadata"]["uid"])
+    pending = [pod for pod in pods if pod.get("status", {}).get("phase") == "Pending"][:MANY_EVENTS]
+    events: list[dict[str, Any]] = []
+    unread: list[str] = []
+    try:
+        for one in (job, *pending):
+            events += await api.events_about(one["metadata"]["uid"])
+    except CliError as error:
+        unread.append(str(error))  # a job is explained without them, too
     seen = await states(api, [pod["metadata"]["name"] for pod in running])
     since = await _since(api, running)
     job = await api.job(name)  # after the pages, so that they are hardly newer than the status
-    return explain(Evidence(job, pods, events, seen, datetime.now(UTC), since))
+    return explain(Evidence(job, pods, events, seen, datetime.now(UTC), since, unread))
 
 
 async def _since(api: Api, pods: list[dict[str, Any]]) -> dict[str, float]:
@@ -265,10 +273,11 @@ async def read_samples(args: Namespace) -> Exit:
     async with Api.reach(login(args), args.namespace) as api:
         started = await reader.start(api, args.job, minutes=args.minutes)
         pod, minutes = started["metadata"]["name"], started["spec"]["activeDeadlineSeconds"] // 60
+        there = shlex.join(["-n", api.namespace, *login(args).flags()])
         print_out(f"{api.namespace}/{args.job}: pod {pod} serves its samples, for {minutes} min from its start")
-        print_out(f"  kubectl crlj samples -n {api.namespace} {args.job}")
-        print_out(f"  kubectl port-forward -n {api.namespace} pod/{pod} {names.PAGES_PORT}    # the page, in a browser")
-        print_out(f"  kubectl delete pod -n {api.namespace} {pod}    # sooner than that")
+        print_out(f"  kubectl crlj samples {there} {args.job}")
+        print_out(f"  kubectl port-forward {there} pod/{pod} {names.PAGES_PORT}    # the page, in a browser")
+        print_out(f"  kubectl delete pod {there} {pod}    # sooner than that")
     return Exit.FINE
 
 
@@ -358,6 +367,7 @@ async def retry(args: Namespace) -> Exit:
     async with Api.reach(login(args), args.namespace) as api:
         job = await api.job(args.job)
         name, status = f"{api.namespace}/{args.job}", job.get("status", {})
+        _refuse_deleted(job)
         if status.get("phase") != Phase.FAILED:
             print_error(f"{name}: it has not failed ({status.get('phase', 'not acted on')})")
             return Exit.PROBLEM
@@ -395,10 +405,18 @@ def _may_take(pod: Mapping[str, Any], roles: Container[str]) -> bool:
     return pod.get("status", {}).get("phase") == "Running" and labels.get(names.ROLE_LABEL) in roles
 
 
+def _refuse_deleted(job: Mapping[str, Any]) -> None:
+    if since := job["metadata"].get("deletionTimestamp"):
+        raise ObjectMissing(
+            f"job {job['metadata']['name']} is being deleted, since {since}: nothing steers it any more"
+        )
+
+
 async def _steer(args: Namespace, *, suspend: bool, effect: str) -> Exit:
     async with Api.reach(login(args), args.namespace) as api:
         job = await api.job(args.job)
         name = f"{api.namespace}/{args.job}"
+        _refuse_deleted(job)
         if is_over(job) and not (suspend and job["status"]["phase"] == Phase.FAILED):
             phase = job["status"]["phase"]
             then = f"kubectl crlj retry {args.job} continues it" if phase == Phase.FAILED else "make a new job"
@@ -416,7 +434,10 @@ async def _steer(args: Namespace, *, suspend: bool, effect: str) -> Exit:
 async def _kept(api: Api, name: str, job: Mapping[str, Any]) -> Records:
     watch = JobWatch(api, name)
     watch.job = job
-    return await watch.collect()
+    records = await watch.collect()
+    for error in watch.unread:
+        print_error(f"not complete: {error}")
+    return records
 
 
 async def show_timeline(args: Namespace) -> Exit:
@@ -451,13 +472,24 @@ def _read_records(path: Path) -> Records:
 
 def _write(path: str, text: str) -> None:
     try:
-        Path(path).write_text(text)
+        Path(path).write_text(text, encoding="utf-8")
     except OSError as error:
         raise UsageError(f"{path} can't be written: {error}") from error
     print_error(f"{path}: written")
 
 
+def _new_file(name: str) -> Path:
+    """Return the path of a file that can be made. Raises UsageError, before anything is read for it."""
+    path = Path(name)
+    if path.exists():
+        raise UsageError(f"{path} exists already: name another file with --file")
+    if not os.access(path.parent, os.W_OK | os.X_OK):
+        raise UsageError(f"{path} can't be written: {path.parent} is no folder that you may write to")
+    return path
+
+
 async def make_bundle(args: Namespace) -> Exit:
+    path = _new_file(args.file or f"{args.job}-bundle.tar.gz")
     async with Api.reach(login(args), args.namespace) as api:
         job = await api.job(args.job)
 
@@ -465,9 +497,8 @@ async def make_bundle(args: Namespace) -> Exit:
             return explanation_text(await explained(api, args.job))
 
         made = await bundle.collect(api, job, explanation, operator=args.operator)
-    path = args.file or f"{args.job}-bundle.tar.gz"
     try:
-        made.write(path)
+        made.write(str(path))
     except OSError as error:
         raise UsageError(f"{path} can't be written: {error}") from error
     print_error(f"{path}: {len(made.names)} files; look at it before you send it: tar -tzf {path}")

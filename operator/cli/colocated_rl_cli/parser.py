@@ -199,7 +199,7 @@ COMMANDS = (
         "[Samples](samples.md) has the columns of a Parquet file.",
     ),
     Command(
-        "reader", "serve samples of a job that has ended or is suspended",
+        "reader", "serve samples of a job that has ended, is suspended or is queued",
         [
             JOB,
             Option(["--minutes"], metavar="N", type=IntRange(1, 1440), default=60, help="lifetime of the pod (60)"),
@@ -210,8 +210,8 @@ COMMANDS = (
     ),
     Command(
         "eval", "list the evaluations", [JOB, OUTPUT],
-        "Evaluations come from the rollout controller's log and the job's status. Once the job has ended or is "
-        "suspended and the log is gone, `reader` serves all of them from the store; without a reader only the newest "
+        "Evaluations come from the rollout controller's log and the job's status. Once the job has ended, is suspended "
+        "or is queued, and the log is gone, `reader` serves all of them from the store; without a reader only the newest "
         "of each set is listed.",
     ),
     Command(

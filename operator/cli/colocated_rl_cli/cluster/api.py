@@ -123,7 +123,7 @@ class Api:
     async def log(self, pod: str, container: str, *, previous: bool = False, newest: int | None = None) -> str:
         """Return a container's log as far as it is kept, or its newest lines.
 
-        Raises ObjectMissing if the container has not run.
+        Raises CliError: ObjectMissing without the pod, NotReached if the container has not run or the node is away.
         """
         query = {"container": container, "previous": str(previous).lower(), "limitBytes": str(MAX_LOG_BYTES)}
         if newest is not None:
@@ -161,7 +161,10 @@ class Api:
     ) -> Any:
         async with self._request(method, path, what=what, query=query, body=body) as answer:
             level = LISTED if method == "GET" and path.rpartition("/")[2] in COLLECTIONS else ALONE
-            return await answer.json(loads=partial(read_objects, level=level))
+            try:
+                return await answer.json(loads=partial(read_objects, level=level))
+            except ValueError as error:
+                raise NotReached(f"{what}: the API server's answer is no JSON: {error}") from error
 
     @asynccontextmanager
     async def _request(
@@ -213,7 +216,8 @@ def refusal(status: int, text: str, what: str) -> CliError:
         case 404 if "the server could not find the requested resource" in message or "page not found" in message:
             return ObjectMissing(f"{what}: the cluster has no {names.KIND}: is the chart installed?")
         case 404:
-            return ObjectMissing(f"{what}: {message}; kubectl get crlj -A lists the jobs there are")
+            others = "; kubectl get crlj -A lists the jobs there are" if what.startswith("job ") else ""
+            return ObjectMissing(f"{what}: {message}{others}")
         case 502 | 503 | 504:
             return NotReached(f"{what}: the API server is not reached: {message}")
         case _:

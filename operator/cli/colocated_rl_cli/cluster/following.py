@@ -20,7 +20,7 @@ from colocated_rl_cli.base.errors import (
     NotReached,
     ObjectMissing,
 )
-from colocated_rl_cli.cluster.api import Api
+from colocated_rl_cli.cluster.api import Api, Object
 from colocated_rl_cli.evidence.evidence import is_over
 from colocated_rl_cli.evidence.records import Records, read_line
 
@@ -43,6 +43,7 @@ class JobWatch:
         self.job: Mapping[str, Any] = {}
         self.lines: deque[Mapping[str, Any]] = deque(maxlen=MAX_LINES)
         self.trouble: CliError | None = None
+        self.unread: list[CliError] = []  # what `collect` could not read although it should be there
         self.on_line: Callable[[Mapping[str, Any]], None] = lambda _: None
         self._api = api
         self._name = name
@@ -86,12 +87,18 @@ class JobWatch:
             for previous in (True, False):
                 try:
                     text = await self._api.log(name, container, previous=previous)
-                except (ObjectMissing, NotReached):
-                    continue  # no earlier container, or one that never started
+                except (ObjectMissing, NotReached) as error:
+                    if has_log(pod, container, previous=previous):
+                        self.unread.append(error)
+                    continue
                 for line in text.splitlines():
                     self._read(name, line)
-        uid = self.job.get("metadata", {}).get("uid")
-        events = await self._api.events_about(uid) if uid else []
+        events: list[Object] = []
+        try:
+            if uid := self.job.get("metadata", {}).get("uid"):
+                events = await self._api.events_about(uid)
+        except CliError as error:
+            self.unread.append(error)
         return Records(job=self.job, lines=sorted(self.lines, key=lambda line: float(line["ts"])), events=events)
 
     async def _repeat(self, task: Callable[[], Any], *, until: Callable[[], bool] = lambda: False) -> None:
@@ -175,6 +182,17 @@ def container_of(pod: Mapping[str, Any]) -> str | None:
 
 def has_started(pod: Mapping[str, Any], container: str) -> bool:
     """Return whether the container has started, so that it has a log."""
+    status = _status_of(pod, container)
+    return bool(status) and "waiting" not in status.get("state", {})
+
+
+def has_log(pod: Mapping[str, Any], container: str, *, previous: bool) -> bool:
+    """Return whether a container should have a log. previous: of the container before its newest restart."""
+    return bool(_status_of(pod, container).get("restartCount")) if previous else has_started(pod, container)
+
+
+def _status_of(pod: Mapping[str, Any], container: str) -> Mapping[str, Any]:
+    """Return the container's status; empty if the kubelet has not reported it."""
     status = pod.get("status", {})
     statuses = [*status.get("containerStatuses", []), *status.get("initContainerStatuses", [])]
-    return any(one["name"] == container and "waiting" not in one.get("state", {}) for one in statuses)
+    return next((one for one in statuses if one["name"] == container), {})

@@ -19,7 +19,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from colocated_rl_cli.base.errors import NotReached
+from colocated_rl_cli.base.errors import NotReached, UsageError
 
 START_DEADLINE_S = 20.0
 ANSWER_DEADLINE_S = 20.0
@@ -46,8 +46,14 @@ class Login:
 
     @classmethod
     def of(cls, environment: Mapping[str, str], *, kubeconfig: str | None, context: str | None) -> Login:
-        """Build a login from the environment, in which KUBECTL may name another kubectl, with arguments."""
-        program = tuple(shlex.split(environment.get("KUBECTL", ""))) or ("kubectl",)
+        """Build a login from the environment, in which KUBECTL may name another kubectl, with arguments.
+
+        Raises UsageError if that is no command line.
+        """
+        try:
+            program = tuple(shlex.split(environment.get("KUBECTL", ""))) or ("kubectl",)
+        except ValueError as error:
+            raise UsageError(f"KUBECTL is no command line: {error}") from error
         return cls(kubeconfig, context, program, environment)
 
     def command(self, *words: str) -> list[str]:
@@ -58,9 +64,10 @@ class Login:
                 f"there is no {self.program[0]} on PATH, which logs in to the cluster: install it, or name one in "
                 "KUBECTL"
             )
-        return [program, *self.program[1:], *words, *self._flags()]
+        return [program, *self.program[1:], *words, *self.flags()]
 
-    def _flags(self) -> list[str]:
+    def flags(self) -> list[str]:
+        """Return kubectl's own flags for the cluster and the user."""
         flags = {"--kubeconfig": self.kubeconfig, "--context": self.context}
         return [f"{flag}={value}" for flag, value in flags.items() if value is not None]
 

@@ -40,9 +40,13 @@ async def post(api: Api, pod: str, path: str, body: str) -> None:
         raise NotReached(f"{what}: no answer through port-forward within {DEADLINE_S:.0f} s") from error
 
 
-async def page(api: Api, pod: str, path: str, query: Mapping[str, str] | None = None) -> Any:
-    """Return a page's JSON. Raises NotReached, NotAllowed, ObjectMissing (the member has no such page)."""
-    return read_json(await text_page(api, pod, path, query=query), f"page {path} of pod {pod}")
+async def page(api: Api, pod: str, path: str, query: Mapping[str, str] | None = None) -> dict[str, Any]:
+    """Return a page's object. Raises NotReached, NotAllowed, ObjectMissing (the member has no such page)."""
+    what = f"page {path} of pod {pod}"
+    found = read_json(text := await text_page(api, pod, path, query=query), what)
+    if not isinstance(found, dict):
+        raise NotReached(f"{what} is no object of JSON: {text[:200]!r}")
+    return found
 
 
 def read_json(text: str | bytes, what: str) -> Any:

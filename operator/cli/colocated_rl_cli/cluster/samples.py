@@ -169,16 +169,16 @@ async def rollout_pod(api: Api, job: str) -> str:
         if pod["status"].get("phase") == "Running":
             return str(pod["metadata"]["name"])
     if is_at_rest(found):
-        how = "over" if is_over(found) else "suspended"
+        how = "over" if is_over(found) else "suspended" if found["spec"].get("suspend") else "queued"
         why = f"is {how}, and has no pods: kubectl crlj reader {job} makes one that serves its samples"
     else:
         why = f"has no rollout pod that runs: kubectl crlj explain {job} shows why"
     raise ObjectMissing(f"job {api.namespace}/{job} {why}")
 
 
-def _rows(kind: TypeAdapter[Any], shown: Any, name: str, pod: str) -> list[dict[str, Any]]:
+def _rows(kind: TypeAdapter[Any], shown: Row, name: str, pod: str) -> list[dict[str, Any]]:
     """Return the rows of a page. Raises NotReached if they have another form than commands read."""
-    rows: Any = shown.get(name) if isinstance(shown, dict) else None
+    rows: Any = shown.get(name)
     _check(kind, rows, name, pod)
     found: list[dict[str, Any]] = rows
     return found

@@ -27,7 +27,7 @@ class Evidence:
     """Holds what was observed of one job.
 
     states: page `/v1/state` by pod, or the error that prevented reading it. since: when each pod reached its rung, in
-    seconds since the epoch.
+    seconds since the epoch. unread: what else could not be read, and why.
     """
 
     job: Object
@@ -36,6 +36,7 @@ class Evidence:
     states: Mapping[str, Any | CliError]
     now: datetime
     since: Mapping[str, float] = field(default_factory=dict)
+    unread: Sequence[str] = ()
 
 
 def seats_of(pods: Sequence[Object]) -> dict[str, Object]:
@@ -64,8 +65,9 @@ def is_over(job: Object) -> bool:
 
 
 def is_at_rest(job: Object) -> bool:
-    """Return whether the job is over, or suspended: it has no pods, or will have none before long."""
-    return is_over(job) or bool(job["spec"].get("suspend"))
+    """Return whether the job is over, suspended or queued: it has no pods, or will have none before long."""
+    is_queued = job.get("status", {}).get("phase") == Phase.QUEUED
+    return is_over(job) or is_queued or bool(job["spec"].get("suspend"))
 
 
 def steps_of(job: Object) -> int:

@@ -54,7 +54,7 @@ class Records:
     @classmethod
     def read(cls, file: Path) -> Self:
         """Read the records in a file. Raises OSError, TypeError or ValueError if it holds none."""
-        found = cls(**json.loads(file.read_text()))
+        found = cls(**json.loads(file.read_text(encoding="utf-8")))
         if not all(isinstance(one, dict) for one in (found.job, *found.lines, *found.events)):
             raise TypeError("a job, lines and events are objects")
         return found
@@ -67,4 +67,4 @@ class Records:
         return json.dumps(asdict(self))
 
     def write(self, file: Path) -> None:
-        file.write_text(self.as_json())
+        file.write_text(self.as_json(), encoding="utf-8")

@@ -116,7 +116,7 @@ def _headline(job: Object, status: ColocatedRLJobStatus, *, now: datetime) -> st
     if status.target_step is not None and status.target_step != status.step and not _is_over(status):
         parts.append(f"on the way to step {status.target_step}")
     if status.epoch is not None:
-        parts.append(f"epoch {status.epoch} ({status.cause})")
+        parts.append(f"epoch {status.epoch}" + (f" ({status.cause})" if status.cause else ""))
     if status.checkpoint is not None and not _is_over(status):
         minutes = max(0, round((now - status.checkpoint.time).total_seconds() / 60))
         parts.append(f"newest checkpoint of step {status.checkpoint.step}, {minutes} min old")
@@ -208,6 +208,8 @@ def _seats(spec: Object, *, replicas: int | None) -> tuple[str, ...]:
     replicas: of the group; None: as many as the spec asks for.
     """
     rollout, reference = spec.get("rollout", {}), spec.get("reference") or {}
+    if not isinstance(rollout, Mapping):
+        rollout = {}  # too much was written into it: `bounded_json`
     sizes = {
         "replicas": replicas or spec.get("replicas", 1),
         "engines": rollout.get("replicas", 0),
@@ -335,6 +337,7 @@ def _warnings(seen: Evidence) -> Iterator[str]:
 
 
 def _notes(seen: Evidence) -> Iterator[str]:
+    yield from seen.unread
     refused = {str(error) for error in seen.states.values() if isinstance(error, CliError)}
     if refused:
         unread = sum(isinstance(state, CliError) for state in seen.states.values())

@@ -89,7 +89,7 @@ class Bundle:
     def write(self, path: str) -> None:
         """Write a new file that only its owner may read. Raises OSError."""
         if self._not_read:
-            self.text("not-read.txt", "\n".join(self._not_read) + "\n")
+            self.text("not-read.txt", "\n".join(dict.fromkeys(self._not_read)) + "\n")
         content = io.BytesIO()
         with tarfile.open(fileobj=content, mode="w:gz") as archive:
             for name in self.names:
@@ -113,8 +113,12 @@ async def collect(
     await made.read("explanation.txt", explanation)
     await made.read("version.json", lambda: api.get("/version", what="the API server's version"))
     await made.read("claims.yaml", lambda: _claims(api, name))
-    await made.read("events.yaml", lambda: _events(api, job))
-    for pod in await made.listed("pods", lambda: api.pods_of(name)):
+    pods = await made.listed("pods", lambda: api.pods_of(name))
+    events: list[Object] = []
+    for one in (job, *pods):
+        events += await made.listed("events.yaml", partial(api.events_about, one["metadata"]["uid"]))
+    made.document("events.yaml", events)
+    for pod in pods:
         await _pod(api, made, pod, folder="pods")
         await _pages(api, made, pod)
     if operator is not None:
@@ -152,11 +156,3 @@ async def _claims(api: Api, job: str) -> Any:
     query = {"labelSelector": f"{names.JOB_NAME_LABEL}={job}"}
     path = f"/api/v1/namespaces/{api.namespace}/persistentvolumeclaims"
     return (await api.get(path, what=f"claims of job {job}", query=query))["items"]
-
-
-async def _events(api: Api, job: Object) -> Any:
-    """Return the events about the job and its pods."""
-    events = await api.events_about(job["metadata"]["uid"])
-    for pod in await api.pods_of(job["metadata"]["name"]):
-        events += await api.events_about(pod["metadata"]["uid"])
-    return events
