@@ -142,7 +142,7 @@ def test_an_epoch_without_a_cause_has_none(run: Run, api: ClusterApi) -> None:
 
 
 def test_a_job_is_explained_although_its_events_can_not_be_read(run: Run, api: ClusterApi) -> None:
-    """Where events have a store of their own, they are away while all else answers: there was no explanation then."""
+    """Events may have a store of their own, which is away while all else answers: there was no explanation then."""
     api.refused["/events"] = 503
     done = run("explain", "sums")
     assert (Exit.FINE, True) == (done.code, "sums-gpu-0-0: Serving" in done.stdout)

@@ -156,7 +156,7 @@ async def test_a_job_that_is_queued_has_one_too(api: ClusterApi, kubectl: Played
 async def test_what_it_says_to_run_is_for_the_cluster_of_the_job(
     api: ClusterApi, kubectl: Played, scene: FollowersScene
 ) -> None:
-    """Without the context, the commands asked another cluster."""
+    """They left the context out, and asked another cluster."""
     code, said = await run(kubectl, *READ, "--context", "gpu cluster", "--kubeconfig", "k")
     commands = [line for line in said.splitlines() if line.startswith("  kubectl ")]
     assert (0, 3) == (code, len(commands))

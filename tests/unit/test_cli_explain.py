@@ -13,6 +13,7 @@ import pytest
 
 from builders import MIXED_ROLLOUT, RESIDENT_ROLLOUT, absent_engine, absent_trainer, make_manifest, pod_facts
 from colocated_rl_api import names
+from colocated_rl_api.job import Rollout
 from colocated_rl_api.rungs import Rung
 from colocated_rl_cli.base.errors import NotAllowed
 from colocated_rl_cli.commands import explanation_text
@@ -531,6 +532,17 @@ def test_every_cause_and_reason_of_the_operator_that_is_trouble_has_a_remedy() -
     trouble = {str(cause) for cause in Cause if cause.is_failure or cause.is_recovery}
     trouble |= {Reason.INVALID_SPEC, Reason.OBJECT_REFUSED, Reason.VOLUME_LOST, Reason.PODS_STARTING, Reason.DELETED}
     assert set() == trouble - REMEDIES.keys()
+
+
+def test_a_remedy_that_no_job_takes_once_it_exists_says_so() -> None:
+    """People were told to raise fields, and the API server refused that."""
+    rules = [rule for rule in Rollout.RULES if "once the job exists" in rule.message]
+    fixed = {rule.field.rpartition(".")[2] for rule in rules} - {"type", "prompts", "replicas", "placement"}
+    assert {"maxStaleness", "batchSize"} <= fixed
+    named = re.compile(rf"rollout\.prompts\.|deadlineSeconds of the environment|\b({'|'.join(fixed)})\b")
+    told = {reason: remedy.do for reason, remedy in REMEDIES.items() if named.search(remedy.do)}
+    assert "TooStale" in told
+    assert {} == {reason: do for reason, do in told.items() if "new job" not in do}
 
 
 def test_no_remedy_is_for_a_reason_that_nobody_gives() -> None:

@@ -211,8 +211,8 @@ COMMANDS = (
     Command(
         "eval", "list the evaluations", [JOB, OUTPUT],
         "Evaluations come from the rollout controller's log and the job's status. Once the job has ended, is suspended "
-        "or is queued, and the log is gone, `reader` serves all of them from the store; without a reader only the newest "
-        "of each set is listed.",
+        "or is queued, and the log is gone, `reader` serves all of them from the store; without a reader only the "
+        "newest of each set is listed.",
     ),
     Command(
         "cost", "show the GPU hours of a job, or of all jobs of a namespace, by who had the GPUs",

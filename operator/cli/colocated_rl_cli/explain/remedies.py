@@ -286,7 +286,8 @@ REMEDIES: dict[str, Remedy] = {
     "NoLearningSignal": Remedy(
         "filters dropped maxFilteredPerBatch groups for one batch: all samples of most groups get the same reward, or "
         "a function of rollout.filterFunctions drops too many groups",
-        "choose easier or harder prompts, a reward with more levels, a larger groupSize, or a function that drops less",
+        "create a new job with easier or harder prompts, a reward with more levels, a larger groupSize, or a function "
+        "that drops less",
     ),
     "FilterFailed": Remedy(
         "a function of rollout.filterFunctions gave no verdict on a group, which was dropped: it raised an error, "
@@ -310,7 +311,8 @@ REMEDIES: dict[str, Remedy] = {
     ),
     "RewardTimedOut": Remedy(
         "the reward function took too long on the responses of a group, which was dropped",
-        "make the function faster, limit what it tries, or allow more time (rollout.prompts.rewardDeadlineSeconds)",
+        "make the function faster, limit what it tries, or allow more time in a new job "
+        "(rollout.prompts.rewardDeadlineSeconds)",
         heals=True,
     ),
     "ReplyGarbled": Remedy(
@@ -320,12 +322,13 @@ REMEDIES: dict[str, Remedy] = {
     ),
     "RewardProcessDied": Remedy(
         "the reward function's process died on the responses of a group, which was dropped",
-        "check rollout.prompts.resources and the function",
+        "check the function; more memory (rollout.prompts.resources) needs a new job",
         heals=True,
     ),
     "PlayerLost": Remedy(
         "the process that plays episodes exited, or did not end an episode when asked to; it is restarted",
-        "if it keeps happening, see the log of container rewards, and raise the memory in rollout.prompts.resources",
+        "if it keeps happening, see the log of container rewards; more memory (rollout.prompts.resources) needs a new "
+        "job",
         heals=True,
     ),
     "EpisodeFailed": Remedy(
@@ -335,7 +338,7 @@ REMEDIES: dict[str, Remedy] = {
     ),
     "EpisodeHung": Remedy(
         "episodes of the environment did nothing until their group was dropped",
-        "see what their tools and rewards wait for, or raise deadlineSeconds of the environment",
+        "see what their tools and rewards wait for, or raise deadlineSeconds of the environment in a new job",
         heals=True,
     ),
     "EpisodeWithoutTurn": Remedy(
@@ -373,7 +376,8 @@ REMEDIES: dict[str, Remedy] = {
     ),
     "EngineRejected": Remedy(
         "engines reject the requests of a group, which was dropped",
-        "read the message: most often prompt and maxResponseTokens together exceed the engine's context length",
+        "read the message: most often prompt and maxResponseTokens together exceed the engine's context length, and "
+        "a new job needs a lower limit",
         heals=True,
     ),
     "NoProgress": Remedy(
@@ -383,17 +387,18 @@ REMEDIES: dict[str, Remedy] = {
     ),
     "TooManyAttempts": Remedy(
         "a sample was interrupted so often that its group was dropped",
-        "make responses shorter (maxResponseTokens) or steps longer (batchSize)",
+        "make responses shorter (maxResponseTokens) or steps longer (batchSize) in a new job",
         heals=True,
     ),
     "TooManyTokensResent": Remedy(
         "a long response was interrupted again and again after a few tokens, and its group was dropped",
-        "make steps longer (batchSize, minRolloutSeconds) or responses shorter (maxResponseTokens)",
+        "make steps longer (batchSize, minRolloutSeconds) or responses shorter (maxResponseTokens) in a new job",
         heals=True,
     ),
     "TooStale": Remedy(
         "samples of a group were too old too often, and the group was dropped",
-        "raise maxStaleness, lower maxConcurrency or maxResponseTokens, or choose another atMaxStaleness",
+        "lower maxConcurrency, which may change while the job runs; or in a new job raise maxStaleness, lower "
+        "maxResponseTokens or choose another atMaxStaleness",
         heals=True,
     ),
     # --- what this program finds out by itself
