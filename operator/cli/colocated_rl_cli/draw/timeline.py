@@ -110,7 +110,7 @@ def page(title: str, sections: Iterable[str]) -> str:
     return printable(
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width,initial-scale=1">'
-        f"<title>{escape(title)}</title><style>{STYLE.read_text(encoding="utf-8")}</style></head><body><main>"
+        f"<title>{escape(title)}</title><style>{STYLE.read_text(encoding='utf-8')}</style></head><body><main>"
         f"<h1>{escape(title)}</h1>{''.join(sections)}</main></body></html>\n"
     )
 

@@ -151,10 +151,10 @@ def _saved_files(directory: Path) -> list[Path]:
         raise RowsUnusable(f"{directory.name} is a directory that datasets.save_to_disk did not write: name its files")
     if not (files := _read_json(state)["_data_files"]):
         raise RowsUnusable(f"{directory.name}: no rows")
-    named = [str(file["filename"]) for file in files]
-    if others := [name for name in named if Path(name).name != name or name == ".."]:
+    found = [str(file["filename"]) for file in files]
+    if others := [name for name in found if Path(name).name != name or name == ".."]:
         raise RowsUnusable(f"{directory.name}: state.json names {others[0]!a:.100}, which is not beside it")
-    return [directory / name for name in named]
+    return [directory / name for name in found]
 
 
 def _read_json(path: Path) -> Any:
