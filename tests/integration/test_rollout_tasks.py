@@ -50,6 +50,7 @@ from colocated_rl_rollout.rewards.reward_endpoint import RewardEndpoint
 from colocated_rl_rollout.rewards.rewards import RewardFailed, TaskProcesses
 from colocated_rl_rollout.rewards.task_connection import ProcessLost, TaskConnection, TaskUnusable
 from colocated_rl_rollout.tasks import keeper
+from colocated_rl_rollout.tasks.gym import GymTask
 from colocated_rl_rollout.tasks.hub import fetch
 from colocated_rl_rollout.tasks.rows import Row, RowsUnusable
 from colocated_rl_rollout.tasks.task_server import COMMAND
@@ -160,6 +161,14 @@ async def test_each_process_makes_the_same_problems(tmp_path: Path, name: str) -
             asked.append(await made.prompts(0, 12))
             assert asked[0] == await made.prompts(0, 12)
     assert asked[0] == asked[1]
+
+
+def test_a_problem_has_the_same_answer_each_time() -> None:
+    """The process that scored a response had another answer: one in thirty problems of this task draws from numpy's own
+    generator.
+    """
+    task = GymTask(ReasoningGym(name="codeio", size=40))
+    assert [task.row(index) for index in range(40)] == [task.row(index) for index in range(40)]
 
 
 async def test_a_process_says_nothing_that_nobody_needs(tmp_path: Path) -> None:

@@ -49,8 +49,9 @@ class GymTask:
         return index, self.row(index)["question"]
 
     def row(self, index: int) -> dict[str, Any]:
-        """Make a problem: the same one in each process, also of a task that draws from Python's own generator."""
+        """Make a problem: the same one each time, also of a task that draws from a generator of the whole process."""
         random.seed(f"{self._seed}/{index}")
+        sys.modules["numpy"].random.seed(random.getrandbits(32))  # reasoning-gym imports it, and no other task needs it
         entry: dict[str, Any] = self._dataset[index]
         return entry
 
