@@ -45,6 +45,7 @@ class ClusterApi:
     members: dict[str, int] = field(default_factory=dict)  # by pod: the port of a real one, instead of pages
     links: list[OpenPortForward] = field(default_factory=list)  # to real ones
     refused: dict[str, int] = field(default_factory=dict)  # by the end of a path: answered with this status
+    busy: int = 0  # so many requests are answered with 429 first
     asked: list[str] = field(default_factory=list)
     forwarded: list[bytes] = field(default_factory=list)
     records: dict[str, Body] = field(default_factory=dict)  # of starts, by name
@@ -79,6 +80,9 @@ class ClusterApi:
     @web.middleware
     async def _write_down(self, request: web.Request, handler: Any) -> web.StreamResponse:
         self.asked.append(f"{request.method} {request.path}")
+        if self.busy:
+            self.busy -= 1
+            return web.json_response({"message": "too busy"}, status=429, headers={"Retry-After": "0"})
         status = next((code for end, code in self.refused.items() if request.path.endswith(end)), None)
         if status == UNREACHED:
             return web.Response(text="dial tcp 127.0.0.1:8080: connect: connection refused", status=500)

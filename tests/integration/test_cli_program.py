@@ -546,6 +546,16 @@ def test_what_the_server_refuses_is_code_3_with_what_to_do(
     assert "Traceback" not in done.stderr
 
 
+def test_a_server_that_is_busy_is_asked_again_as_kubectl_does(run: Run, api: ClusterApi) -> None:
+    """One 429 of a server under load ended every command, and left gaps in a bundle."""
+    api.busy = 3
+    assert "default/sums: suspended: its pods end" in run("suspend", "sums").stdout
+    api.busy = 1000
+    done = run("suspend", "sums")
+    assert (Exit.NO_ANSWER, True) == (done.code, "the API server answers 429: too busy" in done.stderr)
+    assert 1000 - 10 == api.busy
+
+
 def test_a_job_that_is_not_there_is_code_3(run: Run) -> None:
     done = run("top", "nothing")
     assert (Exit.NO_ANSWER, True) == (done.code, '"nothing" not found' in done.stderr)

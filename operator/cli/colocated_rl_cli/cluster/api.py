@@ -6,10 +6,12 @@ last until they end. An error names the missing right, or who does not answer.
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from functools import partial
+from http import HTTPStatus
 from typing import Any
 
 import aiohttp
@@ -28,6 +30,7 @@ from colocated_rl_cli.cluster.kubectl import Login, proxied
 from colocated_rl_cli.evidence.causes import event_time
 
 CALL_DEADLINE_S = 30.0
+BUSY_TRIES, BUSY_AT_MOST_S = 10, 10  # of a server that says when to ask again
 MAX_LINE_BYTES = 4 * 1024 * 1024
 MAX_LOG_BYTES = 64 * 1024 * 1024
 COLLECTIONS = (names.PLURAL, "pods", "events", "persistentvolumeclaims")  # last in the path of a list
@@ -180,17 +183,22 @@ class Api:
         kind = "merge-patch+json" if method == "PATCH" else "json"
         headers = {"Content-Type": f"application/{kind}"} if body is not None else {}
         try:
-            async with self.session.request(
-                method,
-                path,
-                params=query,
-                data=None if body is None else json.dumps(body),
-                headers=headers,
-                timeout=aiohttp.ClientTimeout(total=deadline_s, sock_connect=CALL_DEADLINE_S),
-            ) as answer:
-                if answer.status >= 400:
-                    raise refusal(answer.status, await answer.text(), what)
-                yield answer
+            for tries in range(BUSY_TRIES, 0, -1):
+                async with self.session.request(
+                    method,
+                    path,
+                    params=query,
+                    data=None if body is None else json.dumps(body),
+                    headers=headers,
+                    timeout=aiohttp.ClientTimeout(total=deadline_s, sock_connect=CALL_DEADLINE_S),
+                ) as answer:
+                    later_s = answer.headers.get("Retry-After", "")
+                    if answer.status != HTTPStatus.TOO_MANY_REQUESTS or tries == 1 or not later_s.isdecimal():
+                        if answer.status >= 400:
+                            raise refusal(answer.status, await answer.text(), what)
+                        yield answer
+                        return
+                await asyncio.sleep(min(int(later_s), BUSY_AT_MOST_S))  # nothing was done, and kubectl waits too
         except TimeoutError as error:
             raise NotReached(f"{what}: no answer from the API server within {deadline_s} s") from error
         except aiohttp.ClientError as error:
