@@ -51,6 +51,7 @@ from colocated_rl_rollout.store.store import Store
 from colocated_rl_rollout.worker import Worker
 from colocated_rl_trainer.conformance.ranks import free_port
 from fakes.authority import FakeAuthority
+from fakes.episodes import unplayed
 
 ENGINES = (10, 100, 1000)
 TOKENS, ANSWER_S = (256, 4096), 0.5  # TOKENS: of each answer
@@ -228,15 +229,7 @@ async def controller(engines: int, port: int, directory: Path, *, in_flight: int
             prompts=PromptsInOrder(),
             chat=chat,
             processes=processes,
-            episodes=Episodes(
-                spec.rollout.prompts,
-                sessions,
-                data=processes.data,
-                count=0,
-                socket=directory,
-                model="job",
-                gateway=lambda: "",
-            ),
+            episodes=unplayed(Episodes, spec.rollout.prompts, sessions, processes, directory),
             evaluation=None,
             turns=Turns(chat, metrics, keeps=True, changed=lambda: None, at_most=1, parked_at_most_s=1.0),
             sessions=sessions,

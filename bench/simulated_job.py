@@ -41,6 +41,7 @@ from colocated_rl_rollout.store.batches import BatchRecord
 from colocated_rl_rollout.store.store import Store
 from colocated_rl_rollout.tasks.task_wire import RewardAnswer
 from colocated_rl_rollout.worker import Worker
+from fakes.episodes import unplayed
 
 RECORDS = 8  # of trained batches that the store keeps, at most: few, so that a short job meets that bound too
 
@@ -236,15 +237,7 @@ class SimulatedController:
             prompts=PromptsInOrder(store.cursor),
             chat=chat,
             processes=processes,
-            episodes=Episodes(
-                spec.rollout.prompts,
-                sessions,
-                data=processes.data,
-                count=0,
-                socket=directory,
-                model="job",
-                gateway=lambda: "",
-            ),
+            episodes=unplayed(Episodes, spec.rollout.prompts, sessions, processes, directory),
             evaluation=None,
             turns=Turns(chat, metrics, keeps=True, changed=self._wake, at_most=1, parked_at_most_s=1.0),
             sessions=sessions,

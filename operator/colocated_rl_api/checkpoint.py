@@ -10,16 +10,25 @@ import re
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import BaseModel, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, ValidationError
 
+from colocated_rl_api.file_names import names_a_file
 from colocated_rl_api.logs import in_words
 from colocated_rl_api.names import PromptPosition
 from colocated_rl_api.weights import Digest
 
 FORMAT = 2
 CONTENTS = "checkpoint.json"
-FileName = Annotated[str, Field(pattern="^[^/]+$")]  # none leads out of the directory, which may be others'
 _NAME = re.compile(r"step-(\d{8})")
+
+
+def _file_name(name: str) -> str:
+    if not names_a_file(name):
+        raise ValueError("it names no file of this directory")
+    return name
+
+
+FileName = Annotated[str, AfterValidator(_file_name)]
 
 
 class NoSuchCheckpoint(Exception):

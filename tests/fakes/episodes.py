@@ -4,12 +4,23 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import Any
+from pathlib import Path
+from typing import Any, TypeVar
 
+from colocated_rl_api.prompts import Prompts
 from colocated_rl_rollout.episodes import Episodes
+from colocated_rl_rollout.gateway.sessions import Sessions
+from colocated_rl_rollout.rewards.rewards import TaskProcesses
 from colocated_rl_rollout.rules.samples import Trajectory
 from colocated_rl_rollout.store import tables
 from colocated_rl_rollout.store.database import Statement
+
+E = TypeVar("E", bound=Episodes)
+
+
+def unplayed(kind: type[E], prompts: Prompts, sessions: Sessions, processes: TaskProcesses, directory: Path) -> E:
+    """Return episodes of a job without an environment: no process plays them."""
+    return kind(prompts, sessions, data=processes.data, count=0, socket=directory, model="job", gateway=lambda: "")
 
 
 class ScriptedEpisodes(Episodes):

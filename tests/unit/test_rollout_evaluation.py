@@ -42,7 +42,7 @@ from colocated_rl_rollout.rules.samples import (
     Trajectory,
 )
 from colocated_rl_rollout.store.store import Store
-from fakes.episodes import ScriptedEpisodes
+from fakes.episodes import ScriptedEpisodes, unplayed
 from fakes.rollout import JOB_UID, JobOnDisk, make_spec, of_one_set
 
 V = WeightVersion
@@ -228,9 +228,7 @@ async def evaluating(
     metrics = RolloutMetrics(CollectorRegistry())
     sessions = Sessions(store, metrics, group_size=2, max_staleness=1, changed=lambda: None, clock=lambda: 0.0)
     processes = TaskProcesses(prompts, count=1, socket=directory)
-    episodes = ScriptedEpisodes(
-        prompts, sessions, data=processes.data, count=0, socket=directory, model="job", gateway=lambda: ""
-    )
+    episodes = unplayed(ScriptedEpisodes, prompts, sessions, processes, directory)
     held_out = HeldOut(processes, job.chat, max_prompt_tokens=9, position=PromptPosition(0), changed=lambda: None)
     held_out.missing = missing
     evaluation = Evaluator(

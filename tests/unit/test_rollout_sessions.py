@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -337,6 +337,19 @@ def record_three_tokens(sessions: Sessions, session: Session, messages: Sequence
     asyncio.run(turn)
 
 
+async def record_and_reward(
+    sessions: Sessions, name: str, reward: float, grouping: str, figures: Mapping[str, float] | None = None
+) -> None:
+    """Begin a session, record its only turn, of one token, and reward it."""
+    session = sessions.begin(name)
+    segment = Tokens(np.zeros(1, np.int32), np.zeros(1, np.float32), (Span(WeightVersion(0, 1), 0, 1),))
+    await sessions.record(
+        session, None, (), "", prompt=np.zeros(1, np.int32), tokens=segment, finish=Finish.STOP, engine=None
+    )
+    sessions.end(session)
+    await sessions.reward(name, reward, grouping, figures or {})
+
+
 def test_a_path_that_was_full_is_truncated_whatever_is_refused_after_it(tmp_path: Path) -> None:
     """A reward that was none, sent first, made it one that the policy had ended."""
     store = Store(tmp_path, job_uid=JOB_UID)
@@ -470,13 +483,7 @@ async def test_sessions_whose_group_is_never_complete_go_after_a_day(tmp_path: P
         clock=lambda: now[0],
     )
     for name, grouping in (("first", "left"), ("second", "left"), ("third", "new")):
-        session = sessions.begin(name)
-        segment = Tokens(np.zeros(1, np.int32), np.zeros(1, np.float32), (Span(WeightVersion(0, 1), 0, 1),))
-        await sessions.record(
-            session, None, (), "", prompt=np.zeros(1, np.int32), tokens=segment, finish=Finish.STOP, engine=None
-        )
-        sessions.end(session)
-        await sessions.reward(name, 1.0, grouping)
+        await record_and_reward(sessions, name, 1.0, grouping)
         now[0] += INCOMPLETE_S / 2
     sessions.begin("fourth")
     assert {"first", "second", "third", "fourth"} == {session.id for session in sessions}
@@ -491,13 +498,7 @@ async def test_a_reward_that_comes_again_changes_nothing_as_long_as_its_sample_i
     store = Store(tmp_path, job_uid=JOB_UID)
     sessions = sessions_of(store)
     for name in ("first", "second"):
-        session = sessions.begin(name)
-        segment = Tokens(np.zeros(1, np.int32), np.zeros(1, np.float32), (Span(WeightVersion(0, 1), 0, 1),))
-        await sessions.record(
-            session, None, (), "", prompt=np.zeros(1, np.int32), tokens=segment, finish=Finish.STOP, engine=None
-        )
-        sessions.end(session)
-        await sessions.reward(name, 0.1, "g", {"tools": 2.0})
+        await record_and_reward(sessions, name, 0.1, "g", {"tools": 2.0})
     group = sessions.admit()
     assert group is not None
 
@@ -528,13 +529,7 @@ async def test_sessions_of_an_older_copy_of_the_store_are_not_trained_again(tmp_
     store = Store(tmp_path / "first", job_uid=JOB_UID)
     sessions = sessions_of(store)
     for name in ("a", "b"):
-        session = sessions.begin(name)
-        segment = Tokens(np.zeros(1, np.int32), np.zeros(1, np.float32), (Span(WeightVersion(0, 1), 0, 1),))
-        await sessions.record(
-            session, None, (), "", prompt=np.zeros(1, np.int32), tokens=segment, finish=Finish.STOP, engine=None
-        )
-        sessions.end(session)
-        await sessions.reward(name, 1.0, "g")
+        await record_and_reward(sessions, name, 1.0, "g")
     if restored:
         back_up(store.path)
     store.close()

@@ -49,7 +49,7 @@ from colocated_rl_rollout.store.batches import LEFT_BYTES, shard_path
 from colocated_rl_rollout.store.store import SPARE_BYTES, Store
 from colocated_rl_rollout.tasks.task_wire import RewardAnswer
 from colocated_rl_rollout.worker import Worker
-from fakes.episodes import ScriptedEpisodes
+from fakes.episodes import ScriptedEpisodes, unplayed
 from fakes.rollout import JOB_UID, JobOnDisk, make_spec
 
 
@@ -110,15 +110,7 @@ async def scene(tmp_path: Path, request: pytest.FixtureRequest) -> AsyncIterator
     )
     metrics = RolloutMetrics(CollectorRegistry())
     sessions = Sessions(store, metrics, group_size=2, max_staleness=1, changed=lambda: None, clock=lambda: 0.0)
-    episodes = ScriptedEpisodes(
-        job.spec.rollout.prompts,
-        sessions,
-        data=processes.data,
-        count=0,
-        socket=tmp_path,
-        model="job",
-        gateway=lambda: "",
-    )
+    episodes = unplayed(ScriptedEpisodes, rollout.prompts, sessions, processes, tmp_path)
     async with aiohttp.ClientSession() as session:
         yield WorkerScene(
             Worker(

@@ -127,7 +127,11 @@ def init(args: Namespace) -> Exit:
 def _refuse_to_replace(args: Namespace) -> None:
     """Raise UsageError if the output file exists and may not be replaced: before anything is asked or read."""
     if args.file is not None and not args.force and Path(args.file).exists():
-        raise UsageError(f"{args.file} exists already: name another file, or use --force to replace it")
+        raise UsageError(_exists(args.file))
+
+
+def _exists(file: str) -> str:
+    return f"{file} exists already: name another file, or use --force to replace it"
 
 
 def _hand_over(text: str, args: Namespace) -> Exit:
@@ -135,8 +139,7 @@ def _hand_over(text: str, args: Namespace) -> Exit:
     if args.file is None:
         print_out(text.removesuffix("\n"))
         return Exit.FINE
-    _refuse_to_replace(args)
-    _write(args.file, text)
+    _write(args.file, text, replace=args.force)
     print_error(f"next: kubectl apply -f {args.file}")
     return Exit.FINE
 
@@ -470,9 +473,12 @@ def _read_records(path: Path) -> Records:
         raise UsageError(f"{path} holds no records of a job: {error}") from error
 
 
-def _write(path: str, text: str) -> None:
+def _write(path: str, text: str, *, replace: bool = True) -> None:
     try:
-        Path(path).write_text(text, encoding="utf-8")
+        with Path(path).open("w" if replace else "x", encoding="utf-8") as file:
+            file.write(text)
+    except FileExistsError as error:
+        raise UsageError(_exists(path)) from error
     except OSError as error:
         raise UsageError(f"{path} can't be written: {error}") from error
     print_error(f"{path}: written")

@@ -44,6 +44,7 @@ from weakref import WeakValueDictionary
 import aiohttp
 
 from colocated_rl_api import names
+from colocated_rl_api.back_off import retry_after_s
 from colocated_rl_api.bounded_json import ALONE, LISTED, read_objects
 from colocated_rl_api.logs import in_words
 from colocated_rl_api.names import JobUid, PodUid
@@ -339,8 +340,7 @@ def version_of(item: Body) -> int:
 
 def _retry_after_s(answer: aiohttp.ClientResponse) -> float:
     """Return the seconds for which the server wants no call: with 429 and 503, where it is too busy. 0: none."""
-    pause = answer.headers.get("Retry-After", "")
-    return float(pause) if answer.status in (429, 503) and pause.isascii() and pause.isdigit() else 0.0
+    return (retry_after_s(answer.headers.get("Retry-After")) or 0.0) if answer.status in (429, 503) else 0.0
 
 
 def _translate(verb: str, path: str, code: int, content: bytearray) -> ApiError:

@@ -18,6 +18,7 @@ import aiohttp
 from aiohttp.http_exceptions import LineTooLong
 
 from colocated_rl_api import names
+from colocated_rl_api.back_off import retry_after_s
 from colocated_rl_api.bounded_json import ALONE, LISTED, WATCHED, read_objects
 from colocated_rl_api.logs import in_words
 from colocated_rl_cli.base.errors import (
@@ -192,13 +193,13 @@ class Api:
                     headers=headers,
                     timeout=aiohttp.ClientTimeout(total=deadline_s, sock_connect=CALL_DEADLINE_S),
                 ) as answer:
-                    later_s = answer.headers.get("Retry-After", "")
-                    if answer.status != HTTPStatus.TOO_MANY_REQUESTS or tries == 1 or not later_s.isdecimal():
+                    later_s = retry_after_s(answer.headers.get("Retry-After"))
+                    if answer.status != HTTPStatus.TOO_MANY_REQUESTS or tries == 1 or later_s is None:
                         if answer.status >= 400:
                             raise refusal(answer.status, await answer.text(), what)
                         yield answer
                         return
-                await asyncio.sleep(min(int(later_s), BUSY_AT_MOST_S))  # nothing was done, and kubectl waits too
+                await asyncio.sleep(min(later_s, BUSY_AT_MOST_S))  # nothing was done, and kubectl waits too
         except TimeoutError as error:
             raise NotReached(f"{what}: no answer from the API server within {deadline_s} s") from error
         except aiohttp.ClientError as error:

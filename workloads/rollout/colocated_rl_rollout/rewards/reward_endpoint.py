@@ -24,7 +24,7 @@ import aiohttp
 import pydantic
 
 from colocated_rl_api import names
-from colocated_rl_api.back_off import doubled_s
+from colocated_rl_api.back_off import doubled_s, retry_after_s
 from colocated_rl_api.facts import Problem
 from colocated_rl_api.logs import failure_of, log
 from colocated_rl_api.member_wire import JobFile
@@ -166,9 +166,7 @@ def _reward_in(answer: aiohttp.ClientResponse, body: bytes, *, url: str) -> Rewa
     if 300 <= answer.status < 400:
         raise _TryAgain(f"it answers {answer.status} and sends elsewhere, which isn't followed: set url to there")
     if answer.status != HTTPStatus.OK:
-        asked_for = answer.headers.get("Retry-After", "")
-        delay_s = float(asked_for) if asked_for.isascii() and asked_for.isdigit() else 0.0
-        raise _TryAgain(f"it answers {answered}", delay_s)
+        raise _TryAgain(f"it answers {answered}", retry_after_s(answer.headers.get("Retry-After")) or 0.0)
     if is_too_long:
         raise RewardFailed("RewardGarbled", f"{url} answers {answered}")
     try:

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 from uuid import UUID
 
+from colocated_rl_api.file_names import names_a_file
 from colocated_rl_api.logs import in_words
 from colocated_rl_api.prompts import FILE_ENDINGS, JSON_LINES, PARQUET
 
@@ -152,7 +153,7 @@ def _saved_files(directory: Path) -> list[Path]:
     if not (files := _read_json(state)["_data_files"]):
         raise RowsUnusable(f"{directory.name}: no rows")
     found = [str(file["filename"]) for file in files]
-    if others := [name for name in found if Path(name).name != name or name == ".."]:
+    if others := [name for name in found if not names_a_file(name)]:
         raise RowsUnusable(f"{directory.name}: state.json names {others[0]!a:.100}, which is not beside it")
     return [directory / name for name in found]
 

@@ -33,6 +33,7 @@ from torch.distributed.tensor import DTensor, Shard
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from colocated_rl_api.file_names import names_a_file
 from colocated_rl_trainer.protocol.rank import Refused
 
 METADATA = ".metadata"  # as torch names it
@@ -257,7 +258,7 @@ class _TensorReader(dcp.FileSystemReader):
             read: Metadata = _Description(stream).load()
         for place in (read.storage_data or {}).values():
             name = getattr(place, "relative_path", None)
-            if not isinstance(name, str) or Path(name).name != name or not name:
+            if not (isinstance(name, str) and names_a_file(name)):
                 raise Refused(f"the checkpoint's {METADATA} names a file that is not beside it: {name!a:.100}")
         return read
 
