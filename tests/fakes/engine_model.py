@@ -37,7 +37,7 @@ def write_engine_export(
 ) -> Path:
     """float32, with the log-probabilities of PROBE as transformers computes them. norms: weight of each."""
     torch.manual_seed(seed)
-    tokenizer = _tokenizer()
+    tokenizer = make_tokenizer()
     ends = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
     config = Qwen3MoeConfig(**SHAPE | EXPERTS, **ends) if mixture else Qwen3Config(**SHAPE, **ends)
     model = AutoModelForCausalLM.from_config(config).eval()
@@ -53,7 +53,7 @@ def write_engine_export(
     return directory
 
 
-def _tokenizer() -> PreTrainedTokenizerFast:
+def make_tokenizer() -> PreTrainedTokenizerFast:
     core = Tokenizer(models.BPE())
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     core.decoder = decoders.ByteLevel()

@@ -137,6 +137,65 @@ def test_h52_tensors_of_which_the_engine_knows_no_name_are_no_update() -> None:
     assert 0 == require_changes(exported(old), wrapped, {}, {}, before=None, dtype="bfloat16"), "none is known"
 
 
+def test_tensors_of_which_the_engine_knows_no_name_are_an_update_if_it_took_them() -> None:
+    """Each engine of GPT-NeoX was ended at its first update."""
+    old, new = ({"gpt_neox.embed_in.weight": TensorDigest("F32", version)} for version in ("before", "after"))
+    held, found, left = ({"model.embed_in.weight": (each,)} for each in ("before", "after", "zeros"))
+    assert 0 == require_changes(old, new, held, found, before=None, dtype="float32")
+    assert 0 == require_changes(old, new, held, found, before=left, dtype="float32")
+    assert 0 == require_changes(old, old, held, held, before=None, dtype="float32")
+    for ignored, before in ((held, None), (held, left), (left, left)):
+        with pytest.raises(UpdateDoubted, match=r"none of the 1 .* as gpt_neox\.embed_in\.weight: the engine ignored"):
+            require_changes(old, new, held, ignored, before=before, dtype="float32")
+
+
+TEXT, VISION = "model.layers.", "visual.layers."
+
+
+@pytest.mark.parametrize(("ours", "theirs"), [("model.", "gpt_neox."), (TEXT, "model.language_model.layers.")])
+@given(old=versions, new=versions, data=st.data())
+def test_parameters_whose_names_begin_otherwise_than_in_the_files_are_judged(
+    ours: str, theirs: str, old: Values, new: Values, data: st.DataObject
+) -> None:
+    before, after = ({name.replace(ours, theirs): each for name, each in exported(of).items()} for of in (old, new))
+    held, found = loaded(old), loaded(new)
+    layers = {name for name in found if name.startswith(TEXT)}
+    others = len(found.keys() - layers) - 1 if ours == TEXT else 0
+    assert len(layers) + others == require_changes(before, after, held, found, before=None, dtype="bfloat16")
+    changed = sorted(name for name in layers if found[name] != held[name])
+    if changed:
+        kept = data.draw(st.sampled_from(changed))
+        with pytest.raises(UpdateDoubted, match=f"first {kept}:|none of the"):
+            require_changes(before, after, held, found | {kept: held[kept]}, before=None, dtype="bfloat16")
+
+
+@pytest.mark.parametrize("theirs", [TEXT, "model.language_model.layers.", "layers."])
+def test_what_an_engine_has_beside_the_text_is_not_judged_by_the_tensors_of_the_text(theirs: str) -> None:
+    """A vision tower has the same names from the number on, and stays as it is."""
+    old, new = ({f"{theirs}0.{part}": each for part in PARTS} for each in (1, 2))
+    values = ({name.replace(theirs, TEXT): value for name, value in each.items()} for each in (old, new))
+    held, found = ({f"{TEXT}0.{part}": (str(of[f"{TEXT}0.{part}"]),) for part in PARTS} for of in values)
+    tower = {f"{VISION}0.{part}": ("stays",) for part in PARTS[:4]}
+    assert len(PARTS) == require_changes(
+        exported(old), exported(new), held | tower, found | tower, before=None, dtype="bfloat16"
+    )
+    beside = {f"model.{VISION}0.{part}": TensorDigest("BF16", "same") for part in PARTS[:4]}
+    assert len(PARTS) + 4 == require_changes(
+        exported(old) | beside, exported(new) | beside, held | tower, found | tower, before=None, dtype="bfloat16"
+    )
+
+
+def test_experts_of_mixtral_have_other_names() -> None:
+    mixture = "model.layers.0.block_sparse_moe.experts"
+    names = [f"{mixture}.{expert}.w{part}.weight" for expert in (0, 1) for part in (1, 2, 3)]
+    old, new = (exported(dict.fromkeys(names, value)) for value in (1, 2))
+    held, found = ({f"{mixture}.{part}": (of,) for part in ("w13_weight", "w2_weight")} for of in ("before", "after"))
+    assert 2 == require_changes(old, new, held, found, before=None, dtype="bfloat16")
+    for stale in held:
+        with pytest.raises(UpdateDoubted, match=f"1 of 2 .* first {stale}:"):
+            require_changes(old, new, held, found | {stale: held[stale]}, before=None, dtype="bfloat16")
+
+
 def test_a_parameter_is_judged_beside_one_whose_change_may_vanish() -> None:
     old, new = (
         {"a": TensorDigest("F32", version), "b": TensorDigest("BF16", version)} for version in ("before", "after")
