@@ -135,11 +135,11 @@ def _sources_of(parameters: Set[str], tensors: Set[str]) -> Mapping[str, tuple[s
         rests[start].add(rest)
     fits = defaultdict[tuple[str, str], dict[str, tuple[str, ...]]](dict)
     for parameter, (ours, rest) in ((each, numbered) for each in parameters for numbered in _numbered(each)):
-        for theirs in rests.keys() - known if ours not in known else ():
-            if sources := _sources(rest, rests[theirs]):
+        for theirs in () if ours in known else rests:
+            if theirs not in known and (sources := _sources(rest, rests[theirs])):
                 fits[ours, theirs][parameter] = tuple(f"{theirs}{each}" for each in sources)
     named, given = set[str](), set[str]()
-    for (ours, theirs), fit in sorted(fits.items(), key=lambda item: (-len(item[1]), item[0])):
+    for (ours, theirs), fit in sorted(fits.items(), key=lambda item: len(item[1]), reverse=True):
         if ours not in named and theirs not in given:
             named.add(ours)
             given.add(theirs)
