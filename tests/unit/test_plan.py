@@ -1016,7 +1016,29 @@ def test_pods_of_a_suspended_job_go_when_every_member_has_stopped() -> None:
 
 def test_pods_without_a_climb_go_at_once_when_the_job_is_suspended() -> None:
     seen = make_observation(make_job(suspend=True), [None, None], climb=None, rollout=None)
-    assert {"gpu-0-0", "gpu-1-0", "rollout-0"} == deleted(plan(seen))
+    decided = plan(seen)
+    assert {"gpu-0-0", "gpu-1-0", "rollout-0"} == deleted(decided)
+    assert not any(action.is_fault for action in decided.pods if isinstance(action, DeletePod))
+
+
+def test_a_suspension_before_the_first_climb_ends_before_the_job_goes_on() -> None:
+    """Pods came beside those that ended, made as those were, whatever had been changed while the job was suspended."""
+    seen = make_observation(make_job(suspend=True), [None, None], climb=None, rollout=None)
+    decided = plan(seen)
+    assert decided.raises
+    assert decided.climb is not None
+    assert (1, 0, "", Cause.SUSPENDED) == (
+        *(decided.climb.epoch, decided.climb.lineage, decided.climb.group, decided.climb.cause),
+    )
+    ending = tuple(replace(member, ends_at=160.0) for member in seen.members)
+    asked = remember(replace(seen, job=make_job(), climb=decided.climb, members=ending))
+    asked = replace(asked, memory=replace(asked.memory, raised=True))
+    assert () == plan(asked).pods, "no pod is made yet"
+    assert not plan(asked).raises
+    resumed = plan(remember(replace(asked, members=())))
+    assert resumed.climb is not None
+    assert Cause.RESUMED == resumed.climb.cause
+    assert {"gpu-0", "gpu-1", ROLLOUT_SEAT} == {pod.seat for pod in resumed.pods if isinstance(pod, CreatePod)}
 
 
 def test_a_suspended_pod_on_a_node_that_is_gone_is_forgotten() -> None:

@@ -133,10 +133,13 @@ def _keep(seen: Observation) -> Plan:
 
 def _follow(seen: Observation, *, raises: bool, message: str) -> Plan:
     """Return the plan that follows from the climb as it is."""
-    if seen.climb is not None and seen.climb.cause.goal is Goal.STOP:
-        found = _stop(seen, seen.climb, since=seen.now if raises else seen.memory.epoch_at)
+    climb = seen.climb
+    if seen.rests and not (climb and climb.lineage):
+        found = _leave(seen)
+    elif climb is not None and climb.cause.goal is Goal.STOP:
+        found = _stop(seen, climb, since=seen.now if raises else seen.memory.epoch_at)
     else:
-        found = _leave(seen) if seen.rests else _climb(seen)
+        found = _climb(seen)
     return replace(found, raises=raises, message=message)
 
 
@@ -148,7 +151,7 @@ def _decide(seen: Observation) -> Decision | Hold | None:
         return _decide_after_stop(seen, climb)
     if seen.job.spec.suspend:
         message = "members stop, then their pods go; volumes stay"
-        return None if climb is None else raise_epoch(seen, climb, Cause.SUSPENDED, message)
+        return raise_epoch(seen, climb, Cause.SUSPENDED, message) if climb or seen.members else None
     if (failure := _decide_by_time(seen, climb)) is not None:
         return failure
     if (smaller := shrink_to_fit(seen, climb)) is not None:
