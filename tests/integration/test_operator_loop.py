@@ -631,6 +631,30 @@ async def test_a_hiccup_of_the_api_server_leaves_no_pod_of_a_deleted_job(world: 
     assert all(pod["metadata"].get("deletionTimestamp") for pod in world.api.all("pods"))
 
 
+async def test_a_job_whose_end_takes_longer_than_kopf_waits_is_forgotten_too(world: FakeWorld) -> None:
+    """It was counted for ever, as stalled if it had been, and nobody forgot its pods on a node that was gone."""
+    stay_in_rollout(world)
+    async with world.operator(force_after_s=0.1) as operator:
+        await world.until(lambda: world.status.get("phase") == "Rollout")
+        assert {"Rollout": 1} == counted(operator)
+        world.api.panics = lambda method, path: method == "DELETE"
+        for uid in list(world.kubelet.members):
+            world.kubelet.end(uid)  # and no kubelet says that they ended
+        operator.stopper.set(DaemonStoppingReason.RESOURCE_DELETED)
+        await world.until(lambda: any(request.startswith("DELETE") for request in world.api.requests))
+        operator.task.cancel()
+        await asyncio.wait([operator.task])
+        assert {} == counted(operator)
+        world.api.panics = lambda method, path: False
+        await world.until(lambda: ["sums-rollout-0"] == [pod["metadata"]["name"] for pod in world.api.all("pods")])
+
+
+def counted(operator: WorldOperator) -> dict[str, float]:
+    """Return the number of jobs in each phase that has some."""
+    samples = [each for metric in operator.metrics._jobs.collect() for each in metric.samples]
+    return {each.labels["phase"]: each.value for each in samples if each.value}
+
+
 async def test_a_job_with_a_broken_spec_is_dismissed_too(world: FakeWorld) -> None:
     stay_in_rollout(world)
     async with world.operator() as operator:

@@ -162,11 +162,13 @@ async def _drive(state: JobState, stopped: Stopped, context: OperatorContext) ->
 
 
 async def _finish(state: JobState, body: Any, context: OperatorContext, woken: asyncio.Event) -> None:
-    await _leave_pods_on_error(end(state, body, context.doors, woken))
-    context.reap(state.about)
-    context.doors.pods.forget(state.about.uid)
-    context.doors.metrics.forget_job(state.about.uid)
-    context.wakeups.forget(state.about.uid)
+    try:
+        await _leave_pods_on_error(end(state, body, context.doors, woken))
+    finally:  # kopf does not wait for a server that is slow
+        context.reap(state.about)
+        context.doors.pods.forget(state.about.uid)
+        context.doors.metrics.forget_job(state.about.uid)
+        context.wakeups.forget(state.about.uid)
 
 
 def _about(metadata: Any) -> About:
