@@ -323,6 +323,19 @@ async def test_export_that_cannot_be_removed_is_reported_and_costs_the_agent_not
         assert [] == pod.broken
 
 
+async def test_export_that_cannot_be_removed_keeps_no_checkpoint_from_being_written() -> None:
+    """The table removes before it saves; after a removal that failed the volume is listed anew, and it saves first."""
+    async with small_pod(checkpoint={"everySteps": 1}) as pod:
+        await pod.climb(V0)
+        await pod.climb(V1, to=Rung.EXPORTED)
+        (pod.directories.weights / "9-9").symlink_to(pod.directories.batches)
+        await pod.climb(V1)
+        await pod.news(lambda: 1 == pod.facts.trainers[0].saved)
+        assert pod.facts.problem is not None
+        assert "ExportsNotRemoved" == pod.facts.problem.reason
+        assert [] == pod.broken
+
+
 # -------------------------------------------------------------------------------------------------- memory that is kept
 @pytest.mark.parametrize(
     ("offload", "released", "resumed"),
