@@ -17,6 +17,7 @@ from colocated_rl_api import names
 from colocated_rl_api.facts import PodFacts
 from colocated_rl_api.member_wire import Goal, PodTarget
 from colocated_rl_api.rungs import Rung
+from colocated_rl_operator.loop.objects import STALL_RETRY_S
 from colocated_rl_operator.planner import plan
 from colocated_rl_operator.planner.failure_policy import QUEUE_S
 from fakes.group import GpuPod
@@ -209,7 +210,8 @@ async def test_a_pod_that_can_not_be_deleted_is_answered_once_and_not_for_ever(
     async with world.operator():
         await world.until(lambda: world.status.get("phase") == "Rollout")
     world.api.forbidden = lambda method, path: method == refused[0] and refused[1] in path
-    async with world.operator() as operator:
+    passed_s = 0.0
+    async with world.operator(clock=lambda: time.monotonic() + passed_s) as operator:
         await world.until(lambda: world.status.get("cause") == "OperatorRestarted")
         breaking = asyncio.create_task(device_breaks(world))
         await world.until(lambda: world.status.get("cause") == "PodReplaced" and events(world, "ObjectRefused"))
@@ -217,6 +219,7 @@ async def test_a_pod_that_can_not_be_deleted_is_answered_once_and_not_for_ever(
         assert 1 == failures(world)["podRestarts"]
         world.api.forbidden = lambda method, path: False
         world.kubelet.release("rollout")
+        passed_s = STALL_RETRY_S
         while not breaking.done():
             operator.context.wakeups.wake(world.body["metadata"]["uid"])
             await asyncio.sleep(0.1)
@@ -520,7 +523,7 @@ async def test_a_job_without_room_gives_its_devices_back_and_completes_when_ther
         [why] = events(world, "PodsReadyDeadlineExceeded")
         assert why in {item["message"] for item in world.status["conditions"] if item["type"] == "PodsReady"}
         assert "Nobody" == world.status["gpuHolder"]
-        assert operator.context.doors.queue.has_elder(YOUNGER)
+        await world.until(lambda: operator.context.doors.queue.has_elder(YOUNGER))
         world.kubelet.blocked = set()
         waited_s += 2 * QUEUE_S
         operator.context.wakeups.wake(world.body["metadata"]["uid"])
@@ -544,8 +547,7 @@ async def test_a_queued_job_that_another_operator_has_is_before_nobody(world: Fa
     """Jobs of the former operator waited for the later half of their delay as long as it ran."""
     world.kubelet.blocked = {"sums-gpu-1-0"}
     async with world.operator() as former:
-        await world.until(lambda: world.status.get("phase") == "Queued" and not world.api.all("pods"))
-        assert former.context.doors.queue.has_elder(YOUNGER)
+        await world.until(lambda: former.context.doors.queue.has_elder(YOUNGER) and not world.api.all("pods"))
         async with world.operator(release="others/lease", takes_over=frozenset({"operators/lease"})):
             await world.until(lambda: world.status["operator"] == "others/lease")
             change(world, steps=4)  # both look at it

@@ -32,7 +32,7 @@ from colocated_rl_operator.clients.kube import Kube
 from colocated_rl_operator.loop.claim import claim
 from colocated_rl_operator.loop.deletion import DELETE_TRIES, expire_again_s
 from colocated_rl_operator.loop.drive import drive_job, note_job, note_pod
-from colocated_rl_operator.loop.objects import FAILS_S
+from colocated_rl_operator.loop.objects import FAILS_S, STALL_RETRY_S
 from colocated_rl_operator.manifests.profiles import Profile, Profiles
 from colocated_rl_operator.manifests.resources import PodImages
 from colocated_rl_operator.metrics import OperatorMetrics
@@ -280,7 +280,8 @@ async def test_a_volume_that_somebody_deleted_is_not_begun_anew(world: FakeWorld
         return isinstance(target, RolloutTarget) and target.goal is Goal.CLIMB and target.trained_step == 1
 
     world.kubelet.hold("rollout", under=is_half_way)
-    async with world.operator() as operator:
+    passed_s = 0.0
+    async with world.operator(clock=lambda: time.monotonic() + passed_s) as operator:
         await world.until(lambda: world.status.get("phase") == "Rollout" and world.status.get("step") == 1)
         await suspended(world)
         lost = {path: world.api.objects[path] for path in (claim_path(world, volume) for volume in volumes)}
@@ -297,6 +298,7 @@ async def test_a_volume_that_somebody_deleted_is_not_begun_anew(world: FakeWorld
         for path, claim in lost.items():
             world.api.put(path, claim)
         world.kubelet.release("rollout")
+        passed_s = STALL_RETRY_S
         operator.context.wakeups.wake(world.body["metadata"]["uid"])
         await world.until(lambda: world.status.get("phase") == "Complete")
     assert ("False", "NotStalled") == condition(world, "Stalled")
@@ -1055,11 +1057,13 @@ async def test_a_job_is_taken_over_from_an_operator_that_still_runs(world: FakeW
 async def test_refused_objects_stall_the_job_with_the_servers_words_and_are_tried_again(world: FakeWorld) -> None:
     world.api.set_status(JOB_PATH, {"operator": "operators/lease"})
     world.api.refuse_next(403)
-    async with world.operator() as operator:
+    passed_s = 0.0
+    async with world.operator(clock=lambda: time.monotonic() + passed_s) as operator:
         await world.until(lambda: world.status.get("conditions"))
         await world.until(lambda: condition(world, "Stalled")[0] == "True")
         assert ("True", "ObjectRefused") == condition(world, "Stalled")
         assert {"ObjectRefused": 1} == stalled(operator.metrics)
+        passed_s = STALL_RETRY_S
         operator.context.wakeups.wake(world.body["metadata"]["uid"])
         await world.until(lambda: world.status.get("phase") == "Complete")
         assert {} == stalled(operator.metrics)
@@ -1069,12 +1073,45 @@ async def test_refused_objects_stall_the_job_with_the_servers_words_and_are_trie
 async def test_a_pod_that_a_quota_refuses_keeps_the_others_from_nothing(world: FakeWorld) -> None:
     """Nobody made the keys of the pods beside it, which kubelet did not start for as long as the quota had no room."""
     world.api.is_over_quota = lambda body: body["metadata"]["name"].startswith("sums-gpu-1-")
-    async with world.operator() as operator:
+    passed_s = 0.0
+    async with world.operator(clock=lambda: time.monotonic() + passed_s) as operator:
         await world.until(lambda: {"gpu-0", ROLLOUT_SEAT} == {each.pod.seat for each in world.kubelet.members.values()})
         await world.until(lambda: "ObjectRefused" in str(world.status.get("conditions")))
         world.api.is_over_quota = lambda body: False
+        passed_s = STALL_RETRY_S
         operator.context.wakeups.wake(world.body["metadata"]["uid"])
         await world.until(lambda: world.status.get("phase") == "Complete")
+
+
+async def test_what_was_refused_is_asked_for_once_in_a_while_and_when_a_pod_has_made_room(world: FakeWorld) -> None:
+    """Each pass asked for it and for all objects of the job, and a group that starts has hundreds of passes."""
+    over_quota = {"sums-gpu-1-1", "sums-gpu-1-2"}
+    world.api.is_over_quota = lambda body: body["metadata"]["name"] in over_quota
+    stay_in_rollout(world)
+    passes = 0
+
+    def looks() -> float:
+        nonlocal passes
+        passes += 1
+        world.kubelet.moved.set()
+        return time.monotonic()
+
+    def asked() -> list[str]:
+        return [line for line in world.api.requests if "/events" not in line and not line.endswith("/status")]
+
+    async with world.operator(clock=looks) as operator:
+        await world.until(lambda: world.status.get("phase") == "Rollout")
+        world.api.remove(pod_path("sums-gpu-1-0"))
+        await world.until(lambda: "ObjectRefused" in reasons_of_events(world))
+        so_far = asked()
+        for _ in range(3):
+            before = passes
+            operator.context.wakeups.wake(world.body["metadata"]["uid"])
+            await world.until(lambda before=before: passes > before + 1)  # type: ignore[misc]
+        assert so_far == asked()
+        world.api.is_over_quota = lambda body: False
+        world.api.remove(pod_path("sums-gpu-0-0"))
+        await world.until(lambda: world.status["cause"] == "PodReplaced" and world.status["readyReplicas"] == 2)
 
 
 @pytest.mark.parametrize("world", [{"spares": 1}], indirect=True)
@@ -1194,9 +1231,11 @@ async def test_what_the_server_fails_at_again_and_again_stalls_the_job_as_what_i
         assert ("True", "ObjectRefused") == condition(world, "Stalled")
         assert "500 This request caused apiserver to panic" in condition_message(world, "Stalled")
         assert {"ObjectRefused": 1} == stalled(operator.metrics)
+        passed_s += STALL_RETRY_S
         await tried_again(operator)
         await world.until(lambda: "ObjectRefused" in reasons_of_events(world))
         world.api.panics = lambda method, path: False
+        passed_s += STALL_RETRY_S
         operator.context.wakeups.wake(world.body["metadata"]["uid"])
         await world.until(lambda: world.status.get("phase") == "Complete")
     assert ("False", "NotStalled") == condition(world, "Stalled")
@@ -1243,13 +1282,15 @@ async def test_pods_that_the_server_would_refuse_stall_the_job_before_any_is_mad
     """Only the server can judge the free-form maps of a template; a job that waits for its release learns of it too."""
     change(world, suspend=suspend, podTemplates={"rollout": {"spec": {"priorityClassName": "nobody-knows"}}})
     world.api.refused_trial = lambda pod: f"no PriorityClass with name {pod['spec']['priorityClassName']} was found"
-    async with world.operator() as operator:
+    passed_s = 0.0
+    async with world.operator(clock=lambda: time.monotonic() + passed_s) as operator:
         await world.until(lambda: world.status.get("conditions") and condition(world, "Stalled")[0] == "True")
         message = next(item["message"] for item in world.status["conditions"] if item["type"] == "Stalled")
         assert "422 no PriorityClass with name nobody-knows was found" in message
         assert [] == world.api.all("pods")
         assert [] == world.api.all("secrets")
         world.api.refused_trial = lambda pod: "the admission webhook does not support dry run"
+        passed_s = STALL_RETRY_S
         change(world, suspend=False)
         operator.context.wakeups.wake(world.body["metadata"]["uid"])
         await world.until(lambda: world.status.get("phase") == "Complete")

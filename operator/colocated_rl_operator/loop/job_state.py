@@ -68,6 +68,8 @@ class JobState:
     failure: str = ""  # the API server's message that ended the last pass
     failing_since: float | None = None  # since when each pass has ended by that failure
     stall: Stall | None = None
+    stalled_on: object = None  # what was asked for when it stalled last
+    stalled_at: float = 0.0  # when that was
     refused: dict[str, RefusedPod] = field(default_factory=dict)  # by seat
 
     @property

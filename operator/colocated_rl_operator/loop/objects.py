@@ -41,7 +41,7 @@ from colocated_rl_operator.manifests.confinement import users_of_range
 from colocated_rl_operator.manifests.gangs import NEEDS
 from colocated_rl_operator.manifests.resources import PodImages
 from colocated_rl_operator.planner.actions import CreatePod, DeletePod, PodAction
-from colocated_rl_operator.planner.observation import Job, Observation, RefusedPod
+from colocated_rl_operator.planner.observation import Job, Observation, PodPhase, RefusedPod
 from colocated_rl_operator.planner.plan import Plan
 from colocated_rl_operator.planner.reasons import Reason
 from colocated_rl_operator.planner.status import Stall
@@ -66,8 +66,15 @@ NO_CLAIMS = (
 
 
 async def apply_plan(state: JobState, seen: Observation, decided: Plan, doors: Doors) -> float | None:
-    """Make the job's objects, then its pods, which need them all. Return after how many seconds to try again."""
+    """Make the job's objects, then its pods, which need them all. Return after how many seconds to try again.
+
+    What was refused is tried again after STALL_RETRY_S, or once something else is to be done or a pod has made room. It
+    is not in each pass, in which many jobs without room would take the turns of all others' calls.
+    """
     changes: Sequence[PodChange] = ()
+    asked, stalled_for_s = _asked_for(seen, decided), seen.now - state.stalled_at
+    if state.stall is not None and asked == state.stalled_on and stalled_for_s < STALL_RETRY_S:
+        return STALL_RETRY_S - stalled_for_s
     try:
         makes_pods = any(isinstance(action, CreatePod) for action in decided.pods)
         if state.tried_of != seen.job.generation and not seen.members:
@@ -93,10 +100,18 @@ async def apply_plan(state: JobState, seen: Observation, decided: Plan, doors: D
     else:
         state.stall = None
     if state.stall is not None:
+        state.stalled_on, state.stalled_at = asked, seen.now
         return STALL_RETRY_S
     if PodChange.NAME_TAKEN in changes:
         return NAME_RETRY_S
     return _apply_in_s(state, seen, decided, doors)
+
+
+def _asked_for(seen: Observation, decided: Plan) -> object:
+    """Return what the API server is asked for, and beside which pods, to compare it with what was asked for before."""
+    changed = frozenset(action.seat if isinstance(action, CreatePod) else action.uid for action in decided.pods)
+    ended = (PodPhase.SUCCEEDED, PodPhase.FAILED)  # and take no room of a quota
+    return _objects_of(seen.job), changed, frozenset(pod.uid for pod in seen.members if pod.phase not in ended)
 
 
 def _apply_in_s(state: JobState, seen: Observation, decided: Plan, doors: Doors) -> float | None:
