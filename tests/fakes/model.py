@@ -561,6 +561,7 @@ class JobModel:
             | {ROLLOUT_SEAT: rollout.attempt}
             | {spare.seat: spare.attempt for spare in state.spares if spare.attempt >= 0},
         )
+        memory = replace(memory, made_at=dict.fromkeys(memory.attempts, -1000.0))
         recorded = (operator.climb, operator.trained_step, operator.served, operator.is_over)
         seen = Observation(0.0, job, tuple(members), *recorded, memory=memory)
         if dead := frozenset(member.uid for member in seen.dead):

@@ -1114,6 +1114,38 @@ async def test_what_was_refused_is_asked_for_once_in_a_while_and_when_a_pod_has_
         await world.until(lambda: world.status["cause"] == "PodReplaced" and world.status["readyReplicas"] == 2)
 
 
+async def test_pods_that_somebody_deletes_as_they_come_are_made_again_less_and_less_often(world: FakeWorld) -> None:
+    """They were made as fast as the API server could, whose calls all jobs share."""
+
+    def delete(event: str, pod: dict[str, Any]) -> None:
+        name = pod["metadata"]["name"]
+        if event == "ADDED" and name.startswith("sums-gpu-1-"):
+            world.api.remove(pod_path(name))  # before anybody has seen it
+
+    now, looks = 1000.0, 0
+
+    def clock() -> float:
+        nonlocal looks
+        looks += 1
+        world.kubelet.moved.set()
+        return now
+
+    world.api.watch("pods", delete)
+    async with world.operator(clock=clock) as operator:
+        for attempt, delay_s in enumerate([0, 1, 2, 4], start=1):
+            now += delay_s
+            for _ in range(3):
+                before = looks
+                operator.context.wakeups.wake(world.body["metadata"]["uid"])
+                await world.until(lambda attempt=attempt, before=before: attempt <= made(world) and before < looks)  # type: ignore[misc]
+            assert attempt == made(world)
+
+
+def made(world: FakeWorld) -> int:
+    """Return how many pods of the second seat were made, besides one of each other seat."""
+    return world.api.requests.count("POST /api/v1/namespaces/default/pods") - 2
+
+
 @pytest.mark.parametrize("world", [{"spares": 1}], indirect=True)
 async def test_a_pod_that_is_refused_cancels_no_deletion_beside_it(
     world: FakeWorld, monkeypatch: pytest.MonkeyPatch

@@ -51,6 +51,7 @@ from colocated_rl_operator.planner.observation import (
     RefusedPod,
     in_epoch,
     remember,
+    with_pod,
 )
 from colocated_rl_operator.planner.plan import (
     STOP_DEADLINE_S,
@@ -1141,6 +1142,19 @@ def test_attempts_at_one_seat_are_spaced() -> None:
     assert 116.0 == plan(seen).wake_at
     for late_s in (16, 17):
         assert (CreatePod("gpu-1", 5),) == plan(later(seen, late_s)).pods
+
+
+def test_attempts_at_a_seat_whose_pods_go_at_once_are_spaced_too() -> None:
+    """Somebody deletes them as they come: they were made again as fast as the API server could."""
+    seen = without(climbing(Rung.SERVING, Rung.SERVING), 1, created_at=100.0, attempt=4)
+    gone = remember(replace(seen, members=tuple(member for member in seen.members if member.seat != "gpu-1")))
+    assert () == plan(gone).pods
+    assert 116.0 == plan(gone).wake_at
+    assert (CreatePod("gpu-1", 5),) == plan(later(gone, 16)).pods
+    unseen = replace(gone, memory=with_pod(gone.memory, "gpu-1", 5, at=95.0))
+    assert 127.0 == plan(unseen).wake_at
+    assert (CreatePod("gpu-1", 6),) == plan(later(unseen, 27)).pods
+    assert {"gpu-1": 5} == with_pod(with_pod(Memory(), "gpu-1", 5, at=0.0), "gpu-1", 0, at=1.0).attempts
 
 
 def test_a_silent_member_loses_its_pod_and_gets_another() -> None:

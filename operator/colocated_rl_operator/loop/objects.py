@@ -41,7 +41,7 @@ from colocated_rl_operator.manifests.confinement import users_of_range
 from colocated_rl_operator.manifests.gangs import NEEDS
 from colocated_rl_operator.manifests.resources import PodImages
 from colocated_rl_operator.planner.actions import CreatePod, DeletePod, PodAction
-from colocated_rl_operator.planner.observation import Job, Observation, PodPhase, RefusedPod
+from colocated_rl_operator.planner.observation import Job, Observation, PodPhase, RefusedPod, with_pod
 from colocated_rl_operator.planner.plan import Plan
 from colocated_rl_operator.planner.reasons import Reason
 from colocated_rl_operator.planner.status import Stall
@@ -459,6 +459,7 @@ async def _create_pod(state: JobState, job: Job, action: CreatePod, doors: Doors
     name = body["metadata"]["name"]
     try:
         doors.pods.put(await doors.kube.create_pod(job.namespace, body))
+        state.memory = with_pod(state.memory, action.seat, action.attempt, at=doors.clock())
     except Conflict as error:
         await list_again(state, doors.kube, doors.pods)  # perhaps ours, and the watch has not reported it yet
         if name in {pod["metadata"]["name"] for pod in doors.pods.of(job.uid)}:

@@ -402,6 +402,7 @@ class Memory:
     last_switch_s: float | None = None  # None: no whole switch seen yet
     climbed: Climbed | None = None  # the newest whole climb
     attempts: dict[str, int] = field(default_factory=dict)  # highest attempt seen, by seat
+    made_at: dict[str, float] = field(default_factory=dict)  # when the newest pod was made or first seen, by seat
     stopped: frozenset[str] = frozenset()  # UIDs of members that reported that they stopped
     died: frozenset[str] = frozenset()  # UIDs of pods whose trainers were the first to die
     died_at: float | None = None
@@ -822,12 +823,19 @@ def _remember_absence(seen: Observation, memory: Memory) -> Memory:
 
 
 def _remember_pods(seen: Observation, memory: Memory) -> Memory:
-    """Record the highest attempt of each seat, and which members have stopped."""
-    attempts = dict(memory.attempts)
+    """Record the newest pod of each seat, and which members have stopped."""
+    attempts, made_at = dict(memory.attempts), dict(memory.made_at)
     for member in seen.members:
         attempts[member.seat] = max(member.attempt, attempts.get(member.seat, 0))
+        made_at[member.seat] = max(member.created_at, made_at.get(member.seat, member.created_at))
     stopped = frozenset(member.uid for member in seen.members if seen.has_stopped(member))
-    return replace(memory, attempts=attempts, stopped=stopped)
+    return replace(memory, attempts=attempts, made_at=made_at, stopped=stopped)
+
+
+def with_pod(memory: Memory, seat: str, attempt: int, *, at: float) -> Memory:
+    """Return the memory with a pod that was made, even if it is gone before anybody sees it."""
+    highest = max(attempt, memory.attempts.get(seat, 0))
+    return replace(memory, attempts=memory.attempts | {seat: highest}, made_at=memory.made_at | {seat: at})
 
 
 def _climbed(seen: Observation, memory: Memory, reached: dict[Rung, float]) -> Climbed | None:

@@ -57,7 +57,7 @@ def muster(seen: Observation) -> tuple[tuple[PodAction, ...], float | None]:
             seated[pod.seat].append(pod)
     for seat, pods in seated.items():
         if not _is_held(seat, pods, seen, wake):
-            _fill(seat, pods, seen, actions, wake)
+            _fill(seat, seen, actions, wake)
     return tuple(actions), min(wake, default=None)
 
 
@@ -158,14 +158,13 @@ def _may_run(pod: Member) -> bool:
     return pod.phase not in (PodPhase.SUCCEEDED, PodPhase.FAILED)
 
 
-def _fill(seat: str, pods: list[Member], seen: Observation, actions: list[PodAction], wake: list[float]) -> None:
+def _fill(seat: str, seen: Observation, actions: list[PodAction], wake: list[float]) -> None:
     last = seen.memory.attempts.get(seat)
     avoids = seen.climb.tally.avoids if seen.climb and seat != ROLLOUT_SEAT else ()
     if last is None:
         actions.append(CreatePod(seat, attempt=0, avoids=avoids))
         return
-    delay_s = doubled_s(FIRST_DELAY_S, last, MAX_DELAY_S)
-    due = max(pod.created_at for pod in pods) + delay_s if pods else seen.now
+    due = seen.memory.made_at[seat] + doubled_s(FIRST_DELAY_S, last, MAX_DELAY_S)  # though it may be gone
     if seen.now >= due:
         # nobody replaces a pod that often: somebody else made a pod of that name, and further ones would be nobody's
         attempt = last + 1 if last < MOST_ATTEMPTS else 0
