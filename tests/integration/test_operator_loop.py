@@ -33,6 +33,7 @@ from colocated_rl_operator.loop.claim import claim
 from colocated_rl_operator.loop.deletion import DELETE_TRIES, expire_again_s
 from colocated_rl_operator.loop.drive import drive_job, note_job, note_pod
 from colocated_rl_operator.loop.objects import FAILS_S, STALL_RETRY_S
+from colocated_rl_operator.loop.reconcile import AGAIN_S
 from colocated_rl_operator.manifests.profiles import Profile, Profiles
 from colocated_rl_operator.manifests.resources import PodImages
 from colocated_rl_operator.metrics import OperatorMetrics
@@ -993,6 +994,36 @@ async def test_a_second_operator_leaves_a_job_alone_that_the_first_one_has(world
             await world.until(lambda: world.status.get("phase") == "Complete")
     assert {1: [1, 2, 3]} == world.group.trained_in
     assert 1 + 3 + 1 == world.status["epoch"]
+
+
+async def test_a_job_that_another_operator_has_is_looked_at_once_in_a_while(world: FakeWorld) -> None:
+    """Each change of one of its pods had the job read, its pods listed and an event repeated."""
+    stay_in_rollout(world)
+    now = time.monotonic()
+    looks = 0
+
+    def clock() -> float:
+        nonlocal looks
+        looks += 1
+        world.kubelet.moved.set()
+        return now
+
+    def listed() -> int:
+        return sum(line == "GET /api/v1/namespaces/default/pods" for line in world.api.requests)
+
+    async with world.operator():
+        await world.until(lambda: world.status.get("phase") == "Rollout")
+        async with world.operator(release="others/lease", clock=clock) as second:
+            await world.until(lambda: "AnotherOperator" in reasons_of_events(world))
+            so_far = listed()
+            for after_s, expected in ((0, 0), (AGAIN_S - 1, 0), (1, 1)):
+                now += after_s
+                before = looks
+                second.context.wakeups.wake(world.body["metadata"]["uid"])
+                await world.until(
+                    lambda before=before, expected=expected: before < looks and so_far + expected <= listed()
+                )  # type: ignore[misc]
+                assert so_far + expected == listed()
 
 
 async def test_of_two_operators_that_see_a_new_job_one_has_it(world: FakeWorld) -> None:

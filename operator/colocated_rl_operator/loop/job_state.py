@@ -71,6 +71,7 @@ class JobState:
     stalled_on: object = None  # what was asked for when it stalled last
     stalled_at: float = 0.0  # when that was
     refused: dict[str, RefusedPod] = field(default_factory=dict)  # by seat
+    leaves_until: float = 0.0  # another operator has the job, and nobody looks at it before
 
     @property
     def about(self) -> About:

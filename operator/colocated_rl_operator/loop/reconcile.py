@@ -62,6 +62,8 @@ def _again_s(state: JobState, error: ApiError, doors: Doors) -> float:
 
 
 async def _pass(state: JobState, body: Mapping[str, Any], doors: Doors) -> float | None:
+    if (left_s := state.leaves_until - doors.clock()) > 0:
+        return left_s
     state.record.check()
     await refresh_pods(state, doors.kube, doors.pods, now=doors.clock())
     if not await claim(state, doors):
@@ -69,6 +71,7 @@ async def _pass(state: JobState, body: Mapping[str, Any], doors: Doors) -> float
         doors.metrics.forget_job(state.about.uid)  # the other one counts it
         doors.queue.forget(state.about.uid)
         state.forget()
+        state.leaves_until = doors.clock() + AGAIN_S  # whatever its pods do
         return AGAIN_S
     began = doors.clock()
     try:
