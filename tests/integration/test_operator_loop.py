@@ -1018,12 +1018,10 @@ async def test_a_job_that_another_operator_has_is_looked_at_once_in_a_while(worl
             so_far = listed()
             for after_s, expected in ((0, 0), (AGAIN_S - 1, 0), (1, 1)):
                 now += after_s
-                before = looks
+                before, least = looks, so_far + expected
                 second.context.wakeups.wake(world.body["metadata"]["uid"])
-                await world.until(
-                    lambda before=before, expected=expected: before < looks and so_far + expected <= listed()
-                )  # type: ignore[misc]
-                assert so_far + expected == listed()
+                await world.until(lambda before=before, least=least: before < looks and least <= listed())  # type: ignore[misc]
+                assert least == listed()
 
 
 async def test_of_two_operators_that_see_a_new_job_one_has_it(world: FakeWorld) -> None:
