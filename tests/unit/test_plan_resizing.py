@@ -382,6 +382,15 @@ def test_a_spare_gives_its_room_to_a_pod_that_has_none() -> None:
     assert "pod sums-gpu-1024-0 goes: it is a spare, and room is needed for gpu-1" == action.why
 
 
+def test_a_pod_that_waits_for_a_spares_room_keeps_nobody_from_looking_again() -> None:
+    """The moment from which it needed room was over and still the next one to look at: others came up to 30 s late."""
+    seen = without(spared(3, make_member(SPARE, facts=BLANK), spares=1), "gpu-1")
+    failed = make_member("gpu-2", 4, phase=PodPhase.FAILED, created_at=seen.now)
+    for late_s in (5, 6):
+        decided = plan(later(with_pod(seen, failed), late_s))
+        assert (["sums-gpu-1024-0"], seen.now + 16) == (deleted(decided), decided.wake_at)
+
+
 def test_a_seat_between_two_attempts_takes_no_spare() -> None:
     """Its next pod comes when the back-off is over, and may have room."""
     seen = spared(2, make_member(SPARE, facts=BLANK), spares=1)

@@ -46,7 +46,7 @@ def muster(seen: Observation) -> tuple[tuple[PodAction, ...], float | None]:
     silences = (silent_at(seen, pod) for pod in seen.members)  # the room of one that ends counts until then, see `size`
     wake += [at for at in silences if at is not None and seen.now < at]
     actions += [*_renewals(seen), *_surplus(seen), *_former(seen)]
-    wake += room_needed_at(seen).values() if seen.spare_members else ()
+    wake += [at for at in room_needed_at(seen).values() if seen.spare_members and seen.now < at]
     wake += [refused.until for refused in seen.refused.values()]
     opened = seat_to_open(seen)
     wanted = (*seen.job.seats.all, *((opened,) if opened else ()))
