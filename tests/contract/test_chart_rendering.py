@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 from collections.abc import Iterator
 from importlib.util import find_spec
@@ -199,9 +200,16 @@ def test_two_installations_of_one_name_have_no_object_in_common(watched: str) ->
     assert set() == made("a") & made("b")
 
 
-def test_job_network_policies_recognize_the_operator() -> None:
-    labels = one(rendered(CHART / "ci/default-values.yaml"), "Deployment")["spec"]["template"]["metadata"]["labels"]
-    assert names.MANAGED_BY == labels["app.kubernetes.io/name"]
+def test_job_network_policies_recognize_the_operator(tmp_path: Path) -> None:
+    """Below a parent chart with an alias for this one it had the alias as its label, and reached no member."""
+    dependency = {"name": CHART.name, "version": ">=0-0", "alias": "rl"}
+    parent = {"apiVersion": "v2", "name": "platform", "version": "1.0.0", "dependencies": [dependency]}
+    (tmp_path / "Chart.yaml").write_text(json.dumps(parent))
+    shutil.copytree(CHART, tmp_path / "charts" / CHART.name)
+    aliased = quick_yaml.load_all(helm("template", "rl", tmp_path))
+    for objects in (rendered(CHART / "ci/default-values.yaml"), aliased):
+        labels = one(objects, "Deployment")["spec"]["template"]["metadata"]["labels"]
+        assert names.MANAGED_BY == labels["app.kubernetes.io/name"]
 
 
 @pytest.mark.parametrize(

@@ -14,9 +14,10 @@
 {{ .Release.Namespace }}.{{ include "colocated-rl.name" . }}
 {{- end -}}
 
-{{/* Labels that never change: selectors. Network policies of jobs know the operator by the first. */}}
+{{/* Labels that never change: selectors. Network policies of jobs know the operator by the first, which is therefore not
+     .Chart.Name: where a parent chart has an alias for this one, that is the alias. */}}
 {{- define "colocated-rl.selector" -}}
-app.kubernetes.io/name: {{ .Chart.Name }}
+app.kubernetes.io/name: colocated-rl
 app.kubernetes.io/instance: {{ .Release.Name | quote }}
 app.kubernetes.io/component: operator
 {{- end -}}
@@ -24,7 +25,7 @@ app.kubernetes.io/component: operator
 {{- define "colocated-rl.labels" -}}
 {{ include "colocated-rl.selector" . }}
 app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
-app.kubernetes.io/part-of: {{ .Chart.Name }}
+app.kubernetes.io/part-of: colocated-rl
 app.kubernetes.io/managed-by: {{ .Release.Service }}
 helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
 {{- end -}}

@@ -1,6 +1,6 @@
 {{/* Of pods that are no replica of the operator: by their component, its selectors don't find them. */}}
 {{- define "colocated-rl.pod-labels" -}}
-app.kubernetes.io/name: {{ .Chart.Name }}
+app.kubernetes.io/name: colocated-rl
 app.kubernetes.io/instance: {{ .Release.Name | quote }}
 app.kubernetes.io/component: hook
 {{- with .Values.podLabels }}
