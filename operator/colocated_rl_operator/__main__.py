@@ -7,11 +7,13 @@ releases the Lease; members stay where they are, and the next leader hears from 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import math
 import os
 import signal
 import sys
+from collections.abc import Sequence
 from importlib.metadata import version
 from typing import NoReturn
 
@@ -88,7 +90,7 @@ async def serve(settings: OperatorSettings, access: ClusterAccess) -> None:
 async def lead(settings: OperatorSettings, access: ClusterAccess, metrics: OperatorMetrics, lease: Lease) -> None:
     wakeups = Wakeups()
     async with Kube(access, count=metrics.count_request) as kube:
-        await _until_jobs_are_served(kube, (*settings.watch_namespaces, settings.namespace)[0])
+        await _until_jobs_are_served(kube, settings.watch_namespaces or (settings.namespace,))
         keyring = await _until_keyring_is_found(kube, settings)
         metrics.leader.set(1)
         async with Members(
@@ -144,9 +146,12 @@ async def lead(settings: OperatorSettings, access: ClusterAccess, metrics: Opera
     logs.log(LOG, "leadership ended")
 
 
-async def _until_jobs_are_served(kube: Kube, namespace: str) -> None:
-    """Wait for the CRD: kopf looks once for what to watch, and without the CRD would watch nothing for ever."""
-    while True:
+async def _until_jobs_are_served(kube: Kube, namespaces: Sequence[str]) -> None:
+    """Wait for the CRD: kopf looks once for what to watch, and without the CRD would watch nothing for ever.
+
+    One namespace may be gone, or its people have taken away the operator's rights there: any other one shows it too.
+    """
+    for namespace in itertools.cycle(namespaces):
         try:
             await kube.read_job(namespace, "is-the-crd-there")
         except NotFound as error:
