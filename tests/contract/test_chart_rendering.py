@@ -20,6 +20,8 @@ from documents.values import documented
 import quick_yaml
 from builders import make_job
 from colocated_rl_api import names
+from colocated_rl_api.parts import Part
+from colocated_rl_api.pod_template import PodSecurity, PullSecret, Toleration
 from colocated_rl_operator.clients import authority
 from colocated_rl_operator.manifests import resources
 from colocated_rl_operator.manifests.profiles import FIELDS, RoleProfile
@@ -121,6 +123,10 @@ def test_the_chart_knows_the_fields_that_a_profile_may_give_and_fix() -> None:
     schema = json.loads((CHART / "values.schema.json").read_text())
     given, fixed = (schema["definitions"][name]["properties"] for name in ("podFields", "roleProfile"))
     assert [sorted(FIELDS)] * 2 == [sorted(given), sorted(fixed["fixed"]["items"]["enum"])]
+    models: tuple[type[Part], ...] = PodSecurity, Toleration, PullSecret
+    parts = given["securityContext"], given["tolerations"]["items"], given["imagePullSecrets"]["items"]
+    for model, part in zip(models, parts, strict=True):
+        assert {field.alias for field in model.model_fields.values()} == part["properties"].keys()
 
 
 def test_lease_and_authority_are_the_ones_that_the_role_names() -> None:
@@ -234,6 +240,11 @@ def test_job_network_policies_recognize_the_operator(tmp_path: Path) -> None:
         ("profiles.nvme.gpu.hostPaths[0]=mnt", "/profiles/nvme/gpu/hostPaths/0"),
         ("profiles.nvme.rollout.defaults.hostNetwork=true", "/profiles/nvme/rollout/defaults"),
         ("profiles.NVME.namespaces[0]=research", "NVME"),
+        ("profiles.default.gpu.defaults.priorityClassName=", "priorityClassName"),
+        ("profiles.default.gpu.defaults.securityContext.runAsNonRoot=true", "runAsNonRoot"),
+        ("profiles.default.gpu.defaults.securityContext.runAsUser=0", "runAsUser"),
+        ("profiles.default.gpu.defaults.tolerations[0].tolerationSecond=3", "tolerationSecond"),
+        ("profiles.default.gpu.defaults.imagePullSecrets[0].secret=registry", "/imagePullSecrets/0"),
         ("serviceAccount.name=rl_operator", "/serviceAccount/name"),
         ("crds.install=yes-please", "/crds/install"),
         ("crds.install=null", "/crds"),
