@@ -14,7 +14,7 @@ import sys
 from colocated_rl_api import names
 from colocated_rl_api.job_status import Phase
 from colocated_rl_operator.clients.cluster import find_cluster
-from colocated_rl_operator.clients.errors import ApiError, BadSetting, NotFound
+from colocated_rl_operator.clients.errors import ApiError, BadSetting, NotAdmitted, NotFound
 from colocated_rl_operator.clients.kube import Body, Kube
 
 AT_REST = {Phase.COMPLETE.value, Phase.FAILED.value, Phase.SUSPENDED.value}
@@ -26,8 +26,17 @@ async def abandoned(kube: Kube, *, namespaces: tuple[str, ...], release: str) ->
 
     namespaces: those to list; all when empty.
     """
-    jobs = [job for namespace in namespaces or (None,) for job in await kube.list_jobs(namespace)]
+    jobs = [job for namespace in namespaces or (None,) for job in await _jobs_in(kube, namespace)]
     return sorted(f"{job['metadata']['namespace']}/{job['metadata']['name']}" for job in jobs if _is_left(job, release))
+
+
+async def _jobs_in(kube: Kube, namespace: str | None) -> list[Body]:
+    try:
+        return await kube.list_jobs(namespace)
+    except NotAdmitted:
+        if namespace is None:
+            raise
+        return []  # gone, or its people took the operator's rights away: it does nothing there as it is
 
 
 def _is_left(job: Body, release: str) -> bool:

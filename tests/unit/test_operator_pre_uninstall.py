@@ -28,6 +28,8 @@ async def asked(jobs: list[dict[str, Any]], *namespaces: str) -> tuple[list[str]
         paths.append(request.path)
         parts = request.path.split("/")
         within = parts[parts.index("namespaces") + 1] if "namespaces" in parts else None
+        if within == "lost":
+            return web.json_response({"message": "jobs is forbidden"}, status=403)
         return web.json_response({"items": [each for each in jobs if within in (None, each["metadata"]["namespace"])]})
 
     application = web.Application()
@@ -69,3 +71,9 @@ def test_refusal_names_some_jobs_and_says_what_to_do() -> None:
     assert "12 job(s)" in message
     assert "team/job-09 and 2 more" in message
     assert "--no-hooks" in message
+
+
+async def test_a_namespace_that_was_lost_holds_up_nothing() -> None:
+    """The RoleBinding went with the namespace, and that its jobs could not be listed refused the uninstallation."""
+    found, _ = await asked([job("one", namespace="b")], "lost", "b")
+    assert ["b/one"] == found
