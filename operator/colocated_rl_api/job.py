@@ -316,7 +316,7 @@ class Rollout(Part):
     )
     topology: Topology | None = Field(
         default=None,
-        description="As scheduling.topology, for them alone. May change while the job is suspended.",
+        description="As scheduling.topology, for them alone.",
     )
     offload: Distinct[Annotated[EngineMemory, Field(strict=False)]] = Field(
         default=list(EngineMemory),
@@ -579,7 +579,7 @@ class Reference(Part):
     )
     topology: Topology | None = Field(
         default=None,
-        description="As scheduling.topology, for them alone. May change while the job is suspended.",
+        description="As scheduling.topology, for them alone.",
     )
 
     @property
@@ -874,16 +874,13 @@ _HAS_REFERENCE = Rule(
     rule="has(self.reference) == has(oldSelf.reference)",
     message="reference can't change once the job exists: make a new job with the new value",
 )
-_REFERENCE_PODS = tuple(  # of which only the pods depend: scores are those of spec.model on any devices
-    Rule(
-        field=f"reference.{field}",
-        rule="(has(oldSelf.suspend) && oldSelf.suspend) || !has(self.reference) || !has(oldSelf.reference) || "
-        f"has(self.reference.{field}) == has(oldSelf.reference.{field}) && "
-        f"(!has(self.reference.{field}) || self.reference.{field} == oldSelf.reference.{field})",
-        message=f"reference.{field} can't change while the job runs: set suspend to true, change it, and set suspend "
-        "to false again",
-    )
-    for field in ("gpus", "topology")
+_REFERENCE_GPUS = Rule(  # of which only the pods depend: scores are those of spec.model on any devices
+    field="reference.gpus",
+    rule="(has(oldSelf.suspend) && oldSelf.suspend) || !has(self.reference) || !has(oldSelf.reference) || "
+    "has(self.reference.gpus) == has(oldSelf.reference.gpus) && "
+    "(!has(self.reference.gpus) || self.reference.gpus == oldSelf.reference.gpus)",
+    message="reference.gpus can't change while the job runs: set suspend to true, change it, and set suspend to false "
+    "again",
 )
 _RESTORED = Rule(
     field="restoreFrom",
@@ -922,7 +919,7 @@ class ColocatedRLJobSpec(Part):
         _ADDED_SETS,
         _BESIDE_ENGINES,
         _HAS_REFERENCE,
-        *_REFERENCE_PODS,
+        _REFERENCE_GPUS,
         _RESTORED,
         IN_RANGE,
         COUNTS,
@@ -946,7 +943,7 @@ class ColocatedRLJobSpec(Part):
                 "weightSync.verify",
             ),
             *("checkpoint.everySteps", "checkpoint.keep", "checkpoint.milestoneEverySteps", "checkpoint.inMemory"),
-            *("trainer", "switch", "podTemplates", "profile", "scheduling", "rollout.topology"),
+            *("trainer", "switch", "podTemplates", "profile", "scheduling"),
         ),
     )
 

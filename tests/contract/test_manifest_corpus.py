@@ -325,7 +325,6 @@ def test_a_job_keeps_its_placement(api: ApiServer, stored_job: Document) -> None
         ("reference.gpus.image", "registry.example.com/rl/gpu:1.1"),
         ("reference.gpus.resources", {"limits": {"memory": "96Gi"}}),
         ("reference.gpus", None),
-        ("reference.topology", {"preferred": "topology.kubernetes.io/rack"}),
     ],
 )
 def test_pods_of_a_reference_may_change_while_there_are_none(api: ApiServer, path: str, value: object) -> None:
@@ -337,17 +336,6 @@ def test_pods_of_a_reference_may_change_while_there_are_none(api: ApiServer, pat
     running = changed_later(api, job | {"spec": job["spec"] | {"suspend": False}}, {"phase": "Rollout"}, path, value)
     assert [".".join(["spec", *path.split(".")[:2]])] == running.fields
     assert re.search("set suspend to true, change it.*, and set suspend to false again", running.message)
-
-
-def test_where_engines_are_near_one_another_may_change_while_they_have_no_pods(api: ApiServer) -> None:
-    """A change was accepted at any time, and pods were placed as before until the job was next suspended."""
-    job = quick_yaml.load(GOOD["own-devices"].text)
-    topology = {"preferred": "topology.kubernetes.io/rack"}
-    running = changed_later(api, job, {"phase": "Rollout"}, "rollout.topology", topology)
-    assert ["spec.rollout.topology"] == running.fields
-    job["spec"]["suspend"] = True
-    resting = changed_later(api, job, {"phase": "Suspended"}, "rollout.topology", topology)
-    assert resting.is_accepted, resting.message
 
 
 def test_where_the_reference_computes_never_changes(api: ApiServer) -> None:
