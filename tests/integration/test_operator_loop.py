@@ -759,6 +759,13 @@ async def test_a_finalizer_that_kopf_could_not_drop_is_dropped_after_a_while(wor
 
 
 # ------------------------------------------------------------------------------------------------- suspend and resume
+def stays(world: FakeWorld) -> int:
+    """Return how many pods the job's disruption budget keeps."""
+    (budget,) = world.api.all("poddisruptionbudgets")
+    kept: int = budget["spec"]["minAvailable"]
+    return kept
+
+
 async def test_a_suspended_job_has_no_pods_and_goes_on_where_it_was_under_the_next_operator(world: FakeWorld) -> None:
     def is_half_way(target: Any) -> bool:
         return isinstance(target, PodTarget) and target.goal is Goal.CLIMB and target.step == 2
@@ -773,13 +780,16 @@ async def test_a_suspended_job_has_no_pods_and_goes_on_where_it_was_under_the_ne
     assert all(pod.stopped for pod in world.group.everybody)
     assert 2 == len(world.api.all("persistentvolumeclaims"))
     assert "startTime" not in world.status
+    assert 0 == stays(world), "the budget of a job without pods would be an alert"
     epoch, events = world.status["epoch"], [event["type"] for event in world.api.all("events")]
     assert {"Normal"} == set(events), "nothing went wrong"
     world.kubelet.release("gpu-1")
     async with world.operator() as operator:
         await world.until(lambda: operator.context.wakeups.of(world.body["metadata"]["uid"]))
         change(world, suspend=False)
+        await world.until(lambda: stays(world) == 2)
         await world.until(lambda: world.status.get("phase") == "Complete")
+    assert 0 == stays(world)
     assert epoch < world.status["epoch"]
     assert {1: [1], 2: [1, 2, 3]} == world.group.trained_in
     assert (2, 0, "False") == (world.status["lineage"], world.status["restarts"], condition(world, "Suspended")[0])

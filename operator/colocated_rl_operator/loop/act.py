@@ -9,7 +9,7 @@ from __future__ import annotations
 from colocated_rl_operator.loop.deletion import expire
 from colocated_rl_operator.loop.doors import Doors
 from colocated_rl_operator.loop.job_state import JobState
-from colocated_rl_operator.loop.objects import apply_plan
+from colocated_rl_operator.loop.objects import apply_plan, end_budget
 from colocated_rl_operator.loop.reporting import count, record_epoch, report_status
 from colocated_rl_operator.planner.observation import Job, Observation
 from colocated_rl_operator.planner.plan import Plan
@@ -22,6 +22,8 @@ async def act(state: JobState, seen: Observation, decided: Plan, doors: Doors) -
     if decided.raises:
         await record_epoch(state, seen, decided, doors)
     _send_targets(state, seen.job, decided, doors)
+    if decided.raises:
+        await end_budget(seen.job, decided, doors)
     if decided.pods or not decided.is_over:
         retry_s = await apply_plan(state, seen, decided, doors)
     else:

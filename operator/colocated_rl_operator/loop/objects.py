@@ -131,6 +131,13 @@ def _apply_in_s(state: JobState, seen: Observation, decided: Plan, doors: Doors)
     return max(0.0, state.applied_at + doors.repair_s - doors.clock())
 
 
+async def end_budget(job: Job, decided: Plan, doors: Doors) -> None:
+    """Let all pods of a group go that ends with the new epoch. The next start applies the budget as it was."""
+    if decided.climb is not None and decided.climb.cause.goal is Goal.STOP:
+        with contextlib.suppress(ApiError):
+            await doors.kube.apply(job.namespace, belongings.disruption_budget(job, ends=True))
+
+
 def _objects_of(job: Job) -> tuple[int, int]:
     return job.generation, job.replicas
 

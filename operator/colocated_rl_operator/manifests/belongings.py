@@ -202,8 +202,10 @@ def reference_policy(job: Job) -> Object:
     )
 
 
-def disruption_budget(job: Job) -> Object:
+def disruption_budget(job: Job, *, ends: bool = False) -> Object:
     """Return the budget by which evictions take one pod of the job at a time: the next once its successor is ready.
+
+    ends: the group ends, and no pod has to stay. A budget whose pods are gone for long is an alert of most clusters.
 
     A number of pods that stay, not of pods that may go: for the latter Kubernetes asks the pods' owner for its scale,
     which a job does not have. A pod that is not ready may always go. So may spares, and pods that wait to join the
@@ -214,7 +216,7 @@ def disruption_budget(job: Job) -> Object:
         "kind": "PodDisruptionBudget",
         "metadata": metadata_of(job, f"{job.name}-{job.uid}"),
         "spec": {
-            "minAvailable": len(job.seats.all) - 1,
+            "minAvailable": 0 if ends else len(job.seats.all) - 1,
             "selector": {
                 "matchLabels": {names.JOB_UID_LABEL: job.uid},
                 "matchExpressions": [{"key": names.SEAT_LABEL, "operator": "In", "values": [*job.seats.all]}],
