@@ -435,7 +435,7 @@ def test_seven_billion_parameters_take_of_one_device_what_the_documentation_says
     config = Qwen2Config(vocab_size=152064, num_key_value_heads=4, tie_word_embeddings=False, **shape)
     config.save_pretrained(tmp_path)
 
-    parameters, adapters, _ = count_parameters(tmp_path, LoraConfig())
+    parameters, adapters, *_ = count_parameters(tmp_path, LoraConfig())
     with_adapters, with_all = (Budget.of(parameters, on_cpu=False, adapters=each) for each in (adapters, None))
 
     assert with_adapters.device is not None

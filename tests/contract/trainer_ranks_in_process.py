@@ -57,15 +57,19 @@ def in_ranks(
     *,
     replays: object = False,
     in_pod: object = 1,
+    longest: object = None,
     **config: object,
 ) -> list[Any]:
     """Return what `do`, a function of a module, returned or raised on each rank.
 
-    replays: as for `only_rank`. in_pod: ranks of each pod.
+    replays, longest: as for `only_rank`. in_pod: ranks of each pod.
     """
     assert isinstance(in_pod, int)
+    assert isinstance(longest, int | None)
     settings = replace(
-        only_rank(folder, model, config, replays=bool(replays)), world_size=size, master_port=free_port()
+        only_rank(folder, model, config, replays=bool(replays), longest=longest),
+        world_size=size,
+        master_port=free_port(),
     )
     with contextlib.ExitStack() as stack:
         ranks = [replace(settings, rank=rank, local_rank=rank % in_pod) for rank in range(size)]

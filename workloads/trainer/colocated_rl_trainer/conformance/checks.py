@@ -448,8 +448,9 @@ def batch(trainer: TrainerGroup, step: int, *, all_for_the_last: bool = False) -
 
     all_for_the_last: the last rank gets all samples.
     """
-    config = trainer.kind.model / "config.json"
-    vocabulary = json.loads(config.read_bytes()).get("vocab_size", 32) if config.exists() else 32
+    file = trainer.kind.model / "config.json"
+    config = json.loads(file.read_bytes()) if file.exists() else {}
+    vocabulary = (config.get("text_config") or config).get("vocab_size", 32)
     chance = random.Random(step)
     samples = []
     for number in range(GROUPS * GROUP_SIZE):

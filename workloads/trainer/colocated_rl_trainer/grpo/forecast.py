@@ -78,6 +78,7 @@ class Forecast:
         kept_at_most = size_in_bytes(kept.size_limit) if kept and self.world_size < ranks_of(spec) else None
         shares_memory = not spec.placement.shares_weights  # with the engines: exports are in it
         one_pass = pass_bytes(read_config(self.model), replace(self._largest_pass, recomputes=recomputes))
+        exported = counts.parameters * self.dtype.itemsize + 4 * (counts.adapters or 0) + counts.bytes_beside
         return Budget.of(
             counts.parameters,
             on_cpu=self.on_cpu,
@@ -91,7 +92,7 @@ class Forecast:
             adapters=counts.adapters,
             frozen_bytes=self.dtype.itemsize,
             one_pass=one_pass or 0,
-            export_bytes=counts.parameters * self.dtype.itemsize + 4 * (counts.adapters or 0) if shares_memory else 0,
+            export_bytes=exported if shares_memory else 0,
             mirrored=self._most_mirrored,
             mirrors_at_most=kept_at_most,
             reference=self._reference_beside,

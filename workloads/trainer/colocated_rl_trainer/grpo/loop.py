@@ -61,6 +61,7 @@ from colocated_rl_trainer.state.weights import (
     files_of_model,
     load_model,
     probe,
+    tensors_beside,
 )
 
 UPDATES = "updates"  # optimizer calls so far, beside the state's tensors
@@ -150,6 +151,7 @@ class GRPOTrainer:
                 share=self._divide if self._is_shared else None,
                 frozen=self._dtype if self._config.lora else None,
             )
+            self._beside = tensors_beside(self.model, self._settings.model)
         if self._config.fp32_lm_head and not isinstance(self.model.forward, ScoringForward):
             name = type(self.model).__name__.removeprefix("FSDP")
             raise ConfigError(f"fp32LmHead in spec.trainer.config: {name} computes whole logits, so leave it out")
@@ -537,6 +539,7 @@ class GRPOTrainer:
             origin=self._settings.model,
             dtype=self._dtype,
             writers=writers,
+            beside=self._beside,
             adapters=self._adapters,
             file_bytes=self.file_bytes,
         )

@@ -7,6 +7,8 @@ or a checkpoint of another job, is not copied.
 
 The ranks of a pod divide the files among themselves and write at once; each gets the whole tensors of its own files.
 Several threads write, because a core fills memory more slowly than a device empties it.
+
+Where the model is the text part of another, the other parts are copied from the model's own files, byte by byte, too.
 """
 
 from __future__ import annotations
@@ -15,9 +17,9 @@ import json
 import os
 import shutil
 import threading
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -33,7 +35,7 @@ from colocated_rl_trainer.state.checkpoint import OPTIMIZER
 from colocated_rl_trainer.state.lora import CONFIG, TENSORS, Adapters, is_of_adapter
 from colocated_rl_trainer.state.sharding import is_part, whole_on
 from colocated_rl_trainer.state.tensor_file import write_tensors
-from colocated_rl_trainer.state.weights import INDEX, WEIGHT_FILES, kept_in_float32
+from colocated_rl_trainer.state.weights import INDEX, WEIGHT_FILES, StoredTensor, kept_in_float32, tensors_beside
 
 ADAPTERS = "adapter"  # directory in an export
 FILE_BYTES = 128 * 1024**2  # most of one safetensors file, unless one tensor is larger
@@ -89,7 +91,14 @@ def write_model(
     Returns the digests of the weights. Raises OSError if there is no space.
     """
     written = write_files(
-        model, directory, origin=origin, dtype=dtype, writers=Writers(), adapters=adapters, file_bytes=file_bytes
+        model,
+        directory,
+        origin=origin,
+        dtype=dtype,
+        writers=Writers(),
+        beside=tensors_beside(model, origin),
+        adapters=adapters,
+        file_bytes=file_bytes,
     )
     write_index(directory)
     return written
@@ -102,10 +111,13 @@ def write_files(
     origin: Path,
     dtype: torch.dtype,
     writers: Writers,
+    beside: Mapping[str, StoredTensor] | None = None,
     adapters: Adapters | None = None,
     file_bytes: int = FILE_BYTES,
 ) -> Written:
     """Write this rank's part of what `write_model` writes, all but the index, and return the digests of its files.
+
+    beside: tensors of the origin's files to copy, by name.
 
     Collective where ranks share the model. A rank that writes nothing only gives its part, and so does one whose write
     has failed, until it raises OSError at the end. Besides the files that it writes at the time, and which are whole
@@ -118,14 +130,18 @@ def write_files(
     with ThreadPoolExecutor(writers.threads, "write weights", *set_device) as pool:
         if writers.rank in writers.of_pod[:1]:
             writes.append(pool.submit(_write_others, directory, origin, dtype, adapters))
-        for file, ranks in writers.assign(_divide(tensors, dtype, file_bytes, kept, _parts_of_one(model, tensors))):
+        files = _divide(tensors, dtype, file_bytes, kept, _parts_of_one(model, tensors), beside or {})
+        for file, ranks in writers.assign(files):
             if writers.rank not in ranks or any(map(_has_failed, writes)):
                 _gather(tensors, file.tensors, dtype, ranks, kept)
                 continue
             may_hold.acquire()
             gathered = _gather(tensors, file.tensors, dtype, ranks, kept, adapters)
             named = revert_weight_conversion(model, gathered)
-            write = pool.submit(_write_file, directory / file.name, named, dtype, kept)
+            if file.copies:
+                write = pool.submit(_copy_tensors, directory / file.name, file.copies)
+            else:
+                write = pool.submit(_write_file, directory / file.name, named, dtype, kept)
             write.add_done_callback(lambda _: may_hold.release())
             writes.append(write)
             del gathered, named  # before the next ones are gathered
@@ -144,11 +160,12 @@ def write_index(directory: Path) -> None:
 
 @dataclass(frozen=True)
 class _File:
-    """Describes a file of weights. tensors: by their names in the model. size: in bytes."""
+    """Describes a file of weights. tensors: by their names in the model. size: in bytes. copies: or what it copies."""
 
     name: str
     tensors: Sequence[str]
     size: int
+    copies: Mapping[str, StoredTensor] = field(default_factory=dict)  # by name
 
 
 def _tensors_of(model: PreTrainedModel, adapters: Adapters | None) -> Mapping[str, Tensor]:
@@ -171,27 +188,47 @@ def _parts_of_one(model: PreTrainedModel, tensors: Mapping[str, Tensor]) -> Mapp
 
 
 def _divide(
-    tensors: Mapping[str, Tensor], dtype: torch.dtype, file_bytes: int, kept: _Kept, parts_of_one: Mapping[str, str]
+    tensors: Mapping[str, Tensor],
+    dtype: torch.dtype,
+    file_bytes: int,
+    kept: _Kept,
+    parts_of_one: Mapping[str, str],
+    beside: Mapping[str, StoredTensor],
 ) -> Sequence[_File]:
-    """Divide the tensors among files, in the model's order. parts_of_one: names that are equal are in one file."""
+    """Divide the tensors among files, in the model's order, and those beside them among files of their own.
+
+    parts_of_one: names that are equal are in one file.
+    """
     sizes: dict[str, dict[str, int]] = {}
     for name, tensor in tensors.items():
         size = tensor.numel() * (tensor.dtype if kept(name) else dtype).itemsize
         sizes.setdefault(parts_of_one.get(name, name), {})[name] = size
+    own = _fill(sizes.values(), file_bytes)
+    copied = _fill([{name: each.size_bytes} for name, each in beside.items()], file_bytes) if beside else []
+    count = len(own) + len(copied)
+    files = [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
+    if count == 1:
+        files = ["model.safetensors"]
+    return [
+        *(_File(file, names, size) for file, (names, size) in zip(files, own, strict=False)),
+        *(
+            _File(file, (), size, {name: beside[name] for name in names})
+            for file, (names, size) in zip(files[len(own) :], copied, strict=True)
+        ),
+    ]
+
+
+def _fill(sizes: Iterable[Mapping[str, int]], file_bytes: int) -> Sequence[tuple[Sequence[str], int]]:
+    """Return the names of each file, in order, and its size. sizes: of tensors that are in one file together."""
     parts: list[tuple[list[str], int]] = [([], 0)]
-    for together in sizes.values():
+    for together in sizes:
         size = sum(together.values())
         names, filled = parts[-1]
         if names and filled + size > file_bytes:
             parts.append(([*together], size))
         else:
             parts[-1] = ([*names, *together], filled + size)
-    if len(parts) == 1:
-        return [_File("model.safetensors", *parts[0])]
-    return [
-        _File(f"model-{number:05d}-of-{len(parts):05d}.safetensors", *part)
-        for number, part in enumerate(parts, start=1)
-    ]
+    return parts
 
 
 def _gather(
@@ -231,6 +268,13 @@ def _write_file(file: Path, tensors: dict[str, Tensor], dtype: torch.dtype, kept
         tensors.clear()  # the pool keeps its arguments for a moment longer
 
 
+def _copy_tensors(file: Path, copies: Mapping[str, StoredTensor]) -> Written:
+    written = {file.name: write_tensors(file, {name: each[...] for name, each in copies.items()})}
+    for each in copies.values():
+        each.files.close()  # what is mapped counts as memory of the process
+    return written
+
+
 def _write_others(directory: Path, origin: Path, dtype: torch.dtype, adapters: Adapters | None) -> Written:
     """Write everything but the model's weights and their index."""
     for file in sorted(origin.iterdir()):
@@ -251,7 +295,9 @@ def _write_others(directory: Path, origin: Path, dtype: torch.dtype, adapters: A
 def _set_dtype(config_file: Path, dtype: torch.dtype) -> None:
     config = json.loads(config_file.read_bytes())
     wanted = str(dtype).removeprefix("torch.")
-    key = "torch_dtype" if "torch_dtype" in config else "dtype"
-    if config.get(key) != wanted:
-        config[key] = wanted
+    said = json.dumps(config)
+    for part in (config, config.get("text_config")):
+        if isinstance(part, dict):
+            part["torch_dtype" if "torch_dtype" in part else "dtype"] = wanted
+    if json.dumps(config) != said:
         config_file.write_text(json.dumps(config, indent=2))

@@ -120,7 +120,7 @@ def check_packing(model: PreTrainedModel, name: str) -> None:
         raise ConfigError(
             f"packing: attention has {error}, which packed samples lack, in {name}: leave packing out"
         ) from error
-    except TypeError as error:  # it takes no positions, or needs the mask of all
+    except (TypeError, AttributeError) as error:  # it takes no positions, or needs the mask of all
         raise ConfigError(f"packing: {name} computes attention by itself: leave packing out; {error}") from error
     window = "full_attention" if getattr(config, "sliding_window", None) is None else "sliding_attention"
     windows = getattr(config, "layer_types", None) or [window]  # PhiMoE has its window in the mask alone

@@ -1,13 +1,14 @@
 """Read a model in Hugging Face format, whole or a rank's part of it, and refuse one that can't be trained.
 
-`export` writes it.
+Of a model of more than text, its text model is read, if transformers has that alone as the causal model of the config.
+All other tensors stay in the files (`tensors_beside`), and exports hold them as they are. `export` writes both.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,6 +20,7 @@ from torch import Tensor
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForMultimodalLM,
     PreTrainedConfig,
     PreTrainedModel,
 )
@@ -26,8 +28,10 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
     MergeModulelist,
     WeightConverter,
+    WeightRenaming,
     build_glob_alternation,
     convert_and_load_state_dict_in_model,
+    rename_source_key,
     revert_weight_conversion,
 )
 from transformers.initialization import guard_torch_init_functions
@@ -35,7 +39,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import LoadStateDictConfig
 from transformers.utils import logging as transformers_logging
 
-from colocated_rl_api.weights import Probe
+from colocated_rl_api.weights import Probe, TensorEntry
 from colocated_rl_trainer.protocol.settings import ConfigError, LoraConfig, Unready
 from colocated_rl_trainer.state.head import ScoringForward, score_without_logits
 from colocated_rl_trainer.state.lora import count_adapters
@@ -47,6 +51,7 @@ PROBE_TOKENS = 64  # the more, the steadier is the mean of differences
 WEIGHT_FILES = (
     ".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".npz", ".ot", ".tflite", ".index.json",
 )  # fmt: skip
+_INSTEAD = "take a model of text, or one as Qwen3.5, whose text part can be trained alone"
 _PROBE_STRIDE = 7919  # prime: ids all over the vocabulary
 
 _Loading = Mapping[str, Collection[Any]]  # what transformers reports of a load
@@ -125,6 +130,7 @@ def _load_whole(directory: Path, attention: str | None, frozen: torch.dtype | No
         outline = AutoModelForCausalLM.from_config(model.config)  # what was read has no sign of it any more
     _keep_constant(model, _not_trained(outline))
     model.requires_grad_(frozen is None)
+    _keep_names(model, directory)
     return model, loading
 
 
@@ -143,6 +149,7 @@ def _load_part(
         model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
     _keep_constant(model, _not_trained(model))
     model.requires_grad_(frozen is None)
+    read = _keep_names(model, directory) if _has_safetensors(directory) else None
     kept = kept_in_float32(model, dtype)
     conversions = get_model_conversion_mapping(model)
     score_without_logits(model)
@@ -159,7 +166,10 @@ def _load_part(
         ignore_mismatched_sizes=True,
         weight_mapping=conversions,
     )
-    found, _ = convert_and_load_state_dict_in_model(model, _stored(_weight_files(directory), dtype, kept), how)
+    stored = _stored(_weight_files(directory), dtype, kept)
+    if read is not None:
+        stored = {name: each for name, each in stored.items() if name in read}
+    found, _ = convert_and_load_state_dict_in_model(model, stored, how)
     loading = {
         "missing_keys": found.missing_keys - model.all_tied_weights_keys.keys(),
         "mismatched_keys": found.mismatched_keys,
@@ -169,6 +179,71 @@ def _load_part(
         _compute_buffers_of_layers(model)
         take_over_parts(model)
     return model, loading
+
+
+def _has_text_part(config: PreTrainedConfig) -> bool:
+    """Return whether transformers' causal model of this config is of its text part, as transformers itself decides it.
+
+    Source: `_BaseAutoModelClass.from_config`.
+    """
+    causal = AutoModelForCausalLM._model_mapping.get(type(config), None)  # noqa: SLF001 - it is nowhere else
+    text = config.sub_configs.get("text_config")
+    return text is not None and getattr(causal, "config_class", None) is text
+
+
+def _is_text_part(model: PreTrainedModel, config: PreTrainedConfig) -> bool:
+    """Return whether a causal model is the text part alone of what config.json describes."""
+    return type(model.config) is not type(config)
+
+
+def _keep_names(model: PreTrainedModel, directory: Path) -> Set[str] | None:
+    """Let a text part be written as its files hold it, and return the names there of its tensors; None: it is no part.
+
+    transformers writes experts one by one if files hold any so, and if these are of a part that is not loaded (the MTP
+    head of Qwen3.5-MoE). Ranks must not share the model yet: conversions go by the names of its classes.
+    Raises ConfigError if its tensors would be written under other names than they have, and so stand there twice.
+    """
+    if not _is_text_part(model, read_config(directory)):
+        return None
+    if not _has_safetensors(directory):
+        raise ConfigError(
+            f"{directory} holds a model of more than text, in other files than safetensors, of which its other parts "
+            "can't be copied: save it again as safetensors"
+        )
+    own = model.state_dict()
+
+    def those_read(names: Iterable[str], conversions: Sequence[object]) -> Set[str]:
+        renamings = [each for each in conversions if isinstance(each, WeightRenaming)]
+        converters = [each for each in conversions if isinstance(each, WeightConverter)]
+        prefix = model.base_model_prefix
+        return {name for name in names if rename_source_key(name, renamings, converters, prefix, own)[0] in own}
+
+    read = those_read(_stored(_weight_files(directory), None), get_model_conversion_mapping(model))
+    conversions = get_model_conversion_mapping(model)  # they note what they were used for
+    those_read(read, conversions)
+    model._weight_conversions = [each for each in conversions if each.was_used()]  # noqa: SLF001 - as its loader does
+    if not read or not read <= _names_in_files(model):
+        raise ConfigError(
+            f"{directory} holds a model of more than text, and transformers {transformers.__version__} can't write the "
+            f"tensors of {type(model).__name__} back under their names there: {_INSTEAD}"
+        )
+    return read
+
+
+def _names_in_files(model: PreTrainedModel) -> Set[str]:
+    outlines = {name: torch.empty(each.shape, device="meta") for name, each in model.state_dict().items()}
+    return {*revert_weight_conversion(model, outlines)}
+
+
+def tensors_beside(model: PreTrainedModel, directory: Path) -> Mapping[str, StoredTensor]:
+    """Return the tensors of files of which the model is the text part alone, that are of other parts; otherwise none.
+
+    A head that is tied is of the text part, so a copy of it in files is left out.
+    """
+    if not _is_text_part(model, read_config(directory)):
+        return {}
+    own = _names_in_files(model)
+    return {name: each for name, each in _stored(_weight_files(directory), None).items() if name not in own}
 
 
 def _is_in_slices(model: PreTrainedModel, conversions: Sequence[object]) -> bool:
@@ -207,7 +282,7 @@ def _read_constants(model: PreTrainedModel, directory: Path) -> None:
     """Read constants again, which transformers rounds to the dtype of frozen weights unless it names them."""
     constants = _constants_of(model)
     files = _weight_files(directory) if constants and _has_safetensors(directory) else ()
-    stored = _stored(files, torch.float32, lambda _: None)
+    stored = _stored(files, torch.float32)
     for name, constant in constants.items():
         (named,) = revert_weight_conversion(model, {name: constant})
         if named in stored:
@@ -244,9 +319,12 @@ class _OpenFile:
             known = self._open = file, safe_open(file, framework="pt")
         return known[1]
 
+    def close(self) -> None:
+        self._open = None
+
 
 @dataclass(frozen=True)
-class _Stored:
+class StoredTensor:
     """Reads a tensor of a file, into memory of its own and as `dtype`; safetensors gives views of the file."""
 
     files: _OpenFile
@@ -254,11 +332,16 @@ class _Stored:
     name: str
     shape: Sequence[int]
     stored_as: str
-    dtype: torch.dtype
+    dtype: torch.dtype | None  # None: as it is
+
+    @property
+    def size_bytes(self) -> int:
+        """Return its size in the file."""
+        return TensorEntry(dtype=self.stored_as, shape=tuple(self.shape)).size_bytes
 
     def __getitem__(self, part: Any) -> Tensor:
         view: Tensor = self.files.of(self.file).get_slice(self.name)[part]
-        return view.to(self.dtype, copy=True) if view.is_floating_point() else view.clone()
+        return view.to(self.dtype, copy=True) if self.dtype and view.is_floating_point() else view.clone()
 
     def get_shape(self) -> list[int]:
         return list(self.shape)
@@ -267,15 +350,18 @@ class _Stored:
         return self.stored_as
 
 
-def _stored(files: Sequence[Path], dtype: torch.dtype, kept: Callable[[str], object]) -> dict[str, _Stored]:
+def _stored(
+    files: Sequence[Path], dtype: torch.dtype | None, kept: Callable[[str], object] = lambda _: None
+) -> dict[str, StoredTensor]:
     """Return the tensors of all files by name, to be read later as `dtype`, or float32 if kept. Raises OSError."""
-    opened, found = _OpenFile(), dict[str, _Stored]()
+    opened, found = _OpenFile(), dict[str, StoredTensor]()
     for file in files:
         content = opened.of(file)
         for name in content.keys():  # noqa: SIM118 - it is no mapping
             each = content.get_slice(name)
             read_as = torch.float32 if kept(name) else dtype
-            found[name] = _Stored(opened, file, name, each.get_shape(), str(each.get_dtype()), read_as)
+            found[name] = StoredTensor(opened, file, name, each.get_shape(), str(each.get_dtype()), read_as)
+    opened.close()
     return found
 
 
@@ -335,11 +421,15 @@ def read_config(directory: Path) -> PreTrainedConfig:
 
 
 class ParameterCounts(NamedTuple):
-    """Numbers of parameters. adapters: of those that are trained; None: none are wanted. part: of the largest rank."""
+    """Numbers of parameters. adapters: of those that are trained; None: none are wanted. part: of the largest rank.
+
+    bytes_beside: of what the model's files hold beside it, if it is the text part of another.
+    """
 
     parameters: int
     adapters: int | None
     part: int
+    bytes_beside: int
 
 
 def count_parameters(directory: Path, lora: LoraConfig | None = None, *, shared_by: int = 1) -> ParameterCounts:
@@ -349,13 +439,27 @@ def count_parameters(directory: Path, lora: LoraConfig | None = None, *, shared_
     Raises ConfigError if the model can't be trained.
     """
     _check_trainable(directory)
+    config = read_config(directory)
     with _explaining_load_errors(directory), torch.device("meta"):
-        config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
         model = AutoModelForCausalLM.from_config(config)
     sizes = [(each.shape[0] if each.dim() else 1, each.numel()) for each in model.parameters()]
     parameters = sum(size for _, size in sizes)
     part = sum(-(-rows // shared_by) * (size // rows) for rows, size in sizes)
-    return ParameterCounts(parameters, count_adapters(model, lora) if lora else None, part)
+    return ParameterCounts(
+        parameters, count_adapters(model, lora) if lora else None, part, _count_bytes_beside(model, config, directory)
+    )
+
+
+def _count_bytes_beside(model: PreTrainedModel, config: PreTrainedConfig, directory: Path) -> int:
+    """Count them in the files; where there is config.json alone, of what transformers has beside the text part."""
+    if not _is_text_part(model, config):
+        return 0
+    if _has_safetensors(directory):
+        _keep_names(model, directory)
+        return sum(each.size_bytes for each in tensors_beside(model, directory).values())
+    with torch.device("meta"):
+        whole = AutoModelForMultimodalLM.from_config(config)
+    return 2 * int(whole.num_parameters() - model.num_parameters())  # bfloat16
 
 
 def checkpoint_activations(model: PreTrainedModel) -> None:
@@ -395,9 +499,10 @@ def _check_trainable(directory: Path) -> None:
         raise Unready(f"{directory} holds no model in Hugging Face format: {error}") from error
     if "quantization_config" in config:
         raise ConfigError(f"the weights in {directory} are quantized: give the original ones, these can't be trained")
-    if "vision_config" in config or "audio_config" in config:
+    if ("vision_config" in config or "audio_config" in config) and not _has_text_part(read_config(directory)):
         raise ConfigError(
-            f"{directory} holds a model of more than text ({config.get('model_type')}): not supported yet"
+            f"{directory} holds a model of more than text ({config.get('model_type')}), and transformers "
+            f"{transformers.__version__} has no causal model of its text part alone: {_INSTEAD}"
         )
     for file in sorted(directory.glob("*.safetensors")):
         try:
@@ -431,6 +536,8 @@ def _explaining_load_errors(directory: Path) -> Iterator[None]:
     """Raise ConfigError for the many errors of transformers about missing files and unknown architectures."""
     try:
         yield
+    except ConfigError:
+        raise
     except (OSError, ValueError) as error:
         words = str(error).partition("\n")[0]
         raise Unready(
