@@ -35,6 +35,7 @@ from colocated_rl_operator.planner.plan import plan
 from colocated_rl_operator.planner.reasons import Cause
 
 SIZES = (2, 64, 256, 1024)
+MADE_BEFORE_S = 60.0  # one that is lost at once is not made again at once
 BEFORE = WeightVersion(1, 1)  # what all serve when the pod is lost
 MOST_EVENTS = 1_000_000
 
@@ -89,7 +90,7 @@ class Simulated:
         self.job = make_job(replicas=self.pods, steps=5, checkpoint={"everySteps": 1})
         served = facts_at(Rung.SERVING, BEFORE)
         for seat in self.job.gpu_seats:
-            self._put(make_member(seat, facts=served, node=f"node of {seat}"))
+            self._put(make_member(seat, facts=served, node=f"node of {seat}", created_at=-MADE_BEFORE_S))
         self._put(make_member(ROLLOUT_SEAT, facts=rollout_facts(sealed=1, trained=1)))
         self.sent: dict[str, PodTarget] = {}
         self.memory = Memory(epoch=1, raised=True, heard_since=0.0)

@@ -1,4 +1,4 @@
-"""Of a model of more than text, the trainer trains the text part; its other parts stay in each export as they are.
+"""The trainer trains the text part of a model of more than text; its other parts stay in each export as they are.
 
 The engine can't run these models on a CPU. What is shown is what the files hold, and that transformers loads them.
 """
