@@ -17,7 +17,6 @@ from colocated_rl_api import names
 from colocated_rl_api.facts import PodFacts
 from colocated_rl_api.member_wire import Goal, PodTarget
 from colocated_rl_api.rungs import Rung
-from colocated_rl_operator.loop.objects import STALL_RETRY_S
 from colocated_rl_operator.planner import plan
 from colocated_rl_operator.planner.failure_policy import QUEUE_S
 from fakes.group import GpuPod
@@ -203,15 +202,15 @@ async def device_breaks(world: FakeWorld) -> None:
 
 @pytest.mark.parametrize("refused", [("PATCH", "/networkpolicies/"), ("DELETE", "/pods/sums-gpu-1-0")], ids=str)
 async def test_a_pod_that_can_not_be_deleted_is_answered_once_and_not_for_ever(
-    world: FakeWorld, refused: tuple[str, str]
+    world: FakeWorld, refused: tuple[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The group formed with it again, and its device was bad: thirty epochs a second, each of them written."""
+    monkeypatch.setattr("colocated_rl_operator.loop.objects.STALL_RETRY_S", 0.2)
     stay_in_rollout(world)
     async with world.operator():
         await world.until(lambda: world.status.get("phase") == "Rollout")
     world.api.forbidden = lambda method, path: method == refused[0] and refused[1] in path
-    passed_s = 0.0
-    async with world.operator(clock=lambda: time.monotonic() + passed_s) as operator:
+    async with world.operator() as operator:
         await world.until(lambda: world.status.get("cause") == "OperatorRestarted")
         breaking = asyncio.create_task(device_breaks(world))
         await world.until(lambda: world.status.get("cause") == "PodReplaced" and events(world, "ObjectRefused"))
@@ -219,7 +218,6 @@ async def test_a_pod_that_can_not_be_deleted_is_answered_once_and_not_for_ever(
         assert 1 == failures(world)["podRestarts"]
         world.api.forbidden = lambda method, path: False
         world.kubelet.release("rollout")
-        passed_s = STALL_RETRY_S
         while not breaking.done():
             operator.context.wakeups.wake(world.body["metadata"]["uid"])
             await asyncio.sleep(0.1)
